@@ -49,8 +49,7 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import Namespace, PageKeys
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import DROP, RECORD, RESIDENT
-from peercache.node.broker import MemberBroker
-from peercache.node.overlaps import Overlaps
+from peercache.node.questions import MemberBroker, Overlaps
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import Lookup, Put, ReportOverlap, RequestOverlap

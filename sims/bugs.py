@@ -32,7 +32,7 @@ from peercache.model.member import ALIVE
 from peercache.model.seal import ODD
 from peercache.net.link import Outbox
 from peercache.net.requests import Conversation
-from peercache.node import envelopes
+from peercache.node import switchboard as envelopes
 from peercache.paths import home_tie
 from peercache.paths import lookup as searching
 from peercache.paths import mirror as mirroring

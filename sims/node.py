@@ -46,13 +46,10 @@ from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
 from peercache.net.peers import ControlTls, Gate, Peer
 from peercache.net.sockets import Listener
+from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
 from peercache.node.assembly import NodeActors
-from peercache.node.envelopes import Envelopes
-from peercache.node.inbound import Inbound
-from peercache.node.links import Links
-from peercache.node.reach import Reach
-from peercache.node.switchboard import Switchboard
+from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard
 from peercache.observability.metrics import Metrics
 from peercache.paths.takeover import arrived, reading_of
 from peercache.trust.sharing import Sharing
@@ -73,7 +70,7 @@ from sims.watch import BusyMailbox, WatchedActor
 CLUSTER = "sims"
 
 HOUSEKEEPING_S = 1.0
-"""As `node.node`'s."""
+"""As `node.ready`'s."""
 
 POPULATED_S = 0.2
 """When the second half of the memory can be used."""
@@ -247,7 +244,7 @@ class SimNode:
         return self.place.alive
 
     async def _pull(self, pull: Pull) -> None:
-        """Read pages of another node into slots, as the thread of `node.pulling` does."""
+        """Read pages of another node into slots, as the thread of `node.drain` does."""
         buffers, lengths = self._reads.buffers, pull.records["length"].tolist()
         regions = [buffers.take(length, self.place.name) for length in lengths]
         addresses = np.array([region.address for region in regions], np.uint64)

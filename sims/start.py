@@ -31,7 +31,7 @@ from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import KEY
 from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import Breakers
-from peercache.node.links import LINKS_MAX, LinkUse
+from peercache.node.switchboard import LINKS_MAX, LinkUse
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Tie
 from peercache.paths.read import Touches
 from peercache.paths.steps import Ask, Greet, Post

@@ -14,7 +14,7 @@ from peercache.actors.pool.reservations import LATELY_S
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX
 from peercache.model.hash_ring import AUTO
 from peercache.net.link import OUTBOX_BYTES_MAX, OUTBOX_MESSAGES_MAX
-from peercache.node.links import LINKS_MAX
+from peercache.node.switchboard import LINKS_MAX
 
 GRANULE = 256
 """Bytes of a granule here: small, so that a run moves kilobytes and tears as many pages."""

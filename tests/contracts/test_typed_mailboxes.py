@@ -15,7 +15,7 @@ from peercache.actors.mailboxes import ClientGone, ViewChanged
 from peercache.actors.pool.actor import Pool
 from peercache.actors.ring.actor import RingActor
 from peercache.actors.runtime import run_actor
-from peercache.node.routing import NodeMailboxes
+from peercache.node.switchboard import NodeMailboxes
 from peercache.wire.messages.directory import Lookup
 
 TellPool(ClientGone(1))

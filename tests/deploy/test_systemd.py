@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from peercache.cli.main import EXIT_WRONG_USAGE
 from peercache.config.settings import Config
-from peercache.node.supervisor import READY, STOPPING, notify
+from peercache.node.runner import READY, STOPPING, notify
 from tests.pace import TIMEOUT_S
 
 SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"

@@ -20,7 +20,7 @@ from peercache.actors.runtime import MAILBOX_BYTES_MAX, SELF, Mailbox
 from peercache.errors import RemoteProtocolError
 from peercache.model.member import Member
 from peercache.model.records import RECORD
-from peercache.node.inbound import STRANGER_BYTES_MAX
+from peercache.node.switchboard import STRANGER_BYTES_MAX
 from peercache.wire import codec
 from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, decode
 from peercache.wire.messages.directory import Located, Lookup, ReportStale

@@ -486,7 +486,7 @@ def test_every_rule_has_an_offender() -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (imports_point_down, "client.api", "from peercache.node.embedded import x"),
+        (imports_point_down, "client.api", "from peercache.node.runner import x"),
         (imports_point_down, "fabric.shm", "from peercache.memory.attached import x"),
         (imports_point_down, "cli.demo.story", "from peercache import Client"),
         (imports_point_down, "model.records", "from peercache.model.keys import x"),

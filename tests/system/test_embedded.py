@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from peercache import Client
-from peercache.node import embedded
+from peercache.node import runner as embedded
 from peercache.node.node import Node
 from tests.pace import TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import capture_logs, keys_of, pages_of, read

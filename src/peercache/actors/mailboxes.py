@@ -3,7 +3,7 @@
 Each actor has one union of types, `...Hears`: the messages of the wire that its mailbox takes, and
 the facts that other actors of the node tell it. A fact crosses no socket: it is never encoded and
 never lost. mypy refuses a fact for an actor that does not hear it (`actors.effects`) and a message
-of the wire without a receiver (`node.routing`).
+of the wire without a receiver (`node.switchboard`).
 """
 
 from __future__ import annotations

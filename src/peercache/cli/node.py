@@ -11,8 +11,7 @@ from peercache.cli.main import run
 from peercache.cli.options import settings_options
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
-from peercache.node.keeping import describe
-from peercache.node.standalone import run_standalone
+from peercache.node.runner import describe, run_standalone
 from peercache.observability.log import configure_logging
 
 if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there

@@ -25,7 +25,7 @@ from peercache.model.keys import Namespace
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.requests import Asker
-from peercache.node.embedded import EmbeddedNode
+from peercache.node.runner import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.lookup import LocationCache, Locator

@@ -1,7 +1,7 @@
 """The process: the guard of what a forked child must not use, and the shares of its descriptors.
 
 Anything that can connect to a node takes a descriptor. The shares grow with the process's limit
-(RLIMIT_NOFILE). Together with the links that a node dials (a quarter, `node.links`) they are
+(RLIMIT_NOFILE). Together with the links that a node dials (a quarter, `node.switchboard`) they are
 less than the whole, so that files always find one, and so does an engine in the same process.
 """
 

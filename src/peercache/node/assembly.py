@@ -27,7 +27,7 @@ from peercache.config.entries import heads_of
 from peercache.config.settings import Config
 from peercache.model.ids import Incarnation
 from peercache.model.member import Member
-from peercache.node.routing import NodeMailboxes
+from peercache.node.switchboard import NodeMailboxes
 from peercache.observability.metrics import Metrics
 
 SPILL_DELAY_S = 0.02

@@ -1,4 +1,7 @@
-"""A node's disk: the page store on its threads, between the disk actor and the folder."""
+"""A node's disk: the page store on its threads, between the disk actor and the folder.
+
+`flush_disk` writes what is only in memory before a graceful stop, within a stated time.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any, final
 import attrs
 import trio
 
+from peercache.actors.disk.actor import DiskTier
 from peercache.actors.disk.open_index import indexed_of
-from peercache.actors.mailboxes import DiskIndexed
+from peercache.actors.mailboxes import DiskIndexed, RequestFlush
 from peercache.actors.storage_port import DiskEffect, DiskEnded, DiskFact, DiskOpened
 from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
@@ -128,3 +132,46 @@ def disk_settings_unused(config: Config) -> list[str]:
     default = attrs.asdict(Config.load({}), recurse=False)
     named = ("disk_path", "disk_size", "write_policy")
     return [] if config.disk_enabled else [n for n in named if given[n] != default[n]]
+
+
+EMBEDDED_S = 1.0
+"""The most for a node in an engine's process, whose exit it must not hold up."""
+
+LOOK_S = 0.02
+PROGRESS_S = 1.0
+
+
+async def flush_disk(
+    disk: NodeDisk,
+    tier: DiskTier,
+    tell: Callable[[RequestFlush], None],
+    *,
+    within_s: float,
+    cut_short: trio.Event,
+    log: Any,
+) -> None:
+    """Have all pages written that are only in memory; log how far it came, once a second.
+
+    tell: hands a message to the disk actor. It ends after `within_s`, or with `cut_short`: what is
+    not written by then is lost with the memory.
+    """
+    if disk.problem:
+        log.warning("disk.flush_skipped", reason=disk.problem)
+        return
+    started = told_at = trio.current_time()
+    log.info("disk.flush_started", within_s=within_s)
+    tell(RequestFlush())
+    left = tier.flush_left()
+    while left != 0 and not disk.problem and not cut_short.is_set():
+        now = trio.current_time()
+        if now - started >= within_s:
+            break
+        if now - told_at >= PROGRESS_S:
+            told_at = now
+            log.info("disk.flush_progressed", pages_left=left)
+        with trio.move_on_after(LOOK_S):
+            await cut_short.wait()
+        left = tier.flush_left()
+    seconds = round(trio.current_time() - started, 3)
+    tell_end = log.info if left == 0 else log.warning
+    tell_end("disk.flush_ended", pages_left=left, seconds=seconds, problem=disk.problem)

@@ -2,7 +2,12 @@
 
 It ends the reservations of clients that exited and the queue pairs of clients that left, closes
 connections that never said Hello, ends links to lost addresses, and logs and counts the states of
-the members. Where descriptors become few, it looks at connections more often.
+the members. Where descriptors become few, it looks at connections more often. `OwnersWatch` counts
+the directory owners that lag behind this node, and logs those that begin to and that catch up.
+
+`keep` has a node's watchers go on after an exception of theirs. A watcher looks at something again
+and again: members, certificates, connections. What it cannot do now, for want of a descriptor or a
+thread, it can do later; the node goes on serving meanwhile.
 """
 
 from __future__ import annotations
@@ -10,13 +15,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, final
 
+import attrs
 import trio
 
+from peercache.actors.directory.holdings import ShardAuthority
 from peercache.actors.effects import Tell, TellPool, TellRdma
 from peercache.actors.mailboxes import ClientGone, ClientsConnected
+from peercache.actors.publisher.actor import Publisher
 from peercache.config.settings import Config
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, SUSPECT, Member
@@ -25,11 +33,70 @@ from peercache.model.view import STATE_NAMES
 from peercache.net.handshakes import FailedHandshakes, HalfHandshakes
 from peercache.net.sockets import Listener
 from peercache.node.admission import Admission
-from peercache.node.envelopes import WARN_AGAIN_S
-from peercache.node.links import Links
+from peercache.node.switchboard import WARN_AGAIN_S, Links
 from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import SILENT
+
+AGAIN_S = 1.0
+"""Pause after an exception: what is missing does not come back within less."""
+
+
+async def keep(name: str, watch: Callable[[], Awaitable[None]], log: Any) -> None:
+    """Run a watcher until cancelled; log each exception of it, and begin it again.
+
+    name: says in the log which one it is.
+    """
+    while True:
+        try:
+            await watch()
+        except Exception as error:
+            log.error("node.watcher_failed", watcher=name, problem=repr(error), exc_info=True)
+        else:
+            return
+        await trio.sleep(AGAIN_S)
+
+
+@final
+@attrs.define(eq=False)
+class OwnersWatch:
+    """Counts and logs what keeps "stored is found" from holding everywhere.
+
+    publisher: of this node: the owners for which none of its commits waits, and its followers.
+    authority: of this node's own shard.
+    member_of: the member of an incarnation, if it is known.
+    """
+
+    publisher: Publisher
+    authority: ShardAuthority
+    member_of: Callable[[int], Member | None]
+    metrics: Metrics
+    log: Any
+    _known: frozenset[int] = frozenset()
+    _warn_once: WarnOnce = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Know of no lagging owner."""
+        self._warn_once = WarnOnce(self.log, repeat_s=WARN_AGAIN_S)
+
+    def look(self) -> None:
+        """Set the gauges, and log the owners that have begun to lag or have caught up."""
+        lagging = self.publisher.lagging()
+        for owner in sorted(lagging - self._known):
+            # One that lags again and again is told of once a minute.
+            self._warn_once("directory.owner_lagged", owner, owner=self._name(owner))
+        for owner in sorted(self._known - lagging):
+            self.log.info("directory.owner_recovered", owner=self._name(owner))
+        self._known = lagging
+        self.metrics.directory_owners_lagging.set(len(lagging))
+        self.metrics.followers.set(self.publisher.followers)
+        self.metrics.directory_authority.set(bool(self.authority.ring))
+        self.metrics.directory_holders_doubted.set(self.authority.doubted)
+
+    def _name(self, owner: int) -> str:
+        member = self.member_of(owner)
+        return name_of(owner) if member is None else member.control
+
 
 HOUSEKEEPING_S = 1.0
 """How soon the slots of a client that died come back; a probe is one system call a client."""

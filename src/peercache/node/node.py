@@ -1,4 +1,5 @@
-"""The node: actors, memory, sockets and servers, put together and taken apart.
+"""Ready: where a node serves.
+# FROM node.node: The node: actors, memory, sockets and servers, put together and taken apart.
 
 Where to look: a page's bytes lie in `memory.published`, its record in the directory shards
 (`actors.directory`) of its owners; `actors.pool` decides about slots, `switchboard` carries the
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
+import attrs
 import trio
 
 from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellHandover
@@ -40,28 +42,17 @@ from peercache.model.status import encoded
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.sockets import Listener
 from peercache.node import addresses
+from peercache.node.addresses import RESOLVE_S, Advertising, Reach, resolved
 from peercache.node.admission import Admission
-from peercache.node.advertising import Advertising
 from peercache.node.assembly import NodeActors
-from peercache.node.broker import MemberBroker
-from peercache.node.disk import DiskTroubles, NodeDisk, disk_settings_unused
-from peercache.node.draining import Drainer
-from peercache.node.envelopes import Envelopes
-from peercache.node.flushing import EMBEDDED_S, flush_disk
-from peercache.node.gathering import Gathering
-from peercache.node.housekeeping import Housekeeping
-from peercache.node.inbound import Inbound
-from peercache.node.keeping import keep
-from peercache.node.links import Links, links_that_fit
+from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_settings_unused, flush_disk
+from peercache.node.drain import Drainer, Puller
+from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep
 from peercache.node.memory import Source, populate, publish, table_file
-from peercache.node.overlaps import Overlaps
-from peercache.node.owners import OwnersWatch
-from peercache.node.pulling import Puller
-from peercache.node.reach import RESOLVE_S, Reach, resolved
-from peercache.node.ready import Ready
+from peercache.node.questions import Gathering, MemberBroker, Overlaps
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
-from peercache.node.switchboard import Switchboard
+from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard, links_that_fit
 from peercache.node.web import Web
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, absorb
@@ -83,6 +74,37 @@ from peercache.wire.messages.membership import (
     RequestStatus,
 )
 from peercache.wire.messages.session import Counted, ReportRevocations, ReportStats, RequestStats
+
+
+@attrs.frozen
+class Ready:
+    """Where a node serves. home: ipc:// or inproc://; http: HOST:PORT, or "" where it is off."""
+
+    incarnation: int
+    control: str
+    data: str
+    home: str
+    http: str
+    local_secret: bytes = attrs.field(repr=False)
+
+    def line(self) -> dict[str, str | None]:
+        """Return the ready line, as the node prints it."""
+        return {
+            "event": "node.ready",
+            "node": name_of(self.incarnation),
+            "control": self.control,
+            "data": self.data,
+            "home": self.home,
+            "http": self.http or None,
+        }
+
+    def sockets(self) -> list[int | str]:
+        """Return the local addresses of the node's sockets: tcp ports, and a path."""
+        ports = [
+            int(each.rpartition(":")[2]) for each in (self.control, self.data, self.http) if each
+        ]
+        return [*ports, self.home.removeprefix("ipc://")]
+
 
 GOODBYE_S = 0.5
 """How long a graceful stop may take to tell the others."""

@@ -1,15 +1,23 @@
-"""Status: what a node answers about itself, its health, its figures, and its whole status."""
+"""Status: what a node answers about itself, its health, its figures, and its whole status.
+
+Part of it are the clients that write to this node, with what they reported, and details of its
+process for a person: its threads, its environment and its settings.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import final
 
 import attrs
 import numpy as np
 
-from peercache.config.settings import Config
+from peercache.config.settings import SETTINGS, Config
+from peercache.config.table import FILE, FOLDER
 from peercache.http.pages import Health
 from peercache.installation.library import version
 from peercache.model.ids import name_of
@@ -28,20 +36,179 @@ from peercache.model.status import (
     PeerStatus,
     Shard,
     Status,
+    Thread,
     Tier,
+    Worker,
 )
 from peercache.model.view import STATE_NAMES
+from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
 from peercache.node.assembly import NodeActors
-from peercache.node.details import details
 from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
-from peercache.node.reach import Reach
-from peercache.node.workers import AttachedWorkers
 from peercache.observability.latency import LATENCY_BUCKETS_S
-from peercache.observability.metrics import Metrics
+from peercache.observability.metrics import PEER_FABRIC, Metrics, is_increase
+from peercache.observability.reasons import FABRICS
 from peercache.trust.files import LiveTls
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.messages.session import Counted
+
+SHOWN = ("PEERCACHE_", "SGLANG_", "PYTHON", "UCX_", "NCCL_", "RDMAV_", "IBV_", "OMP_", "MALLOC_")
+"""Beginnings of the names of environment variables that change how a node works. Others are not
+shown: they are no business of the cluster."""
+
+MASKED = "(masked)"
+
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|_KEY\b|APIKEY", re.IGNORECASE)
+_USER = re.compile(r"//[^/\s]+@")
+"""Up to the last @ before the path: a password may hold one."""
+
+THREADS_MAX = 128
+
+
+def details(config: Config) -> Detail:
+    """Return what this process is, now."""
+    settings = {name: row.kind.written(getattr(config, name)) for name, row in SETTINGS.items()}
+    # The path of a file with a secret in it is none.
+    paths = {
+        name: settings.pop(name) for name, row in SETTINGS.items() if row.kind in (FILE, FOLDER)
+    }
+    return Detail(
+        threads=threads(),
+        environment=masked(shown(os.environ)),
+        settings=dict(sorted((masked(settings) | paths).items())),
+    )
+
+
+def shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change how a node works, by name."""
+    return {name: environment[name] for name in sorted(environment) if name.startswith(SHOWN)}
+
+
+def masked(values: Mapping[str, str]) -> dict[str, str]:
+    """Return values without what is secret: by the name, and what stands before @ in an address."""
+    return {
+        name: MASKED if value and _SECRET.search(name) else _USER.sub(f"//{MASKED}@", value)
+        for name, value in values.items()
+    }
+
+
+def threads() -> tuple[Thread, ...]:
+    """Return the threads of this process, the busiest first; the compiled ones too."""
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            text = (task / "stat").read_text(errors="replace")
+        except OSError:
+            continue  # It has ended meanwhile.
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
+        found.append(Thread(name=name, cpu_s=cpu_s, state=fields[0]))
+    return tuple(sorted(found, key=lambda thread: -thread.cpu_s)[:THREADS_MAX])
+
+
+TRACKED_MAX = 1024
+"""As many as may attach; a client beyond it is shown without figures."""
+
+RATE_S = 0.5
+"""Least time between two reports that make a rate."""
+
+
+@attrs.define(eq=False)
+class _Reports:
+    heard_at: float
+    hits: float = 0.0
+    misses: float = 0.0
+    sets: float = 0.0
+    rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    keys: float = 0.0
+    fabrics: dict[str, str] = attrs.field(factory=dict)
+    """By the name of a peer: how the client last read from it."""
+
+
+@final
+class AttachedWorkers:
+    """What each attached client has reported. Times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        """Start without reports."""
+        self._reports: dict[int, _Reports] = {}
+
+    def note(self, client: int, counted: Counted, now: float) -> None:
+        """Take a client's report."""
+        known = self._reports.get(client)
+        if known is None:
+            if len(self._reports) >= TRACKED_MAX:
+                return
+            known = self._reports[client] = _Reports(now)
+        hits, misses, sets = (
+            _sum(counted, name) for name in ("pages_hit", "pages_missed", "pages_set")
+        )
+        known.keys += sets
+        if told := _fabrics(counted):
+            # The newest of a client that reads from more peers than a status lists.
+            known.fabrics = dict([*{**known.fabrics, **told}.items()][-LISTED_MAX:])
+        known.hits, known.misses, known.sets = (
+            known.hits + hits, known.misses + misses, known.sets + sets,
+        )  # fmt: skip
+        if (passed_s := now - known.heard_at) >= RATE_S:
+            known.rates = (known.hits / passed_s, known.misses / passed_s, known.sets / passed_s)
+            known.hits = known.misses = known.sets = 0.0
+            known.heard_at = now
+
+    def fabrics(self) -> dict[str, str]:
+        """Return by the name of a peer how clients read from it: `tcp`, or `shm+tcp` where both."""
+        found: dict[str, set[str]] = {}
+        for known in self._reports.values():
+            for peer, fabric in known.fabrics.items():
+                found.setdefault(peer, set()).add(fabric)
+        return {peer: "+".join(sorted(names)) for peer, names in found.items()}
+
+    def listed(
+        self, attached: Iterable[tuple[int, str, int]], now: float
+    ) -> tuple[tuple[Worker, ...], int]:
+        """Return the attached clients (identity, namespace, pid), and how many are not listed.
+
+        Those that are not attached any more are forgotten.
+        """
+        clients = {identity: (namespace, pid) for identity, namespace, pid in attached}
+        self._reports = {c: known for c, known in self._reports.items() if c in clients}
+        found = []
+        for identity, (namespace, pid) in sorted(clients.items())[:LISTED_MAX]:
+            known = self._reports.get(identity) or _Reports(now)
+            silent_s = now - known.heard_at
+            # A client that counts nothing sends no report: its last rates are over.
+            hits, misses, sets = known.rates if silent_s < SILENT_S else (0.0, 0.0, 0.0)
+            found.append(
+                Worker(
+                    name=name_of(identity), pid=pid, namespace=namespace, keys=int(known.keys),
+                    hits=hits, misses=misses, sets=sets, heard_s=silent_s,
+                )
+            )  # fmt: skip
+        return tuple(found), max(0, len(clients) - LISTED_MAX)
+
+
+SILENT_S = 3.0
+"""A client reports each second while it counts something."""
+
+
+def _fabrics(counted: Counted) -> dict[str, str]:
+    return {
+        path.removeprefix(f"{PEER_FABRIC}/"): fabric
+        for path, fabric in counted.counts.items()
+        if path.startswith(f"{PEER_FABRIC}/") and isinstance(fabric, str) and fabric in FABRICS
+    }
+
+
+def _sum(counted: Counted, name: str) -> float:
+    return sum(
+        float(value)
+        for path, value in counted.counts.items()
+        if path.partition("/")[0] == name and is_increase(value)
+    )
+
 
 PREFIX = "peercache_"
 SAMPLED = 4096

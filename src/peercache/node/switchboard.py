@@ -1,30 +1,683 @@
-"""The switchboard: what a node's actors want done, and what becomes of its connections.
+"""The switchboard: the control messages of a node, from its connections to its actors and back.
 
-What comes in goes through `inbound`, what goes to other nodes through `links`; here is what needs
-both.
+`Envelopes` are the bytes of messages, and the count of those that are dropped. `NodeMailboxes` has
+one mailbox an actor. `Inbound` has the connections that others have made to this node, `Links`
+those from this node to others. `Switchboard` does what needs both, and what actors want done.
+
+Everything that others send passes `Inbound` once: decoded, its sender known, meant for this
+incarnation, and allowed; then it goes to its actor's mailbox, or the node answers it. All else is
+dropped and counted, and an unknown sender is asked to say Hello. A message states its receiver
+(`wire.messages.declared`); mypy refuses a fact without a mailbox.
+
+A link is made when there is something to send, and ended when it is not used or its address has no
+member any more. What comes back are answers: to the Hello, and to questions of the node itself.
+In a cluster of thousands a node greets every member once, and afterwards sends to the masters, to
+the owners of its records, and rarely to others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import final
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any, final
 
 import attrs
 import trio
 from trio import to_thread
 
-from peercache.actors.effects import BuildRing, Effect, LocalEffect, Send, SendTo, Tell, TellRing
-from peercache.actors.mailboxes import RingBuilt
+from peercache.actors.effects import (
+    BuildRing,
+    Effect,
+    LocalEffect,
+    Send,
+    SendTo,
+    Tell,
+    TellMembership,
+    TellPool,
+    TellRing,
+)
+from peercache.actors.mailboxes import (
+    DirectoryMessage,
+    DiskMessage,
+    HandoverMessage,
+    MembershipMessage,
+    NamespaceNamed,
+    PeerAnswered,
+    PoolMessage,
+    PromoteMessage,
+    PublisherMessage,
+    RdmaMessage,
+    RemovalMessage,
+    RingBuilt,
+    RingMessage,
+)
 from peercache.actors.origin import Origin
+from peercache.actors.runtime import SELF, Mailbox, Turn
+from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.model.hash_ring import HashRing
+from peercache.model.ids import incarnation_of, name_of
 from peercache.model.member import Member
-from peercache.net.peers import Gate, Peer
-from peercache.node.envelopes import Envelopes
-from peercache.node.inbound import Inbound
-from peercache.node.links import Links
-from peercache.node.routing import NodeMailboxes
+from peercache.net.link import Link
+from peercache.net.peers import ControlTls, Gate, Peer, control_url
+from peercache.net.sockets import Listener
+from peercache.node.addresses import Reach
+from peercache.node.admission import Admission
+from peercache.node.questions import Told
+from peercache.observability.log import WarnOnce, call_of
+from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import EXPIRED
-from peercache.wire.messages.declared import Message
+from peercache.trust.rights import INVENTED, Session, is_invented, refusal
+from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
+from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
+from peercache.wire.messages.declared import Message, Receiver, Role
+from peercache.wire.messages.directory import ReportOverlap
+from peercache.wire.messages.membership import (
+    Heartbeat,
+    Join,
+    ReportDrainState,
+    ReportStatus,
+    ShareView,
+)
+from peercache.wire.messages.session import (
+    Hello,
+    HelloRequired,
+    Refused,
+    ReportRevocations,
+    Welcome,
+)
+
+WARN_AGAIN_S = 60.0
+"""How often the log tells of a peer that is refused again and again."""
+
+
+@final
+class Envelopes:
+    """Makes and reads envelopes for both directions; drops are counted and logged here."""
+
+    def __init__(self, *, incarnation: int, cluster: str, metrics: Metrics, log: Any) -> None:
+        """Send as the node of this incarnation."""
+        self.incarnation = incarnation
+        self.cluster = cluster
+        self.metrics = metrics
+        self.log = log
+        # A refused node says Hello again every second.
+        self.warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
+
+    def encode(self, target: int, message: Message) -> bytes:
+        """Return the bytes of a message; none of one that is too large for any peer."""
+        try:
+            return encode(Envelope(self.incarnation, target, message), cluster=self.cluster)
+        except LocalProtocolError as error:
+            # A bug of this node costs this message, and not the node.
+            self.metrics.messages_dropped.labels("too_large").inc()
+            self.log.error("node.message_too_large", detail=str(error))
+            return b""
+
+    def decode(self, raw: bytes) -> Envelope:
+        """Return what came; raise RemoteProtocolError for anything that is no message to us."""
+        return decode(raw, cluster=self.cluster)
+
+    def drop(
+        self, reason: str, detail: str = "", sender: int = 0, message: Message | None = None
+    ) -> None:
+        """Count and log a message that goes no further."""
+        self.metrics.messages_dropped.labels(reason).inc()
+        call, client = call_number(message), name_of(sender)
+        self.log.debug(
+            "node.message_dropped", reason=reason, detail=detail, client=client, call=call
+        )
+
+    def attempt(self, take: Callable[..., None], *message: object) -> None:
+        """Take a message in; what goes wrong in an answer costs that answer, and not the node."""
+        try:
+            take(*message)
+        except Exception as error:
+            self.drop("failed", detail=repr(error))
+            # Where it was raised: a peer that repeats the message must not fill the log.
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            at = f"{frame.f_code.co_filename}:{line}"
+            self.warn_once("node.message_failed", at, problem=repr(error), at=at)
+
+
+def call_number(message: Message | None) -> int:
+    """Return the number of the client's batch call that a message belongs to, 0 for none."""
+    return call_of(getattr(message, "request", 0))
+
+
+@final
+@attrs.frozen(eq=False)
+class NodeMailboxes:
+    """One mailbox for each actor of a node.
+
+    The order of the fields is the order in which a turn looks at them. The publisher comes
+    before the directory: it answers a Commit, and what it tells other nodes takes time.
+    """
+
+    membership: Mailbox[MembershipMessage] = attrs.field(factory=Mailbox, init=False)
+    ring: Mailbox[RingMessage] = attrs.field(factory=Mailbox, init=False)
+    publisher: Mailbox[PublisherMessage] = attrs.field(factory=Mailbox, init=False)
+    directory: Mailbox[DirectoryMessage] = attrs.field(factory=Mailbox, init=False)
+    pool: Mailbox[PoolMessage] = attrs.field(factory=Mailbox, init=False)
+    disk: Mailbox[DiskMessage] = attrs.field(factory=Mailbox, init=False)
+    promote: Mailbox[PromoteMessage] = attrs.field(factory=Mailbox, init=False)
+    rdma: Mailbox[RdmaMessage] = attrs.field(factory=Mailbox, init=False)
+    removal: Mailbox[RemovalMessage] = attrs.field(factory=Mailbox, init=False)
+    handover: Mailbox[HandoverMessage] = attrs.field(factory=Mailbox, init=False)
+    turn: Turn = attrs.field(init=False)
+
+    @turn.default
+    def _of_all(self) -> Turn:
+        return Turn(tuple(self.named().values()))
+
+    def named(self) -> dict[str, Mailbox[Any]]:
+        """Return every mailbox by the name of its actor."""
+        names = [field.name for field in attrs.fields(NodeMailboxes)]
+        return {name: getattr(self, name) for name in names if name != "turn"}
+
+    def tell(self, told: Tell) -> None:
+        """Put a fact from inside the node into its receiver's mailbox."""
+        mailbox: Mailbox[Any] = getattr(self, told.actor)
+        mailbox.tell(SELF, told.fact)
+
+    def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
+        """Put a message from the network into its receiver's mailbox; False if that is full.
+
+        `trust.rights` lets no message in that is not for an actor.
+        """
+        declared = message.declared
+        # A node's own connections have no pipe: its message is for this node's own pages.
+        receiver = declared.to if sender.pipe else declared.of_node or declared.to
+        if receiver is Receiver.NODE:
+            raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
+        if receiver is Receiver.ASKER:
+            raise LocalProtocolError(f"a node sends {type(message).__name__}, and takes none")
+        mailbox: Mailbox[Any] = getattr(self, receiver.value)
+        return mailbox.offer(sender, message, size_bytes)
+
+
+BURST_MESSAGES = 16
+"""Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
+
+STRANGER_BYTES_MAX = 64 * 1024
+"""Longest message taken from a connection that has not said Hello: a Hello of the longest texts
+fits, and to decode a megabyte would cost this node a second for any connection."""
+
+
+@final
+@attrs.define(eq=False, kw_only=True)
+class Inbound:
+    """Admits connections, judges what comes on them, and answers along them.
+
+    answer:  answers what is for the node itself.
+    has_tls: whether an incarnation follows from a certificate, so that invented ones show.
+    names_writers: whether the pool is told the namespaces of writers, for quotas with patterns.
+    """
+
+    _envelopes: Envelopes
+    listener: Listener
+    _admission: Admission
+    _mailboxes: NodeMailboxes
+    _member_of: Callable[[int], Member | None]
+    _answer: Callable[[Origin, Message], Message | None]
+    _reach: Reach
+    _segment_bytes: int
+    _has_tls: bool = False
+    _revocations: Callable[[], ReportRevocations | None] = lambda: None
+    _names_writers: bool = False
+    # By the type of a message: what counts one. To look for its series takes longer.
+    _received: dict[type[Message], Callable[[], None]] = attrs.field(factory=dict, init=False)
+    _uncounted: type[Message] | None = attrs.field(default=None, init=False)
+
+    async def run(self) -> None:
+        """Take messages until cancelled."""
+        while True:
+            self._take_and_handle(*await self.listener.receive())
+            for _ in range(BURST_MESSAGES):
+                taken = self.listener.receive_now()
+                if taken is None:
+                    break
+                self._take_and_handle(*taken)
+            else:
+                await trio.lowlevel.checkpoint()
+
+    def _take_and_handle(self, pipe: int, raw: bytes) -> None:
+        """Take one message in, and all that follows from it within this node."""
+        self._mailboxes.turn.handle(self._envelopes.attempt, self.take, pipe, raw)
+        # Behind the answers: their receivers are at work by now.
+        self._count_received()
+
+    def take(self, pipe: int, raw: bytes) -> None:
+        """Take one message as far as its actor's mailbox."""
+        if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
+            self._envelopes.drop("stranger", detail=f"{len(raw)} bytes")
+            self.reply(pipe, 0, HelloRequired(self._envelopes.incarnation))
+            return
+        try:
+            envelope = self._envelopes.decode(raw)
+        except (WrongVersion, WrongCluster) as error:
+            reason = "wire_version" if isinstance(error, WrongVersion) else "cluster"
+            self._refuse(pipe, Rejected(reason, error.what), 0)
+            return
+        except RemoteProtocolError as error:
+            self._envelopes.drop("malformed", detail=error.what)
+            return
+        message = envelope.message
+        if isinstance(message, Hello):
+            self._greet(pipe, envelope.sender, message)
+            return
+        session = self._admission.sessions.get(pipe)
+        if session is None or session.identity != envelope.sender:
+            self._envelopes.drop("stranger")
+            self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
+            return
+        if envelope.target not in (0, self._envelopes.incarnation):
+            # Meant for a predecessor at this address: this incarnation must not act on it.
+            self._envelopes.drop("other_incarnation")
+            self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
+            return
+        self._route(pipe, session, message, len(raw))
+
+    def _route(self, pipe: int, session: Session, message: Message, size_bytes: int) -> None:
+        origin = Origin(session.identity, 0 if session.role is Role.NODE else pipe)
+        reason = refusal(session, message)
+        if not reason and self._has_tls:
+            message, reason = self._believed(message)
+        if reason:
+            self._not_allowed(pipe, session, message, reason)
+            return
+        self._uncounted = type(message)
+        if (call := call_number(message)) and self._envelopes.log.isEnabledFor(logging.DEBUG):
+            what, name = type(message).__name__, name_of(session.identity)
+            self._envelopes.log.debug(
+                "node.question_received", client=name, call=call, message=what
+            )
+        if message.declared.to is Receiver.NODE:
+            # Along the pipe, also to a node: a status is for who asks, over its own link.
+            answer = self._answer(Origin(session.identity, pipe), message)
+            if answer is not None:
+                self.reply(pipe, session.identity, answer)
+        elif not self._mailboxes.offer(origin, message, size_bytes):
+            self._envelopes.drop("mailbox_full", type(message).__name__, session.identity, message)
+
+    def _count_received(self) -> None:
+        """Count the message that was let in, if any."""
+        kind, self._uncounted = self._uncounted, None
+        if kind is None:
+            return
+        count = self._received.get(kind)
+        if count is None:
+            count = self._envelopes.metrics.messages_received.labels(kind.__name__).inc
+            self._received[kind] = count
+        count()
+
+    def _believed(self, message: Message) -> tuple[Message, str]:
+        """Return a message without the members that no certificate can stand for, and why not."""
+        match message:
+            case Join(member) | Heartbeat(member):
+                return message, INVENTED if is_invented(self._envelopes.cluster, member) else ""
+            case ShareView(_, view):
+                believed = tuple([m for m in view if not is_invented(self._envelopes.cluster, m)])
+                if len(believed) < len(view):
+                    self._envelopes.metrics.messages_refused.labels(INVENTED, "ShareView").inc()
+                return attrs.evolve(message, view=believed), ""
+        return message, ""
+
+    def _not_allowed(self, pipe: int, session: Session, message: Message, reason: str) -> None:
+        what, role = type(message).__name__, session.role.value
+        self._envelopes.drop("not_allowed", what, session.identity, message)
+        self._envelopes.metrics.messages_refused.labels(reason, what).inc()
+        name = name_of(session.identity)
+        self._envelopes.warn_once(
+            "node.message_refused", (session.identity, reason), peer=name,
+            at=self._address_of(pipe, session.identity), role=role, reason=reason, message=what,
+        )  # fmt: skip
+        detail = f"this {role} may not send this {what}: {reason}"
+        refused = Refused(getattr(message, "request", 0), reason, detail)
+        self.reply(pipe, session.identity, refused)
+
+    def _address_of(self, pipe: int, sender: int) -> str:
+        """Return the HOST:PORT of a node, the host of another sender; "" on a home address."""
+        member = self._member_of(sender)
+        if member is not None:
+            return member.control
+        peer = self.listener.peer(pipe)
+        return peer.remote[0] if peer is not None else ""
+
+    def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
+        peer = self.listener.peer(pipe)
+        if peer is None:
+            # Its end has been told already: a session begun now would never end.
+            self._envelopes.drop("pipe_gone", detail="Hello")
+            return
+        try:
+            session = self._admission.admit(pipe, peer, sender, hello)
+        except Rejected as rejected:
+            self._refuse(pipe, rejected, hello.request, sender)
+            return
+        if hello.is_node:
+            self._reach.connected(peer.local[0])
+        elif session.role is Role.WRITER and self._names_writers:
+            # Before its first Reserve: both go to the pool by way of here.
+            self._mailboxes.tell(TellPool(NamespaceNamed(session.namespace)))
+        me = self._member_of(self._envelopes.incarnation)
+        assert me is not None, "the view of a node has the node itself"
+        wire = min(WIRE_VERSION, hello.wire_newest)
+        self.reply(pipe, sender, Welcome(hello.request, wire, me, self._segment_bytes))
+        revoked = None if hello.is_node else self._revocations()
+        if revoked is not None:
+            self.reply(pipe, sender, revoked)
+
+    def _refuse(self, pipe: int, rejected: Rejected, request: int, sender: int = 0) -> None:
+        self._envelopes.metrics.messages_dropped.labels(rejected.reason).inc()
+        peer = self.listener.peer(pipe)
+        host = peer.remote[0] if peer is not None else ""
+        # By address: a stranger may claim another identity with each Hello.
+        self._envelopes.warn_once(
+            "node.peer_refused", (host or sender, rejected.reason), peer=name_of(sender), at=host,
+            reason=rejected.reason, detail=rejected.detail,
+        )  # fmt: skip
+        self.reply(pipe, sender, Refused(request, rejected.reason, rejected.detail))
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def reply(self, pipe: int, target: int, message: Message) -> None:
+        """Send along a connection."""
+        raw = self._envelopes.encode(target, message)
+        if raw and not self.listener.reply(pipe, raw):
+            self._envelopes.drop("pipe_gone", detail=type(message).__name__)
+
+    def tell_clients(self, message: Message) -> None:
+        """Send a message to every connected client."""
+        for pipe, session in self._admission.sessions.items():
+            if session.role is not Role.NODE:
+                self.reply(pipe, session.identity, message)
+
+    # --- certificates -----------------------------------------------------------------------------
+
+    def end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
+        """End the sessions of such peers."""
+        for pipe in self._admission.of_peers(is_over):
+            session = self._admission.sessions[pipe]
+            self._envelopes.drop(reason, detail=name_of(session.identity))
+            self.listener.disconnect(pipe)
+
+    def disconnect(self) -> None:
+        """End every connection: each other end connects again, and is judged again."""
+        for pipe in self.listener.pipes():
+            self.listener.disconnect(pipe)
+
+
+LINKS_MAX = 4096
+"""Links of one node, where its process may have descriptors enough."""
+
+LINK_DESCRIPTORS = 5
+"""Descriptors of a link: its connection, and two pipes of nng."""
+
+LINK_SHARE = 0.25
+"""Part of a process's descriptors for links; the rest is for its listeners and files."""
+
+LINKS_MIN = 32
+"""Links of a process with few descriptors: masters, heads, and the owners of its newest records."""
+
+IDLE_S = 15.0
+"""How long a link stays that is not used: heartbeats and streams use theirs every few seconds, and
+another connection costs milliseconds."""
+
+SETTLE_S = 2.0
+"""How long a new link is left alone, whatever the bound: it may not have been answered yet."""
+
+
+def links_that_fit(descriptors: float) -> int:
+    """Return how many links a process may have that may have so many descriptors."""
+    fitting = descriptors * LINK_SHARE / LINK_DESCRIPTORS
+    return int(min(LINKS_MAX, max(LINKS_MIN, fitting)))
+
+
+@final
+class LinkUse:
+    """When each link was used last, by its address. Pure."""
+
+    def __init__(self, *, links_max: int) -> None:
+        """Keep no more than about `links_max` links: the ones used last."""
+        self.links_max = links_max
+        self._used: dict[str, float] = {}  # least recently used first
+
+    def __len__(self) -> int:
+        """Return how many links are in use."""
+        return len(self._used)
+
+    def used(self, address: str, now: float) -> None:
+        """Note that a message goes to an address."""
+        self._used.pop(address, None)
+        self._used[address] = now
+
+    def ended(self, address: str) -> None:
+        """Note that the link has been closed."""
+        self._used.pop(address, None)
+
+    def surplus(self, now: float, *, kept: Collection[str]) -> list[str]:
+        """Return the links to close: idle ones, and the least recently used of too many.
+
+        kept: addresses whose links stay, such as those of discovery.
+        """
+        too_many = len(self._used) - self.links_max
+        found: list[str] = []
+        for address, at in self._used.items():
+            if now - at < (SETTLE_S if len(found) < too_many else IDLE_S):
+                # All that follow were used later.
+                break
+            if address not in kept:
+                found.append(address)
+        return found
+
+
+@attrs.define(eq=False)
+class _Dialled:
+    """A link, and what is known of the process at its other end.
+
+    expected: the name of the node that this node means to reach; None: any node.
+    peer: the process that has answered there.
+    wire: the version that it speaks with us.
+    """
+
+    expected: str | None = None
+    peer: Peer | None = None
+    wire: int = WIRE_VERSION
+    link: Link = attrs.field(init=False)
+
+
+@final
+@attrs.define(eq=False, kw_only=True)
+class Links:
+    """Sends to addresses, and takes what is answered; never blocks.
+
+    nursery:   where links run.
+    me:        this node as it began; its name and nonce never change.
+    told:      takes the answers to questions of the node itself.
+    open_link: makes a link; a simulation opens some of its own.
+    links_max: about so many are kept.
+    """
+
+    _envelopes: Envelopes
+    _mailboxes: NodeMailboxes
+    _nursery: trio.Nursery
+    _me: Member
+    _granule: int
+    _gate: Gate
+    _reach: Reach
+    _told: Callable[[int, Told], None]
+    _tls: ControlTls | None = None
+    _open_link: Callable[..., Link] = Link
+    _links_max: int = LINKS_MAX
+    _use: LinkUse = attrs.field(init=False)
+    _dialled: dict[str, _Dialled] = attrs.field(factory=dict, init=False)
+
+    @_use.default
+    def _not_used(self) -> LinkUse:
+        return LinkUse(links_max=self._links_max)
+
+    def __len__(self) -> int:
+        """Return how many links there are."""
+        return len(self._dialled)
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def send(self, member: Member, message: Message) -> None:
+        """Send to a member, where its entry says that it is."""
+        self._say(member.control, member.incarnation, message, expected=member.name)
+
+    def send_to(self, address: str, message: Message) -> None:
+        """Send to the node at an address, whichever it is."""
+        # Another process may be there by now, and only a Welcome says which one.
+        self.greet_again((address,))
+        self._say(address, 0, message, expected=None)
+
+    def _say(self, address: str, target: int, message: Message, *, expected: str | None) -> None:
+        dialled = self._dialled.get(address) or self._dial(address)
+        if dialled is None:
+            # All are new, and none may have been answered yet.
+            self._envelopes.drop("links_full", detail=type(message).__name__)
+            return
+        dialled.expected = expected
+        if message.declared.since > dialled.wire:
+            # The release before would drop it as noise; what it does not know, it lives without.
+            self._envelopes.drop("wire_version", detail=type(message).__name__)
+            return
+        if raw := self._envelopes.encode(target, message):
+            dialled.link.send(raw)
+        # Behind the send: its receiver is at work by now.
+        self._use.used(address, trio.current_time())
+
+    def _dial(self, address: str) -> _Dialled | None:
+        """Return a new link; None if there are too many."""
+        if len(self._dialled) >= self._links_max:
+            self._end(self._use.surplus(trio.current_time(), kept=()))
+            if len(self._dialled) >= 2 * self._links_max:
+                return None
+        dialled = _Dialled()
+        dialled.link = self._open_link(
+            control_url(address, self._tls),
+            hello=self._hello,
+            on_answer=lambda raw: self._envelopes.attempt(self._answered, address, dialled, raw),
+            on_dropped=self._envelopes.metrics.messages_dropped.labels("outbox_full").inc,
+            accepts=lambda peer: self._accepts(address, dialled, peer),
+            tls=self._tls,
+        )
+        self._dialled[address] = dialled
+        self._nursery.start_soon(dialled.link.run)
+        return dialled
+
+    def _hello(self) -> bytes:
+        hello = Hello(
+            0, WIRE_VERSION_OLDEST, WIRE_VERSION, self._envelopes.cluster, is_node=True,
+            granule=self._granule, name=self._me.name, nonce=self._me.nonce,
+            namespace="", geometry="", lock="", secret=b"",
+        )  # fmt: skip
+        return self._envelopes.encode(0, hello)
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _accepts(self, address: str, dialled: _Dialled, peer: Peer) -> bool:
+        """Judge the process that has answered at an address; comes on a thread of nng."""
+        try:
+            self._gate.check_node(peer, dialled.expected)
+        except Rejected as rejected:
+            self._envelopes.metrics.messages_dropped.labels(rejected.reason).inc()
+            self._envelopes.warn_once(
+                "node.listener_refused", (address, rejected.reason), at=address,
+                reason=rejected.reason, detail=rejected.detail,
+            )  # fmt: skip
+            self._reach.refused(address, f"{rejected.reason}: {rejected.detail}")
+            return False
+        dialled.peer = peer
+        return True
+
+    def _answered(self, address: str, dialled: _Dialled, raw: bytes) -> None:
+        """Take what came back on a link."""
+        try:
+            envelope = self._envelopes.decode(raw)
+        except RemoteProtocolError as error:
+            self._envelopes.drop("malformed", detail=error.what)
+            self._envelopes.warn_once("node.join_rejected", address, at=address, reason=error.what)
+            self._reach.refused(address, error.what)
+            return
+        message = envelope.message
+        if isinstance(message, HelloRequired):
+            dialled.link.greet_again()
+        elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
+            self._reach.answered_itself(address)
+            self._mailboxes.tell(TellMembership(PeerAnswered(address, self._me)))
+        elif isinstance(message, Welcome):
+            self._reach.welcomed(address)
+            dialled.wire = message.wire
+            if dialled.peer is not None:
+                self._reach.connected(dialled.peer.local[0])
+            self._welcomed(address, dialled, message.member)
+        elif isinstance(message, ReportDrainState):
+            self._mailboxes.handover.tell(Origin(envelope.sender), message)
+        elif isinstance(message, (ReportStatus, ReportOverlap)):
+            self._told(envelope.sender, message)
+        elif isinstance(message, Refused):
+            self._reach.refused(address, f"{message.reason}: {message.detail}")
+            key = (address, message.reason)
+            self._envelopes.warn_once(
+                "node.join_rejected", key, at=address, reason=message.reason, detail=message.detail
+            )
+
+    def _welcomed(self, address: str, dialled: _Dialled, member: Member) -> None:
+        """Tell the membership which process has answered at an address that this node dialled."""
+        named = incarnation_of(self._envelopes.cluster, member.name, member.nonce)
+        expected = dialled.expected
+        if member.incarnation != named or (expected and member.name != expected):
+            self._envelopes.drop("identity", detail=f"Welcome of {address}")
+            return
+        self._mailboxes.tell(TellMembership(PeerAnswered(address, member)))
+
+    # --- all of them ------------------------------------------------------------------------------
+
+    def keep(self, addresses: set[str], *, always: Collection[str] = ()) -> None:
+        """End the links to addresses that no member has any more, and those that are not used.
+
+        always: addresses whose links stay though they are not used.
+        """
+        self._end([address for address in self._dialled if address not in addresses])
+        self._end(self._use.surplus(trio.current_time(), kept=always))
+
+    def _end(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            self._dialled.pop(address).link.stop()
+            self._use.ended(address)
+
+    def greet_again(self, addresses: Iterable[str]) -> None:
+        """Say Hello once more to these addresses, as far as there are links: do they answer?"""
+        for address in addresses:
+            if address in self._dialled:
+                self._dialled[address].link.greet_again()
+
+    def renew_tls(self) -> None:
+        """Show new certificates where a connection is made from now on."""
+        for dialled in self._dialled.values():
+            dialled.link.renew_tls()
+
+    def end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
+        """End the connections to such peers; each link makes a new one, and judges its end."""
+        for address, dialled in self._dialled.items():
+            if dialled.peer is not None and is_over(dialled.peer):
+                self._envelopes.drop(reason, detail=address)
+                dialled.link.disconnect()
+
+    def disconnect(self) -> None:
+        """End every connection; each link makes a new one, and judges its end again."""
+        for dialled in self._dialled.values():
+            dialled.link.disconnect()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait, for a bounded time, until every link has handed over what it had."""
+        with trio.move_on_after(timeout_s):
+            # nng tells no event for it, so the node polls.
+            while not all(each.link.is_empty for each in self._dialled.values()):  # noqa: ASYNC110
+                await trio.sleep(timeout_s / 20)
 
 
 @final

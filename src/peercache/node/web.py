@@ -18,7 +18,7 @@ from peercache.manager.following import Follower
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Overlap
-from peercache.node.gathering import Gathering
+from peercache.node.questions import Gathering
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing

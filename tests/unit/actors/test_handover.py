@@ -45,7 +45,7 @@ from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.status import Draining
-from peercache.node.draining import Drainer
+from peercache.node.drain import Drainer
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
     DrainNode,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model.process import DATA_MAX, HALVES_MAX, HTTP_MAX, DescriptorShares, ForkGuard
-from peercache.node.links import LINK_DESCRIPTORS, LINKS_MIN, links_that_fit
+from peercache.node.switchboard import LINK_DESCRIPTORS, LINKS_MIN, links_that_fit
 
 
 def test_only_a_fork_is_a_child() -> None:

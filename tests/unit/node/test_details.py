@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peercache.config.settings import Config
-from peercache.node.details import MASKED, THREADS_MAX, details, masked, shown, threads
+from peercache.node.status import MASKED, THREADS_MAX, details, masked, shown, threads
 
 
 @pytest.mark.parametrize(

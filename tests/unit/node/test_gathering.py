@@ -19,15 +19,16 @@ from peercache.model.status import (
     decoded_statuses,
     encoded,
 )
-from peercache.node.broker import BUSY, MemberBroker
-from peercache.node.gathering import (
+from peercache.node.questions import (
     ANSWER_S,
     ASKERS_MAX,
     AT_ONCE,
+    BUSY,
     FRESH_S,
     FRESH_STARTING_S,
     TOLD_BYTES_MAX,
     Gathering,
+    MemberBroker,
     portion,
 )
 from peercache.wire.messages.membership import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import trio
 
-from peercache.node.keeping import keep
+from peercache.node.housekeeping import keep
 
 
 async def test_a_watcher_that_fails_begins_again_and_says_why(

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.node.links import (
+from peercache.node.switchboard import (
     IDLE_S,
     LINKS_MAX,
     LINKS_MIN,

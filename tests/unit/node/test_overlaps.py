@@ -18,8 +18,14 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.keys import PageKeys, from_bytes
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP, RECORD, RESIDENT
-from peercache.node.broker import BUSY, MemberBroker
-from peercache.node.overlaps import ANSWER_S, ASKERS_MAX, ROUNDS, Overlaps
+from peercache.node.questions import (
+    BUSY,
+    OVERLAPS_MAX,
+    OWNER_ANSWER_S,
+    ROUNDS,
+    MemberBroker,
+    Overlaps,
+)
 from peercache.wire.messages.directory import (
     OVERLAP_KEYS_MAX,
     ReportOverlap,
@@ -146,7 +152,7 @@ async def test_what_no_owner_is_sure_of_is_not_whole(autojump_clock: MockClock) 
 
     told = await world.overlaps.overlap(keys)
 
-    assert trio.current_time() - begun <= ROUNDS * ANSWER_S
+    assert trio.current_time() - begun <= ROUNDS * OWNER_ANSWER_S
     assert not told.whole
     assert told.holders == (3,)
     assert told.flags[0].astype(bool).tolist() == world.owned_by(3, keys)
@@ -190,7 +196,7 @@ async def test_questions_are_answered_in_bounds(shard_only: bool) -> None:
         assert isinstance(refused, Refused)
         assert (refused.reason, str(OVERLAP_KEYS_MAX) in refused.detail) == ("malformed", True)
 
-        for number in range(ASKERS_MAX):
+        for number in range(OVERLAPS_MAX):
             question = RequestOverlap(number, keys.tobytes(), shard_only)
             assert world.overlaps.ask(CLIENT, question) is None
         refused = world.overlaps.ask(CLIENT, asked)
@@ -198,7 +204,7 @@ async def test_questions_are_answered_in_bounds(shard_only: bool) -> None:
         assert refused.reason == BUSY
 
         await trio.testing.wait_all_tasks_blocked()
-        assert len(world.told) == ASKERS_MAX
+        assert len(world.told) == OVERLAPS_MAX
         assert bool(world.asked) is not shard_only
         assert world.overlaps.ask(CLIENT, asked) is None
         nursery.cancel_scope.cancel()

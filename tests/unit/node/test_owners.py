@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from peercache.model.ids import name_of
-from peercache.node.owners import OwnersWatch
+from peercache.node.housekeeping import OwnersWatch
 from peercache.observability.metrics import Metrics
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trio
 
-from peercache.node import reach as module
-from peercache.node.reach import (
+from peercache.node import addresses as module
+from peercache.node.addresses import (
     ALONE_S,
     FOUND_MAX,
     FRESH_S,

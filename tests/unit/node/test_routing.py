@@ -21,7 +21,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
 from peercache.errors import LocalProtocolError
-from peercache.node.routing import NodeMailboxes
+from peercache.node.switchboard import NodeMailboxes
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Receiver
 from peercache.wire.messages.session import Hello

@@ -35,13 +35,16 @@ from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE, Member
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import Dialer, Listener
+from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
-from peercache.node.envelopes import Envelopes
-from peercache.node.inbound import Inbound
-from peercache.node.links import LINKS_MAX, Links
-from peercache.node.reach import Reach
-from peercache.node.routing import NodeMailboxes
-from peercache.node.switchboard import Switchboard
+from peercache.node.switchboard import (
+    LINKS_MAX,
+    Envelopes,
+    Inbound,
+    Links,
+    NodeMailboxes,
+    Switchboard,
+)
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.trust.sharing import Sharing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peercache.model.status import LISTED_MAX
-from peercache.node.workers import RATE_S, SILENT_S, TRACKED_MAX, AttachedWorkers
+from peercache.node.status import RATE_S, SILENT_S, TRACKED_MAX, AttachedWorkers
 from peercache.wire.messages.session import Counted
 
 ONE = (7, "llama", 4711)

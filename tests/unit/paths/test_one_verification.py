@@ -20,7 +20,7 @@ TAKEN = "verified(records, namespace & SPACE_MASK, fetched.seals)"
 CALLERS = ("client/", "sglang/")
 SPECTATORS = (
     "cli/bench/", "cli/demo/", "cli/operate/", "http/dashboard.py", "model/status.py",
-    "node/workers.py",
+    "node/status.py",
 )  # fmt: skip
 
 JUDGED = "verified(records, self._space, fetched.seals)"

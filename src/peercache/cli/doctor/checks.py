@@ -20,7 +20,7 @@ from peercache.config.quantities import written_size
 from peercache.config.settings import Config
 from peercache.memory.kernel import SIZES, more
 from peercache.memory.layout import Layout
-from peercache.node.standalone import DESCRIPTORS_MIN
+from peercache.node.runner import DESCRIPTORS_MIN
 from peercache.observability.log import configure_logging
 from peercache.rdma.device import ROCE_V2
 

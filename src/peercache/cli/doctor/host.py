@@ -54,7 +54,7 @@ from peercache.memory.kernel import (
     supplies,
     text_of,
 )
-from peercache.node.reach import is_ours, look_up
+from peercache.node.addresses import is_ours, look_up
 from peercache.observability.log import get_logger
 from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports

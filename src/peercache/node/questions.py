@@ -1,0 +1,420 @@
+"""Questions to members: how they are, and which of them hold the pages of a prompt.
+
+`MemberBroker` asks members what this node wants to know of them, and takes their answers.
+
+Owns    the numbers of this node's questions to members, with the member that alone may answer each
+        one; and the questions of others that wait for such answers. No record: each overlap is read
+        from directory shards when it is asked for.
+Hears   RequestCluster from operators; RequestOverlap, from clients, operators and nodes; answers,
+        from links to members.
+Says    questions, to members and owners; answers or Refused, to others along their connections.
+Keeps   the answer to a question is the first that its member gives to that number. An overlap says
+        whether an absent page is absent for certain. Nodes ask each other about their shards only,
+        so that no question goes round.
+Limits  the timeouts of each question; ASKERS_MAX questions about the cluster and OVERLAPS_MAX about
+        pages at once, OVERLAP_KEYS_MAX keys, ROUNDS owners of a key and OWNER_ANSWER_S for each.
+
+Members are asked how they are when a person looks, and nothing is asked while nothing looks. What
+was gathered serves all who look within a second.
+
+The removal actor asks members by itself: it is a state machine that never awaits, it adds answers
+up as they come, and it waits no longer for a member that has left the view.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeAlias, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.effects import Effect, Send
+from peercache.actors.origin import Origin
+from peercache.model.hash_ring import HashRing
+from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
+from peercache.model.member import ALIVE, Member
+from peercache.model.prefix import ANYWHERE, HOLDERS_MAX, Overlap
+from peercache.model.status import (
+    UNAVAILABLE,
+    MemberStatus,
+    Status,
+    decoded_status,
+    encoded,
+    unanswered,
+)
+from peercache.model.view import STATE_NAMES, is_live
+from peercache.wire.messages.declared import Message
+from peercache.wire.messages.directory import (
+    OVERLAP_KEYS_MAX,
+    ReportOverlap,
+    RequestOverlap,
+    overlap_of,
+)
+from peercache.wire.messages.membership import (
+    ReportCluster,
+    ReportStatus,
+    RequestCluster,
+    RequestStatus,
+)
+from peercache.wire.messages.session import Refused
+
+BUSY = "busy"
+
+Told: TypeAlias = ReportStatus | ReportOverlap
+"""What another node answers to a question of the node itself."""
+
+
+@attrs.define(eq=False)
+class _Asked:
+    """A question that waits for the answer of this member."""
+
+    member: int
+    told: Told | None = None
+    answered: trio.Event = attrs.field(factory=trio.Event)
+
+
+@final
+class MemberBroker:
+    """Asks members questions, on the node's loop."""
+
+    def __init__(self, perform: Callable[[Effect], None]) -> None:
+        """Send by `perform`."""
+        self._perform = perform
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Asked] = {}
+        self._askers: Counter[type[Message]] = Counter()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Answer the questions of others until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+
+    async def ask(
+        self, member: int, question: RequestStatus | RequestOverlap, *timeouts_s: float
+    ) -> Told | None:
+        """Return what a member answers, None for no answer in time.
+
+        The question is sent as often as there are timeouts, which may be once.
+        """
+        number, asked = next(self._numbers), _Asked(member)
+        self._waiting[number] = asked
+        try:
+            for timeout_s in timeouts_s:
+                self._perform(Send(member, attrs.evolve(question, request=number)))
+                with trio.move_on_after(timeout_s):
+                    await asked.answered.wait()
+                if asked.told is not None:
+                    break
+        finally:
+            del self._waiting[number]
+        return asked.told
+
+    def take(self, sender: int, told: Told) -> None:
+        """Take what a node answers; of other senders and to other questions nothing."""
+        asked = self._waiting.get(told.request)
+        if asked is not None and asked.member == sender and asked.told is None:
+            asked.told = told
+            asked.answered.set()
+
+    def answer_later(
+        self,
+        sender: Origin,
+        question: RequestCluster | RequestOverlap,
+        answer: Callable[[], Awaitable[Message]],
+        *,
+        at_once_max: int,
+        what: str,
+    ) -> Refused | None:
+        """Answer a question of another when `answer` knows it; or refuse it.
+
+        at_once_max: questions of this kind that wait at the same time.
+        what: the asker wants to know, for the refusal.
+        """
+        kind = type(question)
+        if self._nursery is None or self._askers[kind] >= at_once_max:
+            return Refused(question.request, BUSY, f"too many ask this node {what}")
+        self._askers[kind] += 1
+
+        async def tell() -> None:
+            try:
+                self._perform(Send(sender, await answer()))
+            finally:
+                self._askers[kind] -= 1
+
+        self._nursery.start_soon(tell)
+        return None
+
+
+ANSWER_S = 1.0
+"""How long a member may take; a node that serves answers in milliseconds."""
+
+ASK_AGAIN_S = 0.4
+"""A question may be lost, as on a link that has just been made."""
+
+AT_ONCE = 64
+"""Members asked at the same time."""
+
+FRESH_S = 1.0
+"""How long a gathered answer serves."""
+
+FRESH_STARTING_S = 0.1
+"""How long one with a member that does not serve: most often it is starting, and soon does."""
+
+ASKERS_MAX = 64
+"""Questions of operators that wait at the same time; further ones are refused."""
+
+TOLD_BYTES_MAX = 128 * 1024
+"""Of statuses in one message; the others follow."""
+
+
+@attrs.define(eq=False)
+class _Gathered:
+    at: float = float("-inf")
+    fresh_s: float = FRESH_S
+    members: tuple[MemberStatus, ...] = ()
+    incarnations: tuple[int, ...] = ()
+    lock: trio.Lock = attrs.field(factory=trio.Lock)
+
+
+@final
+class Gathering:
+    """Asks members for their status, on the node's loop."""
+
+    def __init__(
+        self,
+        *,
+        own: int,
+        status: Callable[..., Status],
+        members: Callable[[], Sequence[Member]],
+        broker: MemberBroker,
+    ) -> None:
+        """Ask for node `own`, whose status is `status(detail=…)`.
+
+        members: the view, ended ones included.
+        """
+        self._own = own
+        self._status = status
+        self._members = members
+        self._broker = broker
+        self._kept = {False: _Gathered(), True: _Gathered()}
+        """By whether it is with details."""
+        self._limit = trio.CapacityLimiter(AT_ONCE)
+
+    def ask(self, sender: Origin, asked: RequestCluster) -> Message | None:
+        """Take an operator's question, which is answered once the members have; or refuse it."""
+
+        async def answer() -> ReportCluster:
+            gathered = await self._gathered(detail=asked.detail)
+            behind = [
+                member
+                for incarnation, member in zip(gathered.incarnations, gathered.members, strict=True)
+                if incarnation > asked.after
+            ]
+            return ReportCluster(asked.request, *portion(behind))
+
+        return self._broker.answer_later(
+            sender, asked, answer, at_once_max=ASKERS_MAX, what="how the cluster is"
+        )
+
+    async def statuses(self, *, detail: bool = False) -> tuple[MemberStatus, ...]:
+        """Return every member of the view, by incarnation; at most FRESH_S old."""
+        return (await self._gathered(detail=detail)).members
+
+    async def _gathered(self, *, detail: bool) -> _Gathered:
+        kept = self._kept[detail]
+        async with kept.lock:  # One gathers, and the others wait for what it finds.
+            if trio.current_time() - kept.at >= kept.fresh_s:
+                members = sorted(self._members(), key=lambda member: member.incarnation)
+                found: dict[int, MemberStatus] = {}
+                async with trio.open_nursery() as nursery:
+                    for member in members:
+                        if member.incarnation != self._own and is_live(member):
+                            nursery.start_soon(self._look, member, detail, found)
+                # The own status is read last: it costs this loop's time, and nothing waits.
+                found[self._own] = MemberStatus(
+                    seen="alive", answers=True, status=self._status(detail=detail)
+                )
+                kept.incarnations = tuple([member.incarnation for member in members])
+                kept.members = tuple([found.get(m.incarnation) or unanswered(m) for m in members])
+                starts = any(each.status.state == UNAVAILABLE for each in kept.members)
+                kept.fresh_s = FRESH_STARTING_S if starts else FRESH_S
+                kept.at = trio.current_time()
+        return kept
+
+    async def _look(self, member: Member, detail: bool, found: dict[int, MemberStatus]) -> None:  # noqa: FBT001 - nursery
+        """Ask one member, twice if need be."""
+        async with self._limit:
+            question = RequestStatus(0, detail)
+            told = await self._broker.ask(
+                member.incarnation, question, ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S
+            )
+        if not isinstance(told, ReportStatus):
+            return
+        # Bytes that are no status are no answer.
+        with suppress(ValueError):
+            found[member.incarnation] = MemberStatus(
+                seen=STATE_NAMES[member.state], answers=True, status=decoded_status(told.status)
+            )
+
+
+def portion(members: Sequence[MemberStatus]) -> tuple[bytes, bool]:
+    """Return the first of these, encoded, as many as fit; and whether there are more."""
+    parts: list[bytes] = []
+    size = 2
+    for member in members:
+        part = encoded((member,))[1:-1]
+        size += len(part) + 1
+        if parts and size > TOLD_BYTES_MAX:
+            return b"[" + b",".join(parts) + b"]", True
+        parts.append(part)
+    return b"[" + b",".join(parts) + b"]", False
+
+
+TURN_KEYS = 512
+"""Keys of one look into the table, between two turns of the loop: 0.2 ms where each page has 16
+holders, and a millisecond where it has HOLDERS_MAX."""
+
+OVERLAPS_MAX = 16
+"""Questions of others that are answered at the same time; further ones are refused."""
+
+ROUNDS = 2
+"""Owners of a key that are asked one after the other: the first may have died, or be behind."""
+
+OWNER_ANSWER_S = 0.25
+"""How long an owner may take; one that serves answers in milliseconds."""
+
+Places = npt.NDArray[np.intp]
+
+
+@final
+class Overlaps:
+    """Answers which members hold which pages, on the node's loop."""
+
+    def __init__(
+        self,
+        *,
+        shard: DirectoryShard,
+        ring: Callable[[], HashRing],
+        member_of: Callable[[int], Member | None],
+        broker: MemberBroker,
+    ) -> None:
+        """Read `shard`, and ask other owners on the ring."""
+        self._shard = shard
+        self._ring = ring
+        self._member_of = member_of
+        self._broker = broker
+
+    def ask(self, sender: Origin, asked: RequestOverlap) -> Message | None:
+        """Take a question, which is answered when it is known; or refuse it."""
+        count = len(asked.keys) // KEY_BYTES
+        if count > OVERLAP_KEYS_MAX:
+            detail = f"{count} keys in one RequestOverlap, {OVERLAP_KEYS_MAX} at most"
+            return Refused(asked.request, "malformed", detail)
+
+        async def answer() -> ReportOverlap:
+            keys = from_bytes(asked.keys)
+            told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
+            return ReportOverlap(asked.request, told.holders, told.flags.tobytes(), told.whole)
+
+        return self._broker.answer_later(
+            sender, asked, answer, at_once_max=OVERLAPS_MAX, what="which nodes hold pages"
+        )
+
+    async def overlap(self, keys: PageKeys) -> Overlap:
+        """Return which members hold these pages; ask what this node's shard cannot know.
+
+        keys: (n,) V16. Each OVERLAP_KEYS_MAX of them take ROUNDS × OWNER_ANSWER_S at most.
+        """
+        step = OVERLAP_KEYS_MAX
+        if len(keys) <= step:
+            return await self._part(keys)
+        parts = [await self._part(keys[at : at + step]) for at in range(0, len(keys), step)]
+        return Overlap.joined(parts)
+
+    async def _part(self, keys: PageKeys) -> Overlap:
+        own = await self.of_shard(keys)
+        everything: Places = np.arange(len(keys))
+        parts: list[tuple[Places, Overlap]] = [(everything, own)]
+        ring = self._ring()
+        certain, tried = np.zeros(len(keys), np.bool_), np.zeros((len(keys), len(ring)), np.bool_)
+        if len(ring) and len(keys):
+            owners = ring.table[:, : ring.replicas][ring.arcs(keys)]
+            me = self._shard.incarnation
+            if me in ring.members:
+                at = ring.members.index(me)
+                tried[:, at] = True
+                if own.whole:
+                    certain = (owners == at).any(axis=1)
+            for _ in range(ROUNDS):
+                left = (~certain).nonzero()[0]
+                targets = self._targets(ring, owners, left, tried)
+                if not targets:
+                    break
+                found: dict[int, Overlap] = {}
+                async with trio.open_nursery() as nursery:
+                    for owner, places in targets.items():
+                        nursery.start_soon(self._look, owner, keys[places], found)
+                for owner, told in found.items():
+                    parts.append((targets[owner], told))
+                    if told.whole:
+                        certain[targets[owner]] = True
+        merged = own if len(parts) == 1 else Overlap.merged(len(keys), parts)
+        return attrs.evolve(merged, whole=merged.whole and bool(certain.all()))
+
+    async def of_shard(self, keys: PageKeys) -> Overlap:
+        """Return which members hold these pages as far as this node's shard knows."""
+        parts = []
+        table, asker = self._shard.table, self._shard.incarnation
+        whole = not self._shard.authority.is_behind(trio.current_time())
+        for begin in range(0, max(1, len(keys)), TURN_KEYS):
+            if begin:
+                await trio.lowlevel.checkpoint()
+            some = keys[begin : begin + TURN_KEYS].tobytes()
+            holders, flags = table.overlap(some, asker, HOLDERS_MAX)
+            parts.append(Overlap(holders, flags & np.uint8(ANYWHERE), whole))
+        return Overlap.joined(parts)
+
+    def _targets(
+        self, ring: HashRing, owners: Places, left: Places, tried: npt.NDArray[np.bool_]
+    ) -> Mapping[int, Places]:
+        """Return which of the pages that are left to ask each owner about, and note them as tried.
+
+        The owners that own the most of them, so that few are asked.
+        """
+        targets: dict[int, Places] = {}
+        live = [self._is_alive(node) for node in ring.members]
+        while len(left):
+            open_to = np.take_along_axis(~tried[left], owners[left], axis=1)
+            open_to &= np.array(live)[owners[left]]
+            counts = np.bincount(owners[left][open_to], minlength=len(ring))
+            if not counts.any():
+                break
+            best = int(counts.argmax())
+            its = ((owners[left] == best) & open_to).any(axis=1)
+            targets[ring.members[best]] = left[its]
+            tried[left[its], best] = True
+            left = left[~its]
+        return targets
+
+    def _is_alive(self, node: int) -> bool:
+        member = self._member_of(node)
+        return member is not None and member.state == ALIVE
+
+    async def _look(self, owner: int, keys: PageKeys, found: dict[int, Overlap]) -> None:
+        """Ask one owner, which may not answer."""
+        question = RequestOverlap(0, keys.tobytes(), shard_only=True)
+        told = await self._broker.ask(owner, question, OWNER_ANSWER_S)
+        if told is not None:
+            found[owner] = overlap_of(told, len(keys))
