@@ -17,28 +17,23 @@ from peercache.actors.directory.holdings import Holdings
 from peercache.actors.effects import Send, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
-from peercache.actors.membership import view_exchange
+from peercache.actors.membership import gossip
 from peercache.actors.pool import actor as pool
 from peercache.actors.pool import answers, reservations
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Shares
+from peercache.actors.ports import DISK_LATE, DISK_UNTRIED
 from peercache.actors.promote.actor import Promotions
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.actors.runtime import SELF, Mailbox
-from peercache.actors.storage_port import DISK_LATE, DISK_UNTRIED
 from peercache.model import records
 from peercache.model.member import ALIVE
 from peercache.model.seal import ODD
 from peercache.net.link import Outbox
 from peercache.net.requests import Conversation
-from peercache.node import switchboard as envelopes
-from peercache.paths import home_tie
-from peercache.paths import lookup as searching
-from peercache.paths import mirror as mirroring
-from peercache.paths import read as reading
-from peercache.paths import write as reserving
-from peercache.paths import write as writing
+from peercache.node import switchboard
+from peercache.paths import home_tie, lookup, mirror, read, write
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
 from peercache.wire.messages.pool import COMMITTED, Commit, Committed
@@ -64,9 +59,9 @@ def _by_words_alone(_: Any) -> Any:
     return verified
 
 
-KEY_NOT_COMPARED: Patches = ((reading, "verified", _by_words_alone),)
+KEY_NOT_COMPARED: Patches = ((read, "verified", _by_words_alone),)
 
-GENERATION_CHECK_SKIPPED: Patches = ((reading, "verified", _everything_read),)
+GENERATION_CHECK_SKIPPED: Patches = ((read, "verified", _everything_read),)
 
 
 def _silent(right: Any) -> Any:
@@ -245,7 +240,7 @@ def _kept_though_unlisted(_: Any) -> Any:
 
 
 SLOTS_AHEAD_USED_THOUGH_GIVEN_UP: Patches = (
-    (reserving.ClientReservations, "_give_up", _kept_though_unlisted),
+    (write.ClientReservations, "_give_up", _kept_though_unlisted),
 )
 
 
@@ -273,7 +268,7 @@ def _for_any_target(right: Any) -> Any:
     return decode
 
 
-SUCCESSOR_ACCEPTS: Patches = ((envelopes, "decode", _for_any_target),)
+SUCCESSOR_ACCEPTS: Patches = ((switchboard, "decode", _for_any_target),)
 
 
 def _keeps_to_itself(_: Any) -> Any:
@@ -400,7 +395,7 @@ def _unverified_too(right: Any) -> Any:
     return keep
 
 
-MIRROR_UNVERIFIED: Patches = ((mirroring.MirroredBatch, "keep", _unverified_too),)
+MIRROR_UNVERIFIED: Patches = ((mirror.MirroredBatch, "keep", _unverified_too),)
 
 
 def _nothing_is_void(_: Any) -> Any:
@@ -414,7 +409,7 @@ def _nothing_is_void(_: Any) -> Any:
 REMOVED_COMES_BACK: Patches = ((reservations.Mirrors, "is_void", _nothing_is_void),)
 
 
-SET_ORDER: Patches = ((searching.Search, "next_owners", _in_order_of_a_set),)
+SET_ORDER: Patches = ((lookup.Search, "next_owners", _in_order_of_a_set),)
 
 
 def _any_member_believed(right: Any) -> Any:
@@ -456,7 +451,7 @@ def _without_end(_: int) -> int:
 
 COUNTER_JUMP_BELIEVED: Patches = (
     (membership, "COUNTER_JUMP_MAX", _without_end),
-    (view_exchange, "COUNTER_JUMP_MAX", _without_end),
+    (gossip, "COUNTER_JUMP_MAX", _without_end),
 )
 
 
@@ -479,7 +474,7 @@ def _last_word(right: Any) -> Any:
     return note_answer
 
 
-BEHIND_IGNORED: Patches = ((searching.Search, "note_answer", _last_word),)
+BEHIND_IGNORED: Patches = ((lookup.Search, "note_answer", _last_word),)
 
 
 def _all_allowed(_: Any) -> Any:
@@ -513,7 +508,7 @@ def _committed_first(right: Any) -> Any:
     return copy
 
 
-COMMITTED_BEFORE_COPIED: Patches = ((writing._Round, "_copy", _committed_first),)
+COMMITTED_BEFORE_COPIED: Patches = ((write._Round, "_copy", _committed_first),)
 
 
 def _middle_not_awaited(right: Any) -> Any:
@@ -528,7 +523,7 @@ def _middle_not_awaited(right: Any) -> Any:
     return committed
 
 
-MIDDLE_NOT_AWAITED: Patches = ((writing._Round, "_committed", _middle_not_awaited),)
+MIDDLE_NOT_AWAITED: Patches = ((write._Round, "_committed", _middle_not_awaited),)
 
 
 def _ended_while_copied(right: Any) -> Any:
@@ -539,7 +534,7 @@ def _ended_while_copied(right: Any) -> Any:
     return reserve
 
 
-PORTION_NOT_LISTED: Patches = ((writing._Round, "_reserve", _ended_while_copied),)
+PORTION_NOT_LISTED: Patches = ((write._Round, "_reserve", _ended_while_copied),)
 
 
 def _on_any_base(_: Any) -> Any:
@@ -563,5 +558,5 @@ def _the_newest_only(right: Any) -> Any:
 
 CHANGES_ON_A_WRONG_BASE: Patches = (
     (home_tie, "changed_view", _on_any_base),
-    (view_exchange.ViewLog, "since", _the_newest_only),
+    (gossip.ViewLog, "since", _the_newest_only),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peercache.actors.publisher.following import Following
+from peercache.actors.publisher.waiters import Following
 from peercache.events.following import NodeFollower
 from sims.canary import Canary, Patch
 from sims.following import follow

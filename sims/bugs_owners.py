@@ -12,7 +12,7 @@ import attrs
 
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.directory.holdings import ShardAuthority
-from peercache.actors.publisher.pending import WaitingCommits
+from peercache.actors.publisher.waiters import WaitingCommits
 from peercache.model.member import ALIVE, SUSPECT
 from peercache.wire.messages.directory import HandedOver, StreamSummary
 

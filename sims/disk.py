@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import trio
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DONE,
     DISK_FAILED,
     DISK_FULL,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from peercache.actors.effects import Effect, Send
 from peercache.actors.publisher.actor import Publisher
-from peercache.actors.publisher.following import changes_of
+from peercache.actors.publisher.waiters import changes_of
 from peercache.wire.messages.directory import ReportChanges
 from sims.memory import Truth
 from sims.trace import Violation

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import attrs
 import trio
 
-from peercache.actors.publisher import following
+from peercache.actors.publisher import waiters
 from peercache.events.following import Index, NodeFollower
 from peercache.wire.messages.directory import ALL_ROWS, ReportChanges
 from peercache.wire.messages.pool import Remove
@@ -41,7 +41,7 @@ STEP_S = 0.3
 TIMEOUT_S, ANSWER_S, RETRY_S = 0.2, 0.3, 0.1
 LOST_S = 1.0
 """How long nothing comes through."""
-AWAY_S = following.FOLLOWED_S + 3.0
+AWAY_S = waiters.FOLLOWED_S + 3.0
 DEAD_S = 2 * (TIMEOUT_S + ANSWER_S) + RETRY_S + 0.2
 """When nothing may be left of a dead node: two questions without an answer."""
 
@@ -57,7 +57,7 @@ def follow(seed: int) -> str:
     world = World(options, clock, Trace(clock.current_time, show=None))
     try:
         # So that there are gaps, and what a node holds takes several answers.
-        with patch.multiple(following, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=TOLD):
+        with patch.multiple(waiters, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=TOLD):
             determinism.run(partial(_run, world), seed=seed, clock=clock)
     except Exception as error:
         return explained(error)[0]
@@ -148,7 +148,7 @@ async def _round(world: World, router: Router, number: int, rng: random.Random) 
         is_long = number < len(FAULTS)
         router.away_until = now + (AWAY_S if is_long else rng.uniform(STEP_S, 2 * STEP_S))
         # What changes now is kept by no node, nor counted.
-        await trio.sleep(following.FOLLOWED_S + 1.0 if is_long else 0.0)
+        await trio.sleep(waiters.FOLLOWED_S + 1.0 if is_long else 0.0)
     elif kind == DEATH:
         world.nursery.start_soon(world.crash_node, "n0", DEAD_S + 1.0)
         await trio.sleep(DEAD_S)

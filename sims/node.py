@@ -32,7 +32,7 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import RdmaEffect
+from peercache.actors.ports import RdmaEffect
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.entries import parse_quotas
 from peercache.config.settings import Config
@@ -46,9 +46,9 @@ from peercache.model.records import ON_DISK, keys_of
 from peercache.net.link import Link
 from peercache.net.peers import ControlTls, Gate, Peer
 from peercache.net.sockets import Listener
+from peercache.node.actors import NodeActors
 from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
-from peercache.node.assembly import NodeActors
 from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard
 from peercache.observability.metrics import Metrics
 from peercache.paths.takeover import arrived, reading_of

@@ -23,7 +23,7 @@ import numpy as np
 from peercache.actors.effects import BuildRing, Effect, Send, SendTo, TellRing
 from peercache.actors.mailboxes import PeerAnswered, RingBuilt
 from peercache.actors.membership.actor import Membership
-from peercache.actors.membership.view_exchange import bytes_of
+from peercache.actors.membership.gossip import bytes_of
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
 from peercache.config.settings import Config

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from peercache.actors.disk.slabs import slot_blocks
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,

@@ -14,7 +14,7 @@ import attrs
 import cbor2
 import numpy as np
 
-from peercache.actors import effects, mailboxes, origin, rdma_port, storage_port
+from peercache.actors import effects, mailboxes, origin, ports
 from peercache.actors.channels import actor as channels
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
@@ -25,7 +25,7 @@ CLUSTER = "contract"
 
 _CLASSES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (channels, effects, mailboxes, origin, rdma_port, storage_port)
+    for module in (channels, effects, mailboxes, origin, ports)
     for kind in vars(module).values()
     if isinstance(kind, type) and attrs.has(kind)
 } | {"Member": Member}

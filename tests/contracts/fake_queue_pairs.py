@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-from peercache.actors.rdma_port import (
+from peercache.actors.ports import (
     DropPair,
     OpenPair,
     PairOpened,

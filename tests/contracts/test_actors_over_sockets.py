@@ -32,9 +32,7 @@ from peercache.actors.channels.actor import (
 from peercache.actors.effects import Effect, Send, SendTo, StoreWords
 from peercache.actors.mailboxes import PeerAnswered, PoolGrew
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
-from peercache.actors.runtime import SELF, Mailbox, NamedActor
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DONE,
     DISK_ENTRY,
     DiskEffect,
@@ -43,15 +41,18 @@ from peercache.actors.storage_port import (
     ForgetDone,
     Load,
     LoadDone,
+    RdmaAbsent,
+    RdmaEffect,
     Spill,
     SpillDone,
 )
+from peercache.actors.runtime import SELF, Mailbox, NamedActor
 from peercache.config.settings import Config
 from peercache.model.hash_ring import HashRing
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import ON_DISK, from_bytes
-from peercache.node.assembly import NodeActors
+from peercache.node.actors import NodeActors
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Acknowledged, Located, Lookup, Put

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import (
+from peercache.actors.ports import (
     DropPair,
     OpenPair,
     PairOpened,

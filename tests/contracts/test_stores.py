@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peercache.actors.disk.index import DiskIndex
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.membership.view_exchange import PART_MEMBERS_MAX
+from peercache.actors.membership.gossip import PART_MEMBERS_MAX
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_BYTES_MAX, SELF, Mailbox
 from peercache.errors import RemoteProtocolError

@@ -11,8 +11,8 @@ import pytest
 
 from peercache.actors.effects import Send
 from peercache.actors.origin import Origin
+from peercache.actors.ports import RdmaAbsent, RdmaFact, RdmaServes
 from peercache.actors.rdma.actor import RdmaActor
-from peercache.actors.rdma_port import RdmaAbsent, RdmaFact, RdmaServes
 from peercache.client import assembly
 from peercache.client.assembly import ClientParts
 from peercache.config.settings import Config

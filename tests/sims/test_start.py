@@ -9,8 +9,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.membership import addresses
-from peercache.actors.membership.view_exchange import ViewLog
+from peercache.actors.membership import candidates as addresses
+from peercache.actors.membership.gossip import ViewLog
 from sims import dying
 from sims.__main__ import main
 from sims.dying import AGREED_S

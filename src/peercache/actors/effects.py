@@ -25,8 +25,7 @@ from peercache.actors.mailboxes import (
     RingMessage,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import RdmaEffect
-from peercache.actors.storage_port import DiskEffect
+from peercache.actors.ports import DiskEffect, RdmaEffect
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.model.records import Records

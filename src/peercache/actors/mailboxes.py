@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import RdmaFact
-from peercache.actors.storage_port import DiskEnded, DiskFact, DiskOpened, LateEnded
+from peercache.actors.ports import DiskEnded, DiskFact, DiskOpened, LateEnded, RdmaFact
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import Member
 from peercache.wire.messages.directory import (

@@ -4,11 +4,13 @@ Pool and disk each have a `Tenants` of their own. Namespaces are told by their s
 for an exact name needs no more; one with a pattern holds for a namespace once a writer of it has
 said its name. All namespaces without a rule are one tenant, which is sure of nothing; without any
 rule there is one tenant, which is sure of everything.
+
+There are metrics of tenants only where there are quotas; gauges are computed when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, final
 
 import attrs
@@ -18,6 +20,7 @@ from peercache.model.keys import Namespace
 from peercache.model.room import Amount, QuotaRule, rule_of
 from peercache.model.runs import I64, U64
 from peercache.model.seal import SPACE_MASK
+from peercache.observability.metrics import Metrics
 
 TENANTS_MAX: Final = 64
 """Tenants of a node, those that the settings name exactly aside: each takes a part of the pool for
@@ -157,3 +160,48 @@ class Tenants:
         tenant = Tenant(name, quota, rule.priority, is_exact=rule.is_exact)
         self._by_space[Namespace(name).space_tag()] = tenant
         return tenant
+
+
+@final
+class TenantMetrics:
+    """The metrics of the tenants of one tier."""
+
+    def __init__(self, metrics: Metrics, tenants: Tenants, tier: str, unit_bytes: int) -> None:
+        """Show the tenants that there are. unit_bytes: of what they count."""
+        self._metrics = metrics
+        self._tenants = tenants
+        self._tier = tier
+        self._unit_bytes = unit_bytes
+        self._shown: dict[str, None] = {}
+        if tenants.are_several:
+            self.renew()
+
+    def renew(self) -> None:
+        """Show the tenants that there are now, and no other."""
+        now = {tenant.name: tenant for tenant in self._tenants.all()}
+        for name in [name for name in self._shown if name not in now]:
+            self._metrics.namespace_bytes.remove(name, self._tier)
+            self._metrics.namespace_quota_bytes.remove(name, self._tier)
+            self._metrics.namespace_pages_evicted.remove(name, self._tier)
+            if self._tier == "pool":
+                self._metrics.namespace_retained_bytes.remove(name, self._tier)
+        for name in [name for name in now if name not in self._shown]:
+            self._show(now[name])
+        self._shown = dict.fromkeys(now)
+
+    def count_evicted(self, pages: Mapping[Tenant, int]) -> None:
+        """Count evicted pages. pages: how many each tenant lost."""
+        if self._shown:
+            for tenant, count in pages.items():
+                self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier).inc(count)
+
+    def _show(self, tenant: Tenant) -> None:
+        taken = self._metrics.namespace_bytes.labels(tenant.name, self._tier)
+        taken.set_function(lambda: tenant.taken * self._unit_bytes)
+        if self._tier == "pool":
+            retained = self._metrics.namespace_retained_bytes.labels(tenant.name, self._tier)
+            retained.set_function(lambda: tenant.retained * self._unit_bytes)
+        quota = self._metrics.namespace_quota_bytes.labels(tenant.name, self._tier)
+        quota.set(tenant.quota * self._unit_bytes)
+        # Shown at 0 from the start: a rate would leave out the first value of a counter.
+        self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier)

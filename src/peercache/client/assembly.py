@@ -1,4 +1,9 @@
-"""The wiring of a client: which parts it has, how they know each other, how they end."""
+"""The wiring of a client: which parts it has, how they know each other, how they end.
+
+A client whose certificate names namespaces has the shm fabric to its home node's memory alone.
+Mapped memory is open as a whole, so it reads other nodes over tcp, which serves pages of its
+namespaces only. Its home node's memory it writes, so that is mapped anyway.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from peercache.client.bridge import Bridge
+from peercache.client.bridge import Bridge, Tables
 from peercache.client.home import Home
-from peercache.client.restricted import HomeOnly
-from peercache.client.tables import Tables
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
 from peercache.fabric.port import Fabric, RegistersMemory
@@ -22,6 +25,8 @@ from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
 from peercache.model.keys import Namespace
+from peercache.model.member import Member
+from peercache.model.reads import Fetched, PeerRead
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.requests import Asker
@@ -40,6 +45,29 @@ from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused, ReportRevocations
+
+
+@final
+class HomeOnly:
+    """Reads through a fabric from the home node only. Implements `Fabric`."""
+
+    def __init__(self, fabric: Fabric, is_home: Callable[[int], bool]) -> None:
+        """Use `fabric` for incarnations that are `is_home`."""
+        self.name = fabric.name
+        self._fabric = fabric
+        self._is_home = is_home
+
+    def reaches(self, member: Member) -> bool:
+        """Return whether the member is the home node, and can be read."""
+        return self._is_home(member.incarnation) and self._fabric.reaches(member)
+
+    def read(self, read: PeerRead, deadline: float) -> Fetched:
+        """Read pages of the home node."""
+        return self._fabric.read(read, deadline)
+
+    def close(self) -> None:
+        """Close the fabric."""
+        self._fabric.close()
 
 
 @final

@@ -15,7 +15,7 @@ import trio
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.disk.open_index import indexed_of
 from peercache.actors.mailboxes import DiskIndexed, RequestFlush
-from peercache.actors.storage_port import DiskEffect, DiskEnded, DiskFact, DiskOpened
+from peercache.actors.ports import DiskEffect, DiskEnded, DiskFact, DiskOpened
 from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.storage.store import DiskStore, PoolMemory

@@ -21,7 +21,7 @@ import trio
 from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellHandover
 from peercache.actors.mailboxes import AddressesFound, DiskMessage, PoolGrew, PullDone
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import RdmaAbsent, RdmaEffect
+from peercache.actors.ports import RdmaAbsent, RdmaEffect
 from peercache.actors.runtime import SELF
 from peercache.config.entries import heads_of, sources_of
 from peercache.config.quantities import format_address
@@ -42,9 +42,9 @@ from peercache.model.status import encoded
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.sockets import Listener
 from peercache.node import addresses
+from peercache.node.actors import NodeActors
 from peercache.node.addresses import RESOLVE_S, Advertising, Reach, resolved
 from peercache.node.admission import Admission
-from peercache.node.assembly import NodeActors
 from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_settings_unused, flush_disk
 from peercache.node.drain import Drainer, Puller
 from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep

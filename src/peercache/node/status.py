@@ -41,9 +41,9 @@ from peercache.model.status import (
     Worker,
 )
 from peercache.model.view import STATE_NAMES
+from peercache.node.actors import NodeActors
 from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
-from peercache.node.assembly import NodeActors
 from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
 from peercache.observability.latency import LATENCY_BUCKETS_S

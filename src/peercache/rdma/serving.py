@@ -21,7 +21,7 @@ import numpy as np
 import trio
 from typing_extensions import assert_never
 
-from peercache.actors.rdma_port import (
+from peercache.actors.ports import (
     DropPair,
     OpenPair,
     PairOpened,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks_of, slots_in
-from peercache.actors.storage_port import DISK_ENTRY
+from peercache.actors.ports import DISK_ENTRY
 from peercache.errors import ConfigError
 from peercache.storage.folder import FolderBusyError, open_folder, slab_files
 from peercache.storage.index_file import (

@@ -24,7 +24,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.storage_port import DISK_ENTRY
+from peercache.actors.ports import DISK_ENTRY
 from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME
 from peercache.storage.slab_files import SlabFiles, consistent, scan
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_FAILED,
     DISK_LATE,
     DISK_UNTRIED,

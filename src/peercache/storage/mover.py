@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_DONE,

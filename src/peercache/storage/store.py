@@ -25,7 +25,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_ENTRY,

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_FAILED,
     DISK_LATE,
     DISK_UNTRIED,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from peercache.actors.storage_port import Forget, SpillDone
+from peercache.actors.ports import Forget, SpillDone
 from tests.unit.storage.rig import MIB, Rig, key_of
 
 SIZE_BYTES = 24 * MIB

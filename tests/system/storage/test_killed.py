@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_REPLACED
+from peercache.actors.ports import DISK_DAMAGED, DISK_REPLACED
 from tests.system.storage.killed_process import KEYS, SIZE_BYTES
 from tests.unit.storage.rig import Rig, key_of
 

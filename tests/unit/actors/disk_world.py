@@ -33,9 +33,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
-from peercache.actors.promote.actor import Promoter
-from peercache.actors.runtime import SELF
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_LATE,
     DISK_UNTRIED,
     DiskEnded,
@@ -49,6 +47,8 @@ from peercache.actors.storage_port import (
     Spill,
     SpillDone,
 )
+from peercache.actors.promote.actor import Promoter
+from peercache.actors.runtime import SELF
 from peercache.model.ids import Incarnation
 from peercache.model.records import ON_DISK, RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from peercache.actors.effects import SendTo
 from peercache.actors.mailboxes import AddressesFound
-from peercache.actors.membership.addresses import (
+from peercache.actors.membership.candidates import (
     AGAIN_S,
     ALIAS_S,
     ANSWER_S,

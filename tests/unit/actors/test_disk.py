@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_FAILED,
     DISK_FULL,

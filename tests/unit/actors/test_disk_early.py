@@ -7,7 +7,7 @@ import numpy as np
 from peercache.actors.disk.open_index import KEYS_MAX, NAMESPACES_MAX
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import PagesRemoved, RequestHeld
-from peercache.actors.storage_port import DISK_ENTRY, DiskEnded, DiskOpened, Forget
+from peercache.actors.ports import DISK_ENTRY, DiskEnded, DiskOpened, Forget
 from peercache.wire.messages.pool import Clear, Remove
 from tests.unit.actors.disk_world import CLIENT, SLAB, DiskWorld, key, keys
 

@@ -6,7 +6,7 @@ import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
 from peercache.actors.mailboxes import RequestFlush
-from peercache.actors.storage_port import DISK_CHANGED, DISK_FAILED, DISK_FULL
+from peercache.actors.ports import DISK_CHANGED, DISK_FAILED, DISK_FULL
 from tests.unit.actors.disk_world import LENGTH, DiskWorld
 
 POOL = 8

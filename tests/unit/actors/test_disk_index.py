@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from peercache.actors.disk.index import Begun, DiskIndex
 from peercache.actors.disk.key_table import FEW_KEYS, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for, slot_blocks, slots_in
-from peercache.actors.storage_port import DISK_ENTRY
+from peercache.actors.ports import DISK_ENTRY
 from tests.examples import examples
 
 SLAB = 64 * BLOCK_BYTES

@@ -8,7 +8,7 @@ from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import DiskLoads, OpenIndex
 from peercache.actors.effects import Effect, TellPromote
 from peercache.actors.mailboxes import PagesLoaded, RequestLoad
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_DONE, DISK_UNTRIED, Load, LoadDone
+from peercache.actors.ports import DISK_DAMAGED, DISK_DONE, DISK_UNTRIED, Load, LoadDone
 
 LENGTH = 3000
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_FAILED,

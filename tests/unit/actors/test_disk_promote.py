@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from peercache.actors.ports import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.actors.promote.actor import WantedPage
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promoted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peercache.actors.storage_port import Load
+from peercache.actors.ports import Load
 from peercache.model.keys import COPIES
 from peercache.wire.messages.pool import Removed
 from tests.unit.actors.disk_world import CLIENT, POOL, DiskWorld, filled, key, keys

@@ -13,7 +13,7 @@ from peercache.actors.disk.index import DONORS_MAX, DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import DiskOpened
+from peercache.actors.ports import DiskOpened
 from peercache.actors.tenants import OTHERS, Tenants
 from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace

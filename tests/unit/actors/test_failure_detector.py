@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peercache.actors.membership import failure_detector as tombstones_module
-from peercache.actors.membership.failure_detector import (
+from peercache.actors.membership import gossip as tombstones_module
+from peercache.actors.membership.gossip import (
     ENDED_MAX,
     FORGET_S,
     FailureDetector,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RecordsChanged
 from peercache.actors.origin import Origin
-from peercache.actors.publisher import following
+from peercache.actors.publisher import waiters as following
 from peercache.actors.publisher.actor import Publisher
 from peercache.events.following import Index, NodeFollower
 from peercache.model.keys import KEY
@@ -142,8 +142,8 @@ def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
     question = RequestChanges(2, ME, begun.after, begun.row, 3600.0)
 
     assert not told(made.on_message(ROUTER, question, 1.0))
-    assert not told(made.on_tick(1.0 + following.TIMEOUT_MAX_S - 0.1))
-    (answer,) = told(made.on_tick(1.0 + following.TIMEOUT_MAX_S))
+    assert not told(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S - 0.1))
+    (answer,) = told(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S))
 
     assert (answer.again, answer.changes, answer.after) == (False, b"", begun.after)
 

@@ -16,7 +16,7 @@ from peercache.actors.effects import (
 )
 from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.membership import actor as membership_module
-from peercache.actors.membership.view_exchange import SHARES_PER_BEAT
+from peercache.actors.membership.gossip import SHARES_PER_BEAT
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import View

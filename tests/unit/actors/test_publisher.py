@@ -16,7 +16,7 @@ from peercache.actors.mailboxes import (
     RingChanged,
 )
 from peercache.actors.publisher import actor as publisher_module
-from peercache.actors.publisher import pending as waiting
+from peercache.actors.publisher import waiters as waiting
 from peercache.actors.publisher.actor import Publisher
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import Records, from_bytes

@@ -9,7 +9,8 @@ import pytest
 from peercache.actors.effects import Effect, TellDirectory
 from peercache.actors.mailboxes import RecordsChanged, RemovalDone, Republish, RingChanged
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import pending, streams
+from peercache.actors.publisher import streams
+from peercache.actors.publisher import waiters as pending
 from peercache.actors.publisher.actor import FORMER_MIN_S, Publisher
 from peercache.actors.publisher.streams import ABSENT, ASK_FIRST_S, CONFIRMED, SENT
 from peercache.model.records import Content

@@ -11,14 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import ClientsConnected, PoolGrew
 from peercache.actors.origin import Origin
-from peercache.actors.rdma.actor import (
-    CHANNELS_MAX,
-    LEFT_S,
-    PENDING_MAX,
-    SILENT_S,
-    RdmaActor,
-)
-from peercache.actors.rdma_port import (
+from peercache.actors.ports import (
     DropPair,
     OpenPair,
     PairOpened,
@@ -26,6 +19,13 @@ from peercache.actors.rdma_port import (
     RdmaFact,
     RdmaServes,
     ServeMemory,
+)
+from peercache.actors.rdma.actor import (
+    CHANNELS_MAX,
+    LEFT_S,
+    PENDING_MAX,
+    SILENT_S,
+    RdmaActor,
 )
 from peercache.wire.messages.session import (
     BUSY,

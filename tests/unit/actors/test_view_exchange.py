@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.actors.effects import Send
-from peercache.actors.membership import view_exchange
-from peercache.actors.membership.view_exchange import (
+from peercache.actors.membership import gossip as view_exchange
+from peercache.actors.membership.gossip import (
     LOG_MAX,
     PART_MEMBERS_MAX,
     TOLD_MAX,

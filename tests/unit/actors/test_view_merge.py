@@ -7,9 +7,8 @@ import pytest
 from peercache.actors.effects import Send, SendTo, TellDirectory, TellPublisher, TellRing
 from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
-from peercache.actors.membership.addresses import AT_ONCE_MAX, LOST_S
-from peercache.actors.membership.failure_detector import FORGET_S
-from peercache.actors.membership.view_exchange import COUNTER_JUMP_MAX
+from peercache.actors.membership.candidates import AT_ONCE_MAX, LOST_S
+from peercache.actors.membership.gossip import COUNTER_JUMP_MAX, FORGET_S
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT  # fmt: skip
 from peercache.model.view import COUNTER_MAX
 from peercache.wire.messages.membership import (

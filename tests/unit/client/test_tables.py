@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from peercache.actors.directory.table import DirectoryTable
-from peercache.client.tables import NOT_OPENED, TABLES_MAX, Tables
+from peercache.client.bridge import NOT_OPENED, TABLES_MAX, Tables
 from peercache.memory.layout import table_name
 from peercache.memory.published import TableFile
 from peercache.memory.table_reading import TORN, AttachedTable

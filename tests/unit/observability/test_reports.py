@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import Metric
 
-from peercache.client.tables import NOT_OPENED
+from peercache.client.bridge import NOT_OPENED
 from peercache.memory.table_reading import REASONS
 from peercache.observability.latency import CALL, PLACES
 from peercache.observability.metrics import CALLS_MAX, PEERS_MAX, ClientReport, Metrics, absorb

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DiskEffect,
     DiskEnded,
     DiskFact,

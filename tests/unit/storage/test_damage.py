@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.actors.storage_port import DISK_DAMAGED, DISK_FULL, DISK_REPLACED
+from peercache.actors.ports import DISK_DAMAGED, DISK_FULL, DISK_REPLACED
 from tests.unit.storage.rig import MIB, Rig, key_of
 
 DAMAGED = str(DISK_DAMAGED)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.actors.storage_port import DISK_FULL, DiskOpened
+from peercache.actors.ports import DISK_FULL, DiskOpened
 from peercache.storage import store
 from peercache.storage.slab_files import SlabFiles
 from tests.pace import TIMEOUT_S

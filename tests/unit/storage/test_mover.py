@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_FAILED,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.actors.storage_port import DiskEnded
+from peercache.actors.ports import DiskEnded
 from peercache.storage import folder as folders
 from peercache.storage.layout import FORMAT_VERSION, LOCK_NAME
 from tests.contracts.frozen.record import FOLDER

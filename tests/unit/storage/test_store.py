@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DAMAGED,
     DISK_REPLACED,

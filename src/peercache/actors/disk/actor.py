@@ -4,7 +4,7 @@ Owns    the index of the disk and its eviction; the pages that wait to be writte
         loads in flight.
 Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
         from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of the pool,
-        NamespaceNamed, from the node; the facts of the page store (`actors.storage_port`).
+        NamespaceNamed, from the node; the facts of the page store (`actors.ports`).
 Sends   PagesSpilled, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
         which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
         promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
@@ -54,7 +54,7 @@ from peercache.actors.mailboxes import (
     Resident,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DiskEnded,
     DiskOpened,
     ForgetDone,

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, UNBOUND, Slab, SlabAllocator, slot_blocks
-from peercache.actors.storage_port import DISK_ENTRY
+from peercache.actors.ports import DISK_ENTRY
 from peercache.actors.tenants import Tenant, Tenants
 from peercache.model.keys import COPIES, SPACE_BITS, space_of
 from peercache.model.room import COLDER_FACTOR, DONOR_CHECK_EVERY

@@ -27,7 +27,7 @@ from peercache.actors.mailboxes import (
     RequestLoad,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_FAILED,
@@ -40,8 +40,7 @@ from peercache.actors.storage_port import (
     Load,
     LoadDone,
 )
-from peercache.actors.tenant_metrics import TenantMetrics
-from peercache.actors.tenants import Tenants
+from peercache.actors.tenants import TenantMetrics, Tenants
 from peercache.model.keys import KEY, KEY_BYTES
 from peercache.model.room import QuotaRule
 from peercache.model.runs import I64, U64

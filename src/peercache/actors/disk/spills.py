@@ -30,7 +30,7 @@ from peercache.actors.mailboxes import (
     RequestResident,
     Resident,
 )
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_DONE,
     DISK_FAILED,

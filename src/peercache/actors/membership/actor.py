@@ -15,8 +15,7 @@ Keeps   its own entry is in its view, and alive until `leave`; it refutes every 
         none that was dead itself a moment ago. Peers get the entries in which their view differs,
         and no more: a peer whose view this node had lately is told what has changed since. A
         message costs what it changes, not the view.
-Limits  MEMBERS_MAX entries of a view; the limits of `addresses`, `failure_detector` and
-        `view_exchange`; LEAVE_MAX goodbyes.
+Limits  MEMBERS_MAX entries of a view; the limits of `candidates` and `gossip`; LEAVE_MAX goodbyes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ from typing_extensions import assert_never
 
 from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
 from peercache.actors.mailboxes import AddressesFound, MembershipMessage, PeerAnswered, Republish
-from peercache.actors.membership.addresses import Candidates, Places, Reconnect
-from peercache.actors.membership.failure_detector import Claims, FailureDetector, Tombstones
-from peercache.actors.membership.view_exchange import (
+from peercache.actors.membership.candidates import Candidates, Places, Reconnect
+from peercache.actors.membership.gossip import (
     COUNTER_JUMP_MAX,
     Announcing,
+    Claims,
+    FailureDetector,
+    Tombstones,
     ViewExchange,
     ViewLog,
     changes_asked,

@@ -110,8 +110,7 @@ from peercache.actors.pool.reservations import (
     take_slots,
 )
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.actors.tenant_metrics import TenantMetrics
-from peercache.actors.tenants import Tenant, Tenants
+from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import covers, space_of, split_keys
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records

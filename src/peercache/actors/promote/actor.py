@@ -41,7 +41,7 @@ from peercache.actors.mailboxes import (
     RequestLoad,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_FAILED,

@@ -11,7 +11,7 @@ Keeps   what a stream's digest covers is exactly what was sent to its owner and 
         former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
         a commit is answered exactly once, as soon as all owners that are not lagging know it.
 Limits  HAND_OVER_ROWS_MAX, FORMER_RINGS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those
-        of `pending`, `streams` and `following`.
+        of `streams` and `waiters`.
 
 Nothing is sent to this node itself: its shard hears the pool directly. It counts as no owner that
 has acknowledged.
@@ -40,8 +40,6 @@ from peercache.actors.mailboxes import (
     RingChanged,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.publisher.following import Following
-from peercache.actors.publisher.pending import WAITERS_MAX, WaitingCommits
 from peercache.actors.publisher.streams import (
     ABSENT,
     CONFIRMED,
@@ -53,6 +51,7 @@ from peercache.actors.publisher.streams import (
     by_owner,
     newest_of,
 )
+from peercache.actors.publisher.waiters import WAITERS_MAX, Following, WaitingCommits
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import (
     BUCKETS,

@@ -1,7 +1,7 @@
 """rdma: the queue pairs that clients have to this node.
 
 Owns    the list of channels of each client, and the time of the client's last message about them.
-        The queue pairs live behind a port (`actors.rdma_port`): real devices, or a fake in tests.
+        The queue pairs live behind a port (`actors.ports`): real devices, or a fake in tests.
 Takes   OpenChannel and ChannelsHeld of clients; ClientsConnected and PoolGrew of the node;
         RdmaServes, RdmaAbsent and PairOpened of the port.
 Sends   OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
@@ -24,7 +24,7 @@ from typing_extensions import assert_never
 from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import ClientsConnected, PoolGrew, RdmaMessage
 from peercache.actors.origin import Origin
-from peercache.actors.rdma_port import (
+from peercache.actors.ports import (
     DropPair,
     OpenPair,
     PairOpened,

@@ -23,7 +23,7 @@ import numpy as np
 
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX, slot_blocks, slots_in
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_ENTRY,
     DiskEnded,
     DiskFact,

@@ -1,18 +1,24 @@
-"""The seam between the disk actor and the page store: effects, and the facts that answer them.
+"""The ports of the disk actor and the rdma actor: effects, and the facts that answer them.
 
-The actor decides which page lies where; the store moves bytes on threads of its own and answers
-each job exactly once. Places are byte offsets in the store, as if its slabs were one long file.
+Effects are values; an adapter of a port performs them: the page store and `rdma.serving` over real
+devices, fakes in tests. Answers are facts, and the actors hear them.
+
+The disk actor decides which page lies where; the store moves bytes on threads of its own and
+answers each job exactly once. Places are byte offsets in the store, as if its slabs were one long
+file.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.actors.origin import Origin
 from peercache.model.runs import U64
+from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 
 DISK_DONE = 0
 """Outcome of one page of a job: written, or read, in full."""
@@ -189,3 +195,75 @@ class DiskEnded:
 
 
 DiskFact: TypeAlias = DiskOpened | SpillDone | LoadDone | LateEnded | ForgetDone | DiskEnded
+
+
+# --- effects: rdma → queue pairs ------------------------------------------------------------------
+
+
+@attrs.frozen
+class OpenPair:
+    """Connect a queue pair to the client's end, or describe the one that the channel has.
+
+    A repeated question keeps the queue pair. A question with another end of the client replaces it.
+    """
+
+    origin: Origin
+    wanted: OpenChannel
+
+
+@attrs.frozen
+class DropPair:
+    """Destroy the queue pair of a channel, if there is one. Has no answer."""
+
+    client: int
+    channel: int
+
+
+@attrs.frozen
+class ServeMemory:
+    """Register the first `usable_bytes` of the page memory, in the background. Has no answer."""
+
+    usable_bytes: int
+
+
+RdmaEffect: TypeAlias = OpenPair | DropPair | ServeMemory
+
+
+# --- facts: queue pairs → rdma --------------------------------------------------------------------
+
+
+@attrs.frozen
+class RdmaServes:
+    """The devices are open, and the seals are registered."""
+
+
+@attrs.frozen
+class RdmaAbsent:
+    """There are no queue pairs from now on. reason: a sentence for clients and people."""
+
+    reason: str
+
+
+@attrs.frozen
+class PairOpened:
+    """The answer to OpenPair. is_open: the channel has a queue pair. answer: for the client."""
+
+    origin: Origin
+    channel: int
+    is_open: bool
+    answer: ChannelOpened | Refused
+
+
+RdmaFact: TypeAlias = RdmaServes | RdmaAbsent | PairOpened
+
+
+class QueuePairs(Protocol):
+    """The queue pairs of a node, as the rdma actor sees them.
+
+    To make a queue pair may take long, so the port is asynchronous. The first fact is RdmaServes
+    or RdmaAbsent. After RdmaServes each OpenPair has exactly one PairOpened, in the order of the
+    effects; after RdmaAbsent there are no facts, and effects do nothing.
+    """
+
+    def perform(self, effect: RdmaEffect) -> None:
+        """Take an effect and return at once, before its fact."""

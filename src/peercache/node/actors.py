@@ -1,4 +1,4 @@
-"""The actors of one node and their mailboxes."""
+"""The state actors of one node and their mailboxes."""
 
 from __future__ import annotations
 
