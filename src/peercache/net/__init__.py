@@ -1,1 +1,1 @@
-"""Control messages over nng: sockets, links, outboxes, questions and their answers."""
+"""Control messages over nng: sockets, links, and requests with their answers."""
