@@ -21,6 +21,7 @@ from typing import Any
 
 import attrs
 
+from benchmarks.engine import start_cluster
 from benchmarks.peers_install import Environment, NotInstalled, environment
 from peercache.cli.processes import NodeProcesses, _die_with_parent
 from peercache.errors import PeerCacheError
@@ -215,7 +216,7 @@ def _start_ours(size: Size, pool_bytes: int, folder: Path) -> Cluster:
     processes = NodeProcesses(log_folder=str(folder))
     cluster = f"peers-{os.getpid()}-{time.time_ns()}"
     try:
-        nodes = processes.cluster(cluster, dict.fromkeys(("a", "b", "c"), pool_bytes))
+        nodes = start_cluster(processes, cluster, dict.fromkeys(("a", "b", "c"), pool_bytes))
         engines = _engines(sys.executable, dict(os.environ), folder, "ours")
         settings = [{"cluster": cluster, "home": node.home} for node in nodes.values()]
         _open("ours", engines, size, settings)

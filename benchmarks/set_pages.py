@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from benchmarks.engine import start_cluster
 from peercache.cli.bench import limits
 from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
@@ -162,7 +163,7 @@ class Cluster:
         pools = {"fresh": FRESH_BYTES, "full": FULL_BYTES}
         pools |= {f"owner-{number}": SMALL_BYTES for number in range(count - 2)}
         owners = {"directory-replicas": replicas or str(count)}
-        self.nodes = processes.cluster(self.name, pools, dict.fromkeys(pools, owners))
+        self.nodes = start_cluster(processes, self.name, pools, dict.fromkeys(pools, owners))
         self.owners: list[NodeProcess] = [
             node for name, node in self.nodes.items() if name.startswith("owner")
         ]

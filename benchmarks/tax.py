@@ -19,8 +19,8 @@ from typing import Any
 
 import click
 
-from peercache.cli.bench import limits
-from peercache.cli.bench.engine import POISON, Engine, EngineProcess, WorkingSet
+from benchmarks.engine import EngineProcess, paced_stream, start_cluster
+from peercache.cli.bench.engine import POISON, Engine, WorkingSet
 from peercache.cli.main import run
 from peercache.cli.options import SizeType, json_option
 from peercache.cli.processes import NodeProcesses
@@ -71,7 +71,7 @@ class TaxEngine(Engine):
 
     def stream_paced(self, *, seconds: float) -> float:
         """Move the working set over a raw stream, at SERVED_GB_S at most; return the rate."""
-        return limits.paced_stream(
+        return paced_stream(
             self.source,
             self.target,
             page_bytes=self.work.page_bytes,
@@ -104,7 +104,7 @@ def _measure(work: WorkingSet, seconds: float, shape: str, cores: list[int]) -> 
     cluster = f"tax-{os.getpid()}-{time.time_ns()}"
     pool_bytes = 2 * work.total_bytes
     with NodeProcesses() as processes:
-        node = processes.cluster(cluster, {"a": pool_bytes})["a"]
+        node = start_cluster(processes, cluster, {"a": pool_bytes})["a"]
         with EngineProcess(work, TaxEngine) as engine, EngineProcess(work, TaxEngine) as reader:
             for process in (node.process.pid, reader.pid):
                 _pin(process, cores[1:])

@@ -63,8 +63,7 @@ LAYERS: dict[str, str] = {
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net events node client cli",
     "cli.demo": "config observability '' cli",
-    "cli.bench": "model config observability installation wire wire.messages trust actors "
-    "actors.disk storage net rdma client cli",
+    "cli.bench": "model actors actors.disk storage client cli",
     "cli.doctor": "trust config observability installation memory rdma discovery node cli "
     "cli.bench",
 }
@@ -96,7 +95,6 @@ HOMES: dict[str, frozenset[str]] = {
     "zstandard": frozenset({"connector"}),
     "tomli": frozenset({"config"}),
     "typing_extensions": frozenset({"actors", "node", "rdma"}),
-    "matplotlib": frozenset({"cli"}),
     "sqlite3": frozenset({"storage"}),
     "asyncio": frozenset(),
 }

@@ -20,7 +20,7 @@ PAGE_BYTES, PAGES = 128 * 2**10, 16
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
     """Run one of the benchmarks to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "peercache", "bench", *words],
+        [sys.executable, "-m", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -31,7 +31,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def test_bench_rdma_measures_both_loops_and_finds_no_wrong_page() -> None:
     """One run gives the bare loop, ours, their ratio, and ib_read_bw."""
     done = bench(
-        "rdma", "--near", "rxe1", "--far", "rxe2", "--total-bytes", "4MiB", "--seconds", "0.1",
+        "benchmarks.rdma", "--near", "rxe1", "--far", "rxe2", "--total-bytes", "4MiB", "--seconds", "0.1",
         "--json",
     )  # fmt: skip
 
@@ -67,7 +67,8 @@ def served() -> Iterator[str]:
 def test_drive_reads_what_serve_holds_over_rdma(served: str) -> None:
     """Two processes, two devices: every page came as READs, and every byte is right."""
     done = bench(
-        "drive", "--discovery", served, "--fabric", "rdma", "--rdma-device-names", "rxe1",
+        "peercache", "bench", "drive", "--discovery", served, "--fabric", "rdma",
+        "--rdma-device-names", "rxe1",
         "--page-bytes", str(PAGE_BYTES), "--pages", str(PAGES), "--seconds", "0.5", "--json",
     )  # fmt: skip
 

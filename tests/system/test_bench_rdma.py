@@ -1,4 +1,4 @@
-"""`peercache bench rdma` where there is no RDMA: its table, its error, and ib_read_bw."""
+"""`python -m benchmarks.rdma` where there is no RDMA: its table, its error, and ib_read_bw."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from peercache.cli.bench.rdma import RdmaPlan, perftest, perftest_gb_s
-from peercache.cli.bench.report import rdma_table
+from benchmarks.rdma import RdmaPlan, perftest, perftest_gb_s, rdma_table
+
+ROOT = Path(__file__).parents[2]
 
 PERFTEST = """\
 ---------------------------------------------------------------------------------------
@@ -49,7 +50,8 @@ def test_table_shows_what_was_measured_and_leaves_out_the_rest() -> None:
 def test_command_without_rdma_says_why() -> None:
     """The exit status says that no READ was measured."""
     done = subprocess.run(
-        [sys.executable, "-m", "peercache", "bench", "rdma", "--json", "--near", "no_such_device"],
+        [sys.executable, "-m", "benchmarks.rdma", "--json", "--near", "no_such_device"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -89,7 +91,7 @@ def test_perftest_that_is_slow_or_unsure_is_waited_for_and_asked_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     plan = RdmaPlan(
-        near=("a",), far=("b",), gid_index=-1, granule=16384, page_bytes=(2**20,),
+        near=("a",), far=("b",), gid_index=-1, page_bytes=(2**20,),
         total_bytes=2**20, seconds=0.1, shm_dir=str(tmp_path),
     )  # fmt: skip
 

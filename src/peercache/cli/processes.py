@@ -135,28 +135,6 @@ class NodeProcesses:
             time.sleep(POLL_S)
         node.ready = json.loads(node.ready_file.read_text())
 
-    def cluster(
-        self, name: str, pools: dict[str, int], more: dict[str, dict[str, str]] | None = None
-    ) -> dict[str, NodeProcess]:
-        """Start a cluster on this machine: the nodes by their names, each with a pool of a size.
-
-        more: further settings of some of the nodes.
-        """
-        nodes: dict[str, NodeProcess] = {}
-        for node, pool_bytes in pools.items():
-            settings = {
-                **LOCAL,
-                "cluster": name,
-                "pool-size": str(pool_bytes),
-                "log-level": "warning",
-                **(more or {}).get(node, {}),
-            }
-            if nodes:
-                settings["discovery-addr"] = next(iter(nodes.values())).ready["control"]
-            nodes[node] = self.launch(node, settings)
-            self.await_ready(nodes[node])
-        return nodes
-
     def close(self) -> None:
         """End every process that was started here, then remove the folder."""
         for process in self._processes:

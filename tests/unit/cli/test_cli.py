@@ -232,7 +232,7 @@ def test_completion_is_a_script_for_the_shell(
     ("line", "completes"),
     [
         ("peercache ve", "version"),
-        ("peercache bench lo", "local"),
+        ("peercache bench se", "serve"),
         ("peercache node --pool-s", "--pool-size"),
         ("peercache node --fabric rd", "rdma"),
     ],

@@ -1,4 +1,4 @@
-"""`peercache bench disk`: the page store beside the raw device, and the index at a million pages.
+"""`peercache bench disk`: the page store compared with the raw device.
 
 The raw rate is measured in the same folder, in turn with the store, by as many threads, with calls
 of the same size past the page cache: the difference is what the store costs.
@@ -13,18 +13,17 @@ import statistics
 import tempfile
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from peercache.actors.disk.index import DiskIndex
-from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX, slot_blocks, slots_in
+from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX
 from peercache.actors.ports import (
-    DISK_ENTRY,
     DiskEnded,
     DiskFact,
     DiskOpened,
@@ -33,15 +32,11 @@ from peercache.actors.ports import (
     Spill,
     SpillDone,
 )
-from peercache.cli.bench.disk_cluster import measure_cluster
 from peercache.cli.bench.engine import WorkingSet
 from peercache.cli.bench.limits import percentile
 from peercache.errors import ConfigError
 from peercache.model.records import RECORD, RESIDENT
-from peercache.storage.folder import open_folder
-from peercache.storage.index_file import load_entries, open_index, store_entries
 from peercache.storage.mover import UNIT_BYTES
-from peercache.storage.slab_files import SlabFiles, consistent
 from peercache.storage.store import DiskStore, PoolMemory
 
 ROUNDS: Final = 3
@@ -59,12 +54,11 @@ TIMEOUT_S: Final = 120.0
 
 @attrs.frozen
 class DiskPlan:
-    """What is measured: each round writes and reads `work`. entries: pages of the index."""
+    """What is measured: each round writes and reads `work`."""
 
     folder: Path
     work: WorkingSet
     threads: int
-    entries: int
 
 
 class Bench:
@@ -76,7 +70,7 @@ class Bench:
         page_bytes, page_count = plan.work.page_bytes, plan.work.pages
         slot = -(-page_bytes // GRANULE) * GRANULE
         self.pages = np.frombuffer(mmap.mmap(-1, page_count * slot), np.uint8)
-        self.pages[:] = np.random.default_rng(1).integers(0, 256, len(self.pages), np.uint8)
+        self.pages[:] = self._content()
         words = np.full(page_count * slot // GRANULE, 2, np.uint64)
         self.offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(slot)
         self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
@@ -161,10 +155,21 @@ class Bench:
         moved = sum(len(memory) for _, memory in self.calls)
         return moved / (time.perf_counter() - started) / 1e9
 
+    def wrong_bytes(self) -> int:
+        """Load every page into cleared memory; return how many bytes are not what was written."""
+        self.pages[:] = 0
+        self.store_gb_s(write=False)
+        shape = (self.work.pages, -1)
+        wrong = self.pages.reshape(shape) != self._content().reshape(shape)
+        return int(np.count_nonzero(wrong[:, : self.work.page_bytes]))
+
     def close(self) -> None:
         """Close both."""
         self.store.close()
         os.close(self._raw)
+
+    def _content(self) -> npt.NDArray[np.uint8]:
+        return np.random.default_rng(1).integers(0, 256, len(self.pages), np.uint8)
 
     def _raw_calls(self, path: Path) -> list[tuple[int, memoryview]]:
         direct = os.O_DIRECT if self.is_direct else 0
@@ -211,102 +216,38 @@ class Bench:
 
 
 def run_disk(plan: DiskPlan, progress: Callable[[str], None]) -> dict[str, float]:
-    """Measure everything in a folder of our own below `plan.folder`; return figures by name."""
+    """Measure in a folder of our own below `plan.folder`; return figures by name."""
     with tempfile.TemporaryDirectory(prefix="peercache-bench-", dir=plan.folder) as name:
-        folder = Path(name)
-        figures = _measure_store(plan, folder, progress)
-        figures |= measure_cluster(plan.work.page_bytes, folder / "nodes", progress)
-        progress(f"an index of {plan.entries} pages")
-        return figures | measure_index(plan.entries, folder / "index")
+        bench = Bench(plan, Path(name))
+        try:
+            return _measured(bench, progress)
+        finally:
+            bench.close()
 
 
-def _measure_store(
-    plan: DiskPlan, folder: Path, progress: Callable[[str], None]
-) -> dict[str, float]:
-    bench = Bench(plan, folder)
+def _measured(bench: Bench, progress: Callable[[str], None]) -> dict[str, float]:
     samples: dict[str, list[float]] = {}
-    try:
-        for number in range(ROUNDS + 1):
-            progress(f"round {number} of {ROUNDS}")
-            measured = {
-                "raw_write_gb_s": bench.raw_gb_s(write=True),
-                "spill_gb_s": bench.store_gb_s(write=True),
-                "raw_read_gb_s": bench.raw_gb_s(write=False),
-                "load_gb_s": bench.store_gb_s(write=False),
-            }
-            for name, figure in measured.items() if number else ():
-                samples.setdefault(name, []).append(figure)
-        times = bench.one_page_ms()
-        direct = float(bench.is_direct)
-    finally:
-        bench.close()
+    for number in range(ROUNDS + 1):
+        progress(f"round {number} of {ROUNDS}")
+        measured = {
+            "raw_write_gb_s": bench.raw_gb_s(write=True),
+            "spill_gb_s": bench.store_gb_s(write=True),
+            "raw_read_gb_s": bench.raw_gb_s(write=False),
+            "load_gb_s": bench.store_gb_s(write=False),
+        }
+        for name, figure in measured.items() if number else ():
+            samples.setdefault(name, []).append(figure)
+    times = bench.one_page_ms()
     figures = {name: statistics.median(values) for name, values in samples.items()}
-    spill, load = (
-        [a / b for a, b in zip(samples[ours], samples[raw], strict=True)]
-        for ours, raw in (("spill_gb_s", "raw_write_gb_s"), ("load_gb_s", "raw_read_gb_s"))
-    )
-    # Ratios are of one round each: the rate of a shared disk changes between rounds.
-    figures["spill_ratio"], figures["load_ratio"] = (
-        statistics.median(spill),
-        statistics.median(load),
-    )
+    for ratio, ours, raw in (
+        ("spill_ratio", "spill_gb_s", "raw_write_gb_s"),
+        ("load_ratio", "load_gb_s", "raw_read_gb_s"),
+    ):
+        # Ratios are of one round each: the rate of a shared disk changes between rounds.
+        rounds = zip(samples[ours], samples[raw], strict=True)
+        figures[ratio] = statistics.median(a / b for a, b in rounds)
     figures["load_one_ms"] = statistics.median(times)
     figures["load_one_p99_ms"] = percentile(times, 0.99)
-    figures["direct"] = direct
+    figures["direct"] = float(bench.is_direct)
+    figures["wrong_bytes"] = bench.wrong_bytes()
     return figures
-
-
-def measure_index(entries: int, folder: Path) -> dict[str, float]:
-    """Return how long an index of so many pages takes to load, and the memory that it takes."""
-    folder.mkdir()
-    slab_bytes, length = SLAB_BYTES_MAX, 2**20
-    blocks = int(slot_blocks(np.array([length]))[0])
-    a_slab = slots_in(slab_bytes, blocks)
-    slab_count = entries // a_slab + 1
-    rows = np.zeros(entries, DISK_ENTRY)
-    number = np.arange(entries)
-    rows["key"] = np.frombuffer(np.random.default_rng(3).bytes(16 * entries), "V16")
-    rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
-    rows["length"], rows["sequence"] = length, number
-    # Without a cap in effect: the index of a real store has its part of the tier's.
-    connection = open_index(folder, bytes_max=2**40)
-    store_entries(connection, rows)
-    connection.close()
-    opened = open_folder(folder, None)
-    try:
-        files = SlabFiles(opened, free_floor=0.0, log=_Silent(), read_only=True)
-        files.blocks_of = dict.fromkeys(range(slab_count), blocks)
-        opened.slab_bytes = slab_bytes
-        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
-        started = time.perf_counter()
-        connection = open_index(folder, bytes_max=2**40)
-        told = consistent(load_entries(connection), files, slab_count)
-        index.load(told)
-        load_s = time.perf_counter() - started
-        connection.close()
-    finally:
-        opened.close()
-    if len(index) != entries:
-        raise ConfigError("entries", f"{len(index)} of {entries} came back")
-    return {
-        "index_entries": float(entries),
-        "index_load_s": load_s,
-        "index_bytes_a_page": _bytes_a_page(told, slab_count, slab_bytes),
-    }
-
-
-def _bytes_a_page(entries: Any, slab_count: int, slab_bytes: int) -> float:
-    tracemalloc.start()
-    try:
-        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
-        index.load(entries)
-        return tracemalloc.get_traced_memory()[0] / len(index)
-    finally:
-        tracemalloc.stop()
-
-
-class _Silent:
-    """A log that drops the warnings about slab files: the index has rows for files that are not."""
-
-    def warning(self, event: str, **facts: object) -> None:
-        """Say nothing."""

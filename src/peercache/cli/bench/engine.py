@@ -1,24 +1,21 @@
 """The engine's side of the benchmarks: a working set of pages, and what an engine does to it.
 
 The working set is larger than any cache of the processor. An engine verifies what it reads, outside
-the timed part. `EngineProcess` runs one in a process of its own.
+the timed part.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import threading
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
 import numpy as np
 
-from peercache.cli.bench import limits, secured
+from peercache.cli.bench import limits
 from peercache.client.client import Client
-from peercache.errors import PeerCacheError, PeerUnreachable
+from peercache.errors import PeerUnreachable
 from peercache.model.runs import PageRuns
 
 EXISTS_KEYS = 128
@@ -28,8 +25,6 @@ EXISTS_CALLS = 300
 
 FIND_S = 60.0
 """How long an engine waits until it sees the pages of another engine."""
-
-END_S = 10.0
 
 POISON = 0xA5
 
@@ -86,7 +81,6 @@ class Engine:
         self.clients: dict[str, Client] = {}
         self.stored: list[str] = []
         self._generation = 0
-        self._busy = threading.Event()
 
     def open(self, name: str, settings: dict[str, Any]) -> None:
         """Open a client under a name."""
@@ -97,49 +91,10 @@ class Engine:
         for client in self.clients.values():
             client.close()
 
-    def copy(self) -> dict[str, float]:
-        """Measure the memory copy."""
-        return {"gb_s": limits.copy_gb_s(self.source, self.target, self.work.page_bytes)}
-
-    def send_stream(self, port: int) -> None:
-        """Feed a raw tcp stream."""
-        limits.send_stream(port, self.source, self.work.page_bytes)
-
-    def send_tls_stream(self, port: int, settings: dict[str, str]) -> None:
-        """Feed an encrypted stream, in which PeerCache has no part."""
-        secured.send_stream(port, self.source, settings)
-
-    def stream(self, *, seconds: float) -> None:
-        """Load the machine with a raw tcp stream, in which PeerCache has no part."""
-        limits.paced_stream(
-            self.source, self.target, page_bytes=self.work.page_bytes, seconds=seconds
-        )
-
     def new_keys(self) -> list[str]:
         """Return keys that were never set."""
         self._generation += 1
         return self.work.keys(self._generation)
-
-    def set(self, client: str, *, seconds: float, clear: bool) -> dict[str, float]:
-        """Set working sets of new keys; `clear` empties the pool between them, not timed."""
-        cache = self.clients[client]
-        times: list[float] = []
-        refused = 0
-        until = time.perf_counter() + seconds
-        while not times or time.perf_counter() < until:
-            keys = self.new_keys()
-            for some in self.work.batches():
-                runs = self.work.runs(self.source, some)
-                started = time.perf_counter()
-                stored = cache.batch_set_from(keys[some], runs)
-                times.append(time.perf_counter() - started)
-                refused += stored.count(False)
-                if self._busy.is_set() and time.perf_counter() > until:
-                    break
-            self.stored = keys
-            if clear and time.perf_counter() < until:
-                cache.clear()
-        return {**self._rate(times), "refused": refused}
 
     def store(self, client: str) -> int:
         """Set one working set that is read later, untimed; return how many pages are stored."""
@@ -177,8 +132,6 @@ class Engine:
                 started = time.perf_counter()
                 hits += cache.batch_get_into(self.stored[some], runs)
                 times.append(time.perf_counter() - started)
-                if self._busy.is_set() and time.perf_counter() > until:
-                    break
             missed += hits.count(False)
             wrong_bytes += self.wrong_bytes(hits)
         return {**self._rate(times), "missed": missed, "wrong_bytes": wrong_bytes}
@@ -194,14 +147,6 @@ class Engine:
             times.append(time.perf_counter() - started)
         return {"us": limits.median_us(times), "p99_us": limits.percentile(times, 0.99) * 1e6}
 
-    def busy(self, *, on: bool) -> None:
-        """Start or stop a thread that computes in Python, as an engine's scheduler does."""
-        if on:
-            self._busy.set()
-            threading.Thread(target=self._spin, daemon=True).start()
-        else:
-            self._busy.clear()
-
     def wrong_bytes(self, hits: list[bool]) -> int:
         """Count the bytes of hits that are not what was set."""
         wrong = 0
@@ -210,12 +155,6 @@ class Engine:
             if not np.array_equal(self.target[span], self.source[span]):
                 wrong += int((self.target[span] != self.source[span]).sum())
         return wrong
-
-    def _spin(self) -> None:
-        count = 0
-        while self._busy.is_set():
-            for _ in range(1000):
-                count += 1
 
     def _rate(self, times: list[float]) -> dict[str, float]:
         # The first batch opens connections and maps memory.
@@ -227,59 +166,3 @@ class Engine:
             "p99_ms": limits.percentile(counted, 0.99) * 1e3,
             "batches": len(counted),
         }
-
-
-class EngineProcess:
-    """An engine in a process of its own; a context manager."""
-
-    def __init__(self, work: WorkingSet, kind: type[Engine] = Engine) -> None:
-        """Start it and wait until its working set is there."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_obey, args=(theirs, kind, work), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._answer()
-
-    @property
-    def pid(self) -> int:
-        """The process, and its first thread, which does what the driver asks."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def __enter__(self) -> EngineProcess:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End it."""
-        self._pipe.close()
-        self._process.join(END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def do(self, action: str, **arguments: Any) -> Any:
-        """Call a method of the engine; return what it returns."""
-        self._pipe.send((action, arguments))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            self._process.join(END_S)
-            status = self._process.exitcode
-            raise PeerCacheError(f"the engine ended with status {status}") from None
-
-
-def _obey(pipe: Connection, kind: type[Engine], work: WorkingSet) -> None:
-    """Do in this process what the driver asks, until it closes the pipe."""
-    engine = kind(work)
-    pipe.send(None)
-    while True:
-        try:
-            action, arguments = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(getattr(engine, action)(**arguments))

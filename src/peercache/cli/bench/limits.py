@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import statistics
-import threading
 import time
 
 import numpy as np
@@ -45,45 +43,6 @@ def receive_stream(listener: socket.socket, target: Memory) -> float:
                 raise ConnectionError("the stream ended early")
             done += count
         return len(view) / (time.perf_counter() - started) / 1e9
-
-
-def paced_stream(
-    source: Memory,
-    target: Memory,
-    *,
-    page_bytes: int,
-    seconds: float,
-    at_most_gb_s: float = math.inf,
-) -> float:
-    """Move the working set again and again over one raw connection; return the GB/s reached.
-
-    It shows what the machine itself takes from other threads, without code of PeerCache.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stream = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-
-    def send() -> None:
-        view = source.data
-        began = time.perf_counter()
-        sent = 0
-        with stream:
-            while time.perf_counter() < began + seconds:
-                begin = sent % len(view)
-                sent += len(view[begin : begin + page_bytes])
-                stream.sendall(view[begin : begin + page_bytes])
-                time.sleep(max(0.0, began + sent / at_most_gb_s / 1e9 - time.perf_counter()))
-
-    sending = threading.Thread(target=send)
-    started = time.perf_counter()
-    sending.start()
-    done = 0
-    with accepted:
-        view = target.data
-        while count := accepted.recv_into(view[done % len(view) :]):
-            done += count
-    sending.join()
-    return done / (time.perf_counter() - started) / 1e9
 
 
 def median_us(times_s: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""`peercache bench local`: one machine, separate processes, every figure beside its limit."""
+"""`python -m benchmarks.local`: one machine, separate processes, every figure with its limit."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import attrs
+import click
 import numpy as np
 
+from benchmarks.echo import round_trips_s, serve_echo
+from benchmarks.engine import EngineProcess, start_cluster
+from benchmarks.secured import Secured, receive_stream
 from peercache.cli.bench import limits
-from peercache.cli.bench.engine import EngineProcess, WorkingSet
-from peercache.cli.bench.secured import Secured, receive_stream
+from peercache.cli.bench.command import WORKING_SET_BYTES, seconds, sizes, working_set
+from peercache.cli.bench.engine import WorkingSet
+from peercache.cli.bench.report import Figures, print_table
+from peercache.cli.main import run
+from peercache.cli.options import json_option
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
+from peercache.cli.terminal import print_json, tell
 from peercache.client.client import Client
 from peercache.client.home import POPULATING
-from peercache.errors import PeerCacheError
+from peercache.errors import ConfigError, PeerCacheError
 from peercache.model.keys import KEY_BYTES
-from peercache.net.sockets import round_trips_s, serve_echo
 from peercache.wire.messages.directory import Located, Lookup
 
 ROUNDS = 3
@@ -34,6 +43,27 @@ ASK_S = 5.0
 """How long one question of the control plane may take."""
 
 SMALL_POOL_BYTES = 64 * 2**20
+
+PLOT_PAGE_BYTES = (64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
+"""Page sizes of a plot: from a small model's page to a large one's."""
+
+ROWS = (
+    ("get", "get_gb_s", "GB/s", "get_ratio"),
+    ("get, busy Python thread", "get_busy_gb_s", "GB/s", "get_busy_ratio"),
+    ("get, TLS", "tls_get_gb_s", "GB/s", "tls_get_ratio"),
+    ("get, TLS, busy Python thread", "tls_get_busy_gb_s", "GB/s", "tls_get_busy_plain_ratio"),
+    ("set", "set_gb_s", "GB/s", "set_ratio"),
+    ("set into a full pool", "set_full_gb_s", "GB/s", "set_full_ratio"),
+    ("set, busy Python thread", "set_busy_gb_s", "GB/s", "set_busy_ratio"),
+    ("exists of 128, hot", "exists_hot_us", "µs", "exists_hot_trips"),
+    ("exists of 128, cold", "exists_cold_us", "µs", "exists_cold_trips"),
+    ("control round trip under tcp load, p99", "control_p99_ms", "ms", ""),
+    ("the same with a raw stream, p99", "limit_control_p99_ms", "ms", ""),
+    ("limit: memory copy", "limit_copy_gb_s", "GB/s", ""),
+    ("limit: one tcp stream", "limit_tcp_gb_s", "GB/s", ""),
+    ("limit: one stream of bare OpenSSL", "limit_tls_gb_s", "GB/s", ""),
+    ("limit: nng round trip", "limit_rtt_us", "µs", ""),
+)
 
 
 @attrs.frozen
@@ -52,7 +82,7 @@ def run_local(plan: Plan, progress: Callable[[str], None]) -> dict[str, float]:
     # Room for two working sets, a node that only reads, and room for half of a set.
     pools = {"a": 2 * plan.work.total_bytes, "b": SMALL_POOL_BYTES, "c": plan.work.total_bytes // 2}
     with NodeProcesses() as processes:
-        nodes = processes.cluster(cluster, pools)
+        nodes = start_cluster(processes, cluster, pools)
         with EngineProcess(plan.work) as engine:
             measuring = _Measuring(plan, cluster, nodes, engine, progress)
             if plan.tls:
@@ -84,7 +114,7 @@ class _Measuring:
         self._pair = secured.pair()
         pools = {"tls-a": 2 * self._plan.work.total_bytes, "tls-b": SMALL_POOL_BYTES}
         more = {name: secured.node(name) for name in pools}
-        self._nodes.update(processes.cluster(secured.cluster, pools, more))
+        self._nodes.update(start_cluster(processes, secured.cluster, pools, more))
 
     def run(self) -> dict[str, float]:
         """Measure in rounds; return medians."""
@@ -167,7 +197,7 @@ class _Measuring:
             full = do("set", client="full", seconds=seconds, clear=False)
             self._sample("set_full_gb_s", full["gb_s"])
             self._sample("limit_tcp_gb_s", self._stream_gb_s())
-        # A busy engine may have stopped in the middle of the working set.
+        # The last set may have been cleared.
         do("store", client="writer")
         read = do("get", client="reader", seconds=seconds)
         self._sample(f"get{suffix}_gb_s", read["gb_s"])
@@ -281,3 +311,85 @@ def _await_populated() -> None:
     for thread in threading.enumerate():
         if thread.name == POPULATING:
             thread.join(READY_TIMEOUT_S)
+
+
+def require_plotting() -> None:
+    """Raise ConfigError where matplotlib is missing, before minutes of measuring."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plot", "needs matplotlib: pip install matplotlib")
+
+
+def draw(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:
+    """Draw throughput over page size beside the limits into a PNG."""
+    import matplotlib as mpl  # noqa: PLC0415 - an extra that only this needs
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend is chosen
+
+    sizes = [size / 1024 for size, _ in by_page_bytes]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    lines = (
+        ("get_gb_s", "get", "o-"),
+        ("set_gb_s", "set", "s-"),
+        ("set_full_gb_s", "set, pool full", "^-"),
+        ("limit_copy_gb_s", "limit: memory copy", "k--"),
+        ("limit_tcp_gb_s", "limit: one tcp stream", "k:"),
+    )
+    for key, label, style in lines:
+        axes.plot(sizes, [figures[key] for _, figures in by_page_bytes], style, label=label)
+    axes.set(xscale="log", xlabel="page size, KiB", ylabel="GB/s", title=f"fabric: {fabric}")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+@click.command
+@click.option("--fabric", type=click.Choice(["shm", "tcp"]), default="shm", show_default=True)
+@sizes(WORKING_SET_BYTES)
+@seconds("each measurement")
+@click.option("--tls", is_flag=True, help="Measure get over TLS too, and bare OpenSSL.")
+@json_option
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    help="Measure four page sizes, from 64 KiB to 4 MiB, and draw them.",
+)
+def local(
+    fabric: str,
+    page_bytes: int,
+    batch: int,
+    pages: int | None,
+    seconds: float,
+    plot: str | None,
+    *,
+    tls: bool,
+    as_json: bool,
+) -> int:
+    """Measure nodes and an engine as processes on this machine."""
+    if tls and fabric != "tcp":
+        raise ConfigError("tls", "goes with --fabric tcp: shared memory is not encrypted")
+    if plot:
+        if not plot.endswith(".png"):
+            raise ConfigError("plot", f"{plot}: wants a name that ends in .png")
+        require_plotting()
+    results = []
+    for size in PLOT_PAGE_BYTES if plot else (page_bytes,):
+        work = working_set(size, batch, pages, WORKING_SET_BYTES)
+        figures = run_local(Plan(fabric, work, seconds, tls), tell)
+        results.append((size, figures))
+        if as_json:
+            print_json({"page_bytes": size, **figures})
+            continue
+        print_table(f"{fabric}, {batch} × {size // 1024} KiB", "of the limit", ROWS, figures)
+        print(f"  {figures['wrong_bytes']:.0f} wrong bytes, {figures['misses']:.0f} misses")
+    if plot:
+        draw(plot, fabric, results)
+        click.echo(f"  drawn: {plot}", err=True)
+    return int(any(figures["wrong_bytes"] for _, figures in results))
+
+
+if __name__ == "__main__":
+    sys.exit(run(local, "benchmarks.local", sys.argv[1:]))

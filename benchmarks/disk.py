@@ -1,18 +1,39 @@
-"""The disk tier among nodes: what a promote takes a remote reader, and what `set` pays for it."""
+"""`python -m benchmarks.disk`: the disk tier among nodes, and its index at a million pages.
+
+It measures how long a reader at another node waits for a page that is on disk only, what `set` pays
+for a disk, and how long an index takes to load. `peercache bench disk` measures the page store.
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
+import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import click
+import numpy as np
+from peercache.actors.storage_port import DISK_ENTRY
+
+from benchmarks.engine import start_cluster
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX, slot_blocks, slots_in
 from peercache.cli.bench.engine import POISON, Engine, WorkingSet
 from peercache.cli.bench.limits import percentile
+from peercache.cli.main import run
+from peercache.cli.options import SizeType, json_option
 from peercache.cli.processes import NodeProcesses
+from peercache.cli.terminal import print_json, tell
 from peercache.client.client import Client
+from peercache.errors import ConfigError
+from peercache.storage.folder import open_folder
+from peercache.storage.index_file import load_entries, open_index, store_entries
+from peercache.storage.slab_files import SlabFiles, consistent
 
 POOL_PAGES: Final = 64
 """Pages in memory; twice as many are set, so that the first half lies on disk only."""
@@ -37,7 +58,7 @@ def measure_cluster(
         "disk-free-floor": "0",
     }
     with NodeProcesses() as processes:
-        nodes = processes.cluster(cluster, pools, {"disk": disk})
+        nodes = start_cluster(processes, cluster, pools, {"disk": disk})
         try:
             for name, node in nodes.items():
                 engine.open(name, {"cluster": cluster, "home": node.home, "op_timeout_s": 30.0})
@@ -113,3 +134,87 @@ def _has_come(told: Any, figure: str, value: float) -> bool:
     if told is None:
         return "bytes" in figure  # A node without a disk has none in flight.
     return bool(told >= value if value else told == 0)
+
+
+def measure_index(entries: int, folder: Path) -> dict[str, float]:
+    """Return how long an index of so many pages takes to load, and the memory that it takes."""
+    folder.mkdir()
+    slab_bytes, length = SLAB_BYTES_MAX, 2**20
+    blocks = int(slot_blocks(np.array([length]))[0])
+    a_slab = slots_in(slab_bytes, blocks)
+    slab_count = entries // a_slab + 1
+    rows = np.zeros(entries, DISK_ENTRY)
+    number = np.arange(entries)
+    rows["key"] = np.frombuffer(np.random.default_rng(3).bytes(16 * entries), "V16")
+    rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
+    rows["length"], rows["sequence"] = length, number
+    # Without a cap in effect: the index of a real store has its part of the tier's.
+    connection = open_index(folder, bytes_max=2**40)
+    store_entries(connection, rows)
+    connection.close()
+    opened = open_folder(folder, None)
+    try:
+        files = SlabFiles(opened, free_floor=0.0, log=_Silent(), read_only=True)
+        files.blocks_of = dict.fromkeys(range(slab_count), blocks)
+        opened.slab_bytes = slab_bytes
+        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
+        started = time.perf_counter()
+        connection = open_index(folder, bytes_max=2**40)
+        told = consistent(load_entries(connection), files, slab_count)
+        index.load(told)
+        load_s = time.perf_counter() - started
+        connection.close()
+    finally:
+        opened.close()
+    if len(index) != entries:
+        raise ConfigError("entries", f"{len(index)} of {entries} came back")
+    return {
+        "index_entries": float(entries),
+        "index_load_s": load_s,
+        "index_bytes_a_page": _bytes_a_page(told, slab_count, slab_bytes),
+    }
+
+
+def _bytes_a_page(entries: Any, slab_count: int, slab_bytes: int) -> float:
+    tracemalloc.start()
+    try:
+        index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
+        index.load(entries)
+        return tracemalloc.get_traced_memory()[0] / len(index)
+    finally:
+        tracemalloc.stop()
+
+
+class _Silent:
+    """A log that drops the warnings about slab files: the index has rows for files that are not."""
+
+    def warning(self, event: str, **facts: object) -> None:
+        """Say nothing."""
+
+
+@click.command
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".")
+@click.option("--page-bytes", type=SizeType(multiple_of=8), default="1MiB", show_default=True)
+@click.option("--entries", type=click.IntRange(min=1), default=1_000_000, show_default=True)
+@json_option
+def disk(folder: str, page_bytes: int, entries: int, *, as_json: bool) -> int:
+    """Measure promotes, sets with a disk, and the load of an index, below a folder."""
+    with tempfile.TemporaryDirectory(prefix="peercache-bench-", dir=folder) as name:
+        figures = measure_cluster(page_bytes, Path(name) / "nodes", tell)
+        tell(f"an index of {entries} pages")
+        figures |= measure_index(entries, Path(name) / "index")
+    if as_json:
+        print_json(figures)
+    else:
+        print(
+            f"  promote of one page, remote reader {figures['promote_ms']:.2f} ms\n"
+            f"  set, the disk keeping up {figures['set_disk_gb_s']:.2f} GB/s,"
+            f" {figures['set_disk_ratio']:.2f} of its rate without a disk\n"
+            f"  index: load {figures['index_load_s']:.2f} s,"
+            f" {figures['index_bytes_a_page']:.0f} bytes a page"
+        )
+    return int(bool(figures["wrong_bytes"]))
+
+
+if __name__ == "__main__":
+    sys.exit(run(disk, "benchmarks.disk", sys.argv[1:]))
