@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from peercache.discovery import etcd, finder, kubernetes, port
+from peercache.discovery import finder, port
 from peercache.discovery.finder import Finder
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
@@ -47,9 +47,8 @@ def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Asked
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again at once: what is tested is what happens, and not when."""
     monkeypatch.setattr(finder, "ASK_AGAIN_S", 0.05)
-    for module in (etcd, kubernetes):
-        monkeypatch.setattr(module, "GAP_MIN_S", 0.02)
-        monkeypatch.setattr(module, "GAP_MAX_S", 0.05)
+    monkeypatch.setattr(port, "GAP_MIN_S", 0.02)
+    monkeypatch.setattr(port, "GAP_MAX_S", 0.05)
     monkeypatch.setattr(finder, "AGAIN_MIN_S", 0.05)
     monkeypatch.setattr(finder, "AGAIN_MAX_S", 0.1)
 

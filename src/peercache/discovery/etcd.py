@@ -25,8 +25,9 @@ from peercache.discovery.port import (
     SourceFailed,
     Tell,
     WebServer,
-    printable,
+    pause,
     reading,
+    refusal_in,
 )
 from peercache.errors import ConfigError
 
@@ -38,12 +39,6 @@ KEEP_S = 10.0
 
 KEYS_AT_ONCE = 1000
 """Keys of one answer: 150 KB, and a millisecond of the loop."""
-
-GAP_MIN_S = 1.0
-GAP_MAX_S = KEEP_S
-GAP_OF_ONE_S = 0.01
-"""Least time between two readings, and how it grows with the addresses: a thousand nodes that start
-at once are not a thousand readings of a thousand keys a second."""
 
 GOODBYE_S = 0.5
 """How long a stop may take to give the lease back."""
@@ -66,22 +61,16 @@ class EtcdSource:
 
         tls: of etcds:// alone, makes the TLS of an attempt, and raises ConfigError.
         """
+        self.text = address.text
         self._address = address
         self._name = name
         self._own_address = own_address
         self._rng = rng
         self._tls = tls
-        resolver = Resolver(address.text)
-        self._servers = [
-            WebServer(address.text, host, port, resolver) for host, port in address.servers
-        ]
+        resolver = Resolver()
+        self._servers = [WebServer(host, port, resolver) for host, port in address.servers]
         self._lease = ""
         self._written = ""
-
-    @property
-    def text(self) -> str:
-        """The entry of `discovery_addr`."""
-        return self._address.text
 
     async def follow(self, tell: Tell) -> None:
         """Write the own address, and tell all of them; raise SourceFailed."""
@@ -105,7 +94,7 @@ class EtcdSource:
         try:
             return None if self._tls is None else self._tls()
         except ConfigError as error:
-            raise SourceFailed(f"discovery_addr: {self.text}: {error}") from error
+            raise SourceFailed(str(error)) from error
 
     async def _keep_telling(self, tell: Tell) -> None:
         await self._register()
@@ -119,8 +108,7 @@ class EtcdSource:
                 await self._keep()
                 keep_at = trio.current_time() + KEEP_S
             if has_news:
-                gap_s = min(GAP_MAX_S, GAP_MIN_S + len(addresses) * GAP_OF_ONE_S)
-                await trio.sleep(gap_s * self._rng.uniform(0.5, 1.0))
+                await pause(len(addresses), self._rng)
                 addresses, revision = await self._read()
                 tell(addresses)
 
@@ -198,7 +186,7 @@ class EtcdSource:
         request = Request("POST", path, body=json.dumps(body).encode())
         answer = await server.ask(request)
         if answer.status != OK:
-            raise self._refused(answer.status, _error(answer.body))
+            raise self._refused(answer.status, refusal_in(answer.body))
         with self._reading():
             # A stream of one message, such as that of keepalive, is a line.
             found = json.loads(answer.body)
@@ -213,12 +201,10 @@ class EtcdSource:
         elif status in (400, 401, 403):
             todo = "allow clients without a user to read and write below the prefix"
         at = self._servers[0].address
-        return SourceFailed(
-            f"discovery_addr: {self.text}: etcd at {at} refuses ({status}: {said}): {todo}"
-        )
+        return SourceFailed(f"etcd at {at} refuses ({status}: {said}): {todo}")
 
     def _reading(self) -> Any:
-        return reading(self.text, self._servers[0].address)
+        return reading(self._servers[0].address)
 
 
 def _raw(text: str | bytes) -> str:
@@ -238,10 +224,3 @@ def _is_created(line: bytes) -> bool:
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         # Whatever it is: the keys are read again.
         return False
-
-
-def _error(body: bytes) -> str:
-    with suppress(LookupError, TypeError, ValueError, RecursionError):
-        found = json.loads(body)
-        return printable(found.get("message") or found["error"]) if isinstance(found, dict) else ""
-    return printable(body.decode(errors="replace"))

@@ -42,12 +42,8 @@ class DnsSource:
     def __init__(self, address: DnsAddress, lookup: Lookup = looked_up) -> None:
         """Ask the system's resolver."""
         self._address = address
-        self._resolver = Resolver(address.text, lookup)
-
-    @property
-    def text(self) -> str:
-        """The entry of `discovery_addr`."""
-        return self._address.text
+        self.text = address.text
+        self._resolver = Resolver(lookup)
 
     async def follow(self, tell: Tell) -> None:
         """Tell all addresses, again and again; raise SourceFailed."""
@@ -124,7 +120,7 @@ class Finder:
                 self._fail(source.text, str(failure))
             except Exception as error:
                 # Nothing that a source sends ends a node.
-                self._fail(source.text, f"discovery_addr: {source.text}: {printable(repr(error))}")
+                self._fail(source.text, printable(repr(error)))
             if trio.current_time() - began > AGAIN_MAX_S:
                 # It has worked for a while.
                 pause_s = AGAIN_MIN_S
@@ -151,7 +147,8 @@ class Finder:
         # In one order on every host: the answer of a name has none.
         self._tell(tuple(sorted(frozenset().union(*self._found.values()))))
 
-    def _fail(self, text: str, problem: str) -> None:
+    def _fail(self, text: str, said: str) -> None:
+        problem = f"discovery_addr: {text}: {said}"
         self._metrics.discovery_answering.labels(text).set(0)
         self._metrics.discovery_failures.labels(text).inc()
         if text not in self._problems:

@@ -17,7 +17,6 @@ from typing import Any, final
 from urllib.parse import quote
 
 import attrs
-import trio
 
 from peercache.config.entries import KubernetesAddress
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address
@@ -27,10 +26,11 @@ from peercache.discovery.port import (
     Resolver,
     SourceFailed,
     Tell,
-    WebAnswer,
     WebServer,
+    pause,
     printable,
     reading,
+    refusal_in,
 )
 from peercache.errors import ConfigError
 
@@ -45,11 +45,6 @@ SLICES_MAX = 4096
 
 WATCH_S = 300
 """How long one watch lasts; afterwards the slices are read again, whatever it said."""
-
-GAP_MIN_S = 1.0
-GAP_MAX_S = 10.0
-GAP_OF_ONE_S = 0.01
-"""Least time between two readings, and how it grows with the addresses."""
 
 PORT_NAME = "control"
 """The port of a service that has several."""
@@ -88,15 +83,11 @@ class KubernetesSource:
 
     def __init__(self, address: KubernetesAddress, api: ApiServer, *, rng: random.Random) -> None:
         """Ask the API of this pod's cluster."""
+        self.text = address.text
         self._address = address
         self._api = api
         self._rng = rng
-        self._resolver = Resolver(address.text)
-
-    @property
-    def text(self) -> str:
-        """The entry of `discovery_addr`."""
-        return self._address.text
+        self._resolver = Resolver()
 
     async def follow(self, tell: Tell) -> None:
         """Tell all addresses, again when they change; raise SourceFailed."""
@@ -105,8 +96,7 @@ class KubernetesSource:
             addresses, version = await self._read(server)
             tell(addresses)
             await self._watch(server, version)
-            gap_s = min(GAP_MAX_S, GAP_MIN_S + len(addresses) * GAP_OF_ONE_S)
-            await trio.sleep(gap_s * self._rng.uniform(0.5, 1.0))
+            await pause(len(addresses), self._rng)
 
     def _server(self) -> WebServer:
         """Return the API, with the authority that the pod has now."""
@@ -115,7 +105,7 @@ class KubernetesSource:
             tls = ssl.create_default_context(cafile=str(authority))
         except (OSError, ssl.SSLError) as error:
             raise self._without(authority, error) from error
-        return WebServer(self.text, self._api.host, self._api.port, self._resolver, tls)
+        return WebServer(self._api.host, self._api.port, self._resolver, tls)
 
     def _account(self, name: str) -> str:
         path = self._api.account / name
@@ -128,7 +118,7 @@ class KubernetesSource:
     def _without(self, path: Path, error: Exception) -> SourceFailed:
         why = getattr(error, "strerror", None) or error
         return SourceFailed(
-            f"discovery_addr: {self.text}: cannot use {path} ({printable(why)}): give the pod a "
+            f"cannot use {path} ({printable(why)}): give the pod a "
             "service account, with automountServiceAccountToken"
         )
 
@@ -152,8 +142,8 @@ class KubernetesSource:
             asked = {"continue": more} if more else {}
             answer = await server.ask(self._request(limit=str(SLICES_AT_ONCE), **asked))
             if answer.status != OK:
-                raise self._refused(answer.status, _message(answer), "list")
-            with reading(self.text, server.address):
+                raise self._refused(answer.status, refusal_in(answer.body), "list")
+            with reading(server.address):
                 found = json.loads(answer.body)
                 items, facts = found["items"], found["metadata"]
                 for item in items:
@@ -164,9 +154,8 @@ class KubernetesSource:
                 break
         if not slices:
             raise SourceFailed(
-                f"discovery_addr: {self.text}: the namespace {self._namespace()} has no "
-                f"EndpointSlice of a service {self._address.service}: correct the name, or make "
-                "the service"
+                f"the namespace {self._namespace()} has no EndpointSlice of a service "
+                f"{self._address.service}: correct the name, or make the service"
             )
         return addresses, version
 
@@ -198,10 +187,7 @@ class KubernetesSource:
             )
         elif status == 404:
             todo = "it must be Kubernetes 1.21 or later"
-        return SourceFailed(
-            f"discovery_addr: {self.text}: the Kubernetes API refuses to {verb} "
-            f"({status}: {said}): {todo}"
-        )
+        return SourceFailed(f"the Kubernetes API refuses to {verb} ({status}: {said}): {todo}")
 
 
 def _port(ports: list[Any]) -> int:
@@ -210,10 +196,3 @@ def _port(ports: list[Any]) -> int:
     if not named and len(ports) == 1:
         named = [ports[0]["port"]]
     return int(named[0]) if named and named[0] else DEFAULT_CONTROL_PORT
-
-
-def _message(answer: WebAnswer) -> str:
-    try:
-        return printable(json.loads(answer.body)["message"])
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return printable(answer.body.decode(errors="replace"))

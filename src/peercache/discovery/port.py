@@ -9,10 +9,12 @@ late. HTTP is one request a connection, h11 on the node's own loop, everything b
 
 from __future__ import annotations
 
+import json
+import random
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol, TypeAlias, final
 
@@ -35,7 +37,7 @@ Tell: TypeAlias = Callable[[Iterable[str]], None]
 
 
 class SourceFailed(Exception):
-    """A source cannot give addresses now. Its text says which setting, why, and what to do."""
+    """A source cannot give addresses now. Its text says why, and what to do."""
 
 
 class AddressSource(Protocol):
@@ -44,9 +46,7 @@ class AddressSource(Protocol):
     text: the entry of `discovery_addr` that names it.
     """
 
-    @property
-    def text(self) -> str:
-        """The entry of `discovery_addr`."""
+    text: str
 
     async def follow(self, tell: Tell) -> None:
         """Tell all addresses, and all of them again when they change; raise SourceFailed."""
@@ -86,13 +86,13 @@ def _address(text: object) -> str:
 
 
 @contextmanager
-def reading(text: str, whose: str) -> Iterator[None]:
+def reading(whose: str) -> Iterator[None]:
     """Take any answer that has not the expected shape for a failure of the source."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SourceFailed(
-            f"discovery_addr: {text}: {whose} answers what it should not ({printable(error)}): "
+            f"{whose} answers what it should not ({printable(error)}): "
             "is it the server that you mean?"
         ) from error
 
@@ -101,6 +101,27 @@ def printable(said: object) -> str:
     """Return what another program said, as a short text of one line."""
     line = "".join(c if c.isprintable() else " " for c in str(said)[: 4 * PROBLEM_CHARACTERS_MAX])
     return " ".join(line.split())[:PROBLEM_CHARACTERS_MAX] or type(said).__name__
+
+
+def refusal_in(body: bytes) -> str:
+    """Return what a server says about its refusal: the message of a JSON object, or the text."""
+    with suppress(LookupError, TypeError, ValueError, RecursionError, AttributeError):
+        found = json.loads(body)
+        return printable(found.get("message") or found["error"])
+    return printable(body.decode(errors="replace"))
+
+
+GAP_MIN_S = 1.0
+GAP_MAX_S = 10.0
+GAP_OF_ONE_S = 0.01
+"""Least time between two readings, and how it grows with the addresses: a thousand nodes that start
+at once are not a thousand readings of a thousand keys a second."""
+
+
+async def pause(addresses: int, rng: random.Random) -> None:
+    """Wait between two readings of so many addresses, each node for another time."""
+    gap_s = min(GAP_MAX_S, GAP_MIN_S + addresses * GAP_OF_ONE_S)
+    await trio.sleep(gap_s * rng.uniform(0.5, 1.0))
 
 
 RESOLVE_S = 5.0
@@ -122,9 +143,8 @@ def looked_up(name: str, port: int) -> list[str]:
 class Resolver:
     """Looks names up for one source, without a wait of the loop."""
 
-    def __init__(self, text: str, lookup: Lookup = looked_up) -> None:
-        """Look up for the source of this entry."""
-        self._text = text
+    def __init__(self, lookup: Lookup = looked_up) -> None:
+        """Ask the system's resolver."""
         self._lookup = lookup
         self._threads = trio.CapacityLimiter(THREADS_MAX)
 
@@ -139,12 +159,11 @@ class Resolver:
             except (OSError, UnicodeError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise SourceFailed(
-                    f"discovery_addr: {self._text}: the name {name} does not resolve ({why}): "
-                    "correct it, or make its record"
+                    f"the name {name} does not resolve ({why}): correct it, or make its record"
                 ) from error
         raise SourceFailed(
-            f"discovery_addr: {self._text}: the name {name} does not resolve within "
-            f"{RESOLVE_S:g} s: look at /etc/resolv.conf of this host"
+            f"the name {name} does not resolve within {RESOLVE_S:g} s: look at /etc/resolv.conf "
+            "of this host"
         )
 
 
@@ -184,9 +203,8 @@ class Request:
 @final
 @attrs.define(eq=False)
 class WebServer:
-    """One server, for the source of the entry `text`; with `tls` it must prove its name."""
+    """One server; with `tls` it must prove its name."""
 
-    text: str
     host: str
     port: int
     resolver: Resolver
@@ -222,8 +240,8 @@ class WebServer:
 
     def _is_late(self) -> SourceFailed:
         return SourceFailed(
-            f"discovery_addr: {self.text}: {self.address} does not answer within "
-            f"{REQUEST_S:g} s: start it, or look at the network to it"
+            f"{self.address} does not answer within {REQUEST_S:g} s: start it, or look at the "
+            "network to it"
         )
 
     async def _exchange(self, request: Request, take: Callable[[h11.Event], bool]) -> None:
@@ -234,8 +252,8 @@ class WebServer:
                 await self._talk(stream, request, take)
         except _FAULTS as error:
             raise SourceFailed(
-                f"discovery_addr: {self.text}: {self.address} does not answer "
-                f"({_reason(error)}): start it, or look at the network to it"
+                f"{self.address} does not answer ({_reason(error)}): start it, or look at the "
+                "network to it"
             ) from error
 
     async def _connect(self) -> Stream:

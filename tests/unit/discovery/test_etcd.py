@@ -13,7 +13,7 @@ import trustme
 
 from peercache.config.entries import parse_source
 from peercache.config.settings import Config
-from peercache.discovery import etcd
+from peercache.discovery import etcd, port
 from peercache.discovery.finder import source_of
 from peercache.discovery.port import SourceFailed
 from peercache.errors import ConfigError
@@ -28,8 +28,8 @@ KEY = b"pc/nodes/me"
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
     """An etcd; leases are kept alive at once, and changes read at once."""
     monkeypatch.setattr(etcd, "KEEP_S", 0.1)
-    monkeypatch.setattr(etcd, "GAP_MIN_S", 0.01)
-    monkeypatch.setattr(etcd, "GAP_MAX_S", 0.01)
+    monkeypatch.setattr(port, "GAP_MIN_S", 0.01)
+    monkeypatch.setattr(port, "GAP_MAX_S", 0.01)
     return FakeEtcd()
 
 
@@ -157,7 +157,7 @@ async def _ended_at_once(exchange: object, since: int, header: object) -> None:
 async def test_refusal_says_what_to_do(
     server: FakeEtcd, refusal: tuple[int, str], todo: str
 ) -> None:
-    """One sentence names the setting, the server, its reason, and the way out."""
+    """One sentence names the server, its reason, and the way out."""
     server.refusal = refusal
     async with trio.open_nursery() as nursery:
         await server.start(nursery)
@@ -167,7 +167,7 @@ async def test_refusal_says_what_to_do(
         nursery.cancel_scope.cancel()
 
     said = str(caught.value)
-    assert said.startswith("discovery_addr: etcd://127.0.0.1:")
+    assert said.startswith("etcd at 127.0.0.1:")
     assert refusal[1] in said
     assert todo in said
     assert re.search(r"\n", said) is None

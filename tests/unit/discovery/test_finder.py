@@ -83,7 +83,7 @@ async def test_source_that_fails_in_any_way_is_asked_again_and_told_once(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Its last addresses stay; no error of it reaches the node."""
-    errors = [SourceFailed("discovery_addr: s: no"), ValueError("bug"), RuntimeError("bug")]
+    errors = [SourceFailed("no"), ValueError("bug"), RuntimeError("bug")]
     script = Script("s", iter([gives("a:1"), *map(fails, errors), gives("a:1"), gives("b:1")]))
 
     with events() as written:
