@@ -15,6 +15,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 
+from peercache.config.settings import Config
 from peercache.model.seal import Seals
 from peercache.observability.metrics import Metrics
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
@@ -101,8 +102,8 @@ class InstantRail:
     def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
         """Return a way."""
         return QpPath(
-            port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once, timeout=14,
-            retries=6, hop_limit=64, traffic_class=0, service_level=0,
+            port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once,
+            config=Config(),
         )  # fmt: skip
 
     def close(self) -> None:

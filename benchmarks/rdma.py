@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, final
 
@@ -25,11 +26,12 @@ from peercache.cli.bench.command import seconds
 from peercache.cli.main import run
 from peercache.cli.options import SizeType, json_option
 from peercache.cli.terminal import print_json, tell
+from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.rdma.key_table import MemoryKeys
 from peercache.rdma.loopback import Loopback, LoopbackFailed
 from peercache.rdma.queue_pair import PSN_MAX, SUCCESS, Completion, Completions, QueuePair, Sizes
-from peercache.rdma.rail import Rail, Settings
+from peercache.rdma.rail import Rail
 
 TOTAL_BYTES = 128 * 2**20
 GRANULE = 16 * 2**10
@@ -87,13 +89,15 @@ def _beside_bare_loop(plan: RdmaPlan, page_bytes: int) -> Figures:
     pages = plan.total_bytes // page_bytes
     batch = min(pages, BATCH_MAX)
     pages = pages // batch * batch
-    with Loopback(
-        near=Settings(device_names=plan.near, gid_index=plan.gid_index),
-        far=Settings(device_names=plan.far, gid_index=plan.gid_index),
-        shm_dir=plan.shm_dir,
-        granule=GRANULE,
-        page_bytes=page_bytes,
-        pages=pages,
+    with closing(
+        Loopback(
+            near=Config(rdma_device_names=plan.near, rdma_gid_index=plan.gid_index),
+            far=Config(rdma_device_names=plan.far, rdma_gid_index=plan.gid_index),
+            shm_dir=plan.shm_dir,
+            granule=GRANULE,
+            page_bytes=page_bytes,
+            pages=pages,
+        )
     ) as loop:
         loop.read(0, 1)
         bare = BareLoop(loop, batch)

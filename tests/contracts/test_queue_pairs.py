@@ -24,12 +24,13 @@ from peercache.actors.ports import (
     RdmaServes,
     ServeMemory,
 )
+from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 from peercache.rdma.channels import Channel, ClientRail
-from peercache.rdma.rail import Settings, open_rails
+from peercache.rdma.rail import open_rails
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 from tests.contracts.fake_queue_pairs import FakeQueuePairs
@@ -127,9 +128,9 @@ def open_port(
     """Open a port that serves; the same contract for each kind."""
     ends: list[Channel] = []
     client: ClientRail | None = None
-    settings = Settings(device_names=("rxe2",))
+    settings = Config(rdma_device_names=("rxe2",))
     if request.param == "device":
-        (rail,), _ = open_rails(Settings(device_names=("rxe1",)))
+        (rail,), _ = open_rails(Config(rdma_device_names=("rxe1",)))
         client = ClientRail(rail, 0, rng=rng(), clock=trio.current_time, has_fallback=False)
     if request.param == "fake device":
         rails = (FakeRail(World()),)
@@ -276,7 +277,7 @@ async def test_port_without_devices_says_why_once_and_then_nothing(
             "peercache.rdma.serving.open_rails", lambda _: ((), ("no more of them",))
         )
         real = DeviceQueuePairs(
-            Settings(), segment, is_required=False, tell=port.tell, rng=rng(), metrics=Metrics(),
+            Config(), segment, is_required=False, tell=port.tell, rng=rng(), metrics=Metrics(),
             log=get_logger(),
         )  # fmt: skip
         await real.run()

@@ -14,13 +14,14 @@ from typing import Any
 import attrs
 import numpy as np
 
+from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.observability.metrics import Metrics
 from peercache.rdma import device
 from peercache.rdma.fabric import RdmaFabric
-from peercache.rdma.rail import Rail, Settings
+from peercache.rdma.rail import Rail
 from peercache.rdma.serving import ChannelServer
 from peercache.rdma.verbs import Verbs, load
 from peercache.wire.messages.declared import Message
@@ -29,18 +30,18 @@ from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, Owne
 from tests.contracts.fakes import words_at
 
 CLIENT = 0xC
-SETTINGS = Settings()
+SETTINGS = Config()
 """What a configuration has that says nothing. Shorter time-outs find a dead peer sooner, and let a
 guest with one busy processor send everything again, in storms that last for seconds."""
 
 REGISTERED_S = 60.0
 
 
-def open_rail(name: str, settings: Settings = SETTINGS) -> Rail:
+def open_rail(name: str, settings: Config = SETTINGS) -> Rail:
     """Open one device of the guest."""
     verbs = load()
     assert isinstance(verbs, Verbs), verbs
-    choice = device.choose(device.read_ports(), (name,), settings.gid_index)
+    choice = device.choose(device.read_ports(), (name,), settings.rdma_gid_index)
     assert choice.ports, choice.problems
     return Rail(verbs, choice.ports[0], settings)
 
@@ -55,7 +56,7 @@ class RdmaBench:
     segment: PublishedSegment
     owner_rails: Sequence[str] = ("rxe2",)
     reader_rails: Sequence[str] = ("rxe1",)
-    settings: Settings = SETTINGS
+    settings: Config = SETTINGS
     fallback: Any = None
     server: ChannelServer = attrs.field(init=False)
     fabric: RdmaFabric = attrs.field(init=False)

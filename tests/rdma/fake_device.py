@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from peercache.config.settings import Config
 from peercache.rdma.channels import Channel
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
 from peercache.rdma.fabric import RdmaFabric
@@ -294,8 +295,8 @@ class FakeRail:
 
     def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
         return QpPath(
-            port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once, timeout=14,
-            retries=6, hop_limit=64, traffic_class=0, service_level=0,
+            port=1, gid_index=0, is_global=True, mtu=mtu, reads_at_once=reads_at_once,
+            config=Config(),
         )  # fmt: skip
 
     def reads_served(self, wanted: int) -> int:
@@ -336,4 +337,4 @@ def rng() -> random.Random:
 def channels_over(fabric: RdmaFabric, rail: int) -> list[Channel]:
     """Return the open channels of a fabric over one of its rails."""
     over = fabric._sides[rail].rail
-    return [each for each in fabric._channels._driver.channels.values() if each.rail is over]
+    return [each for each in fabric._channels.driver.channels.values() if each.rail is over]

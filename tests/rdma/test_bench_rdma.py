@@ -31,8 +31,8 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def test_bench_rdma_measures_both_loops_and_finds_no_wrong_page() -> None:
     """One run gives the bare loop, ours, their ratio, and ib_read_bw."""
     done = bench(
-        "benchmarks.rdma", "--near", "rxe1", "--far", "rxe2", "--total-bytes", "4MiB", "--seconds", "0.1",
-        "--json",
+        "benchmarks.rdma", "--near", "rxe1", "--far", "rxe2", "--total-bytes", "4MiB",
+        "--seconds", "0.1", "--json",
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

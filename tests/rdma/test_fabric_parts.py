@@ -246,7 +246,7 @@ def test_channel_that_failed_is_never_used_again(bench: FakeBench) -> None:
 
     refused = bench.get(offsets, Destination.of([[GRANULE]]))
     bench.world.fails = lambda address: 0
-    bench.fabric._unreachable.clear()
+    bench.fabric._unreachable._until.clear()
     into = Destination.of([[GRANULE]])
     again = bench.get(offsets, into)
 
@@ -273,9 +273,9 @@ def test_channel_that_cannot_be_destroyed_blocks_no_other(bench: FakeBench) -> N
     bench.world.fails = lambda address: ACCESS
 
     missed = bench.get(offsets, Destination.of([[GRANULE]]))
-    left = bench.fabric._channels._driver.list_channels()[1]
+    left = bench.fabric._channels.driver.list_channels()[1]
     bench.world.fails = lambda address: 0
-    bench.fabric._unreachable.clear()
+    bench.fabric._unreachable._until.clear()
     into = Destination.of([[GRANULE]])
     again = bench.get(offsets, into)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
 from peercache.model.reads import Fetched
 from peercache.model.seal import ODD
@@ -20,7 +21,6 @@ from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import device
 from peercache.rdma.channels import ClientRail
 from peercache.rdma.fabric import REFUSED_S
-from peercache.rdma.rail import Settings
 from peercache.wire.messages.session import ChannelOpened
 from tests.contracts.fabric_suite import (
     GRANULE,
@@ -402,7 +402,7 @@ def test_a_path_that_works_one_way_does_not_stop_the_process(
 def longest_stop_s(segment: PublishedSegment, family: str) -> float:
     """Read over such a path, and return for how long another thread stood still at most."""
     address = {"IPv4": "10.9.2.1", "IPv6": "fd09:2::1"}[family]
-    bench = RdmaBench(segment, settings=Settings(gid_index=gid_index_of("rxe1", family)))
+    bench = RdmaBench(segment, settings=Config(rdma_gid_index=gid_index_of("rxe1", family)))
     bench.fill(PAGE_BYTES)
     into = Destination.of([[PAGE_BYTES]] * PAGES)
     bench.register(into)

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
+from peercache.config.settings import Config
 from peercache.rdma import neighbours, verbs
 from peercache.rdma.device import Gid
 from peercache.rdma.queue_pair import RETRIES_MAX, QpEnd, QueuePair, Sizes
@@ -40,13 +42,9 @@ def test_a_connected_pair_is_not_connected_again() -> None:
 def test_retries_are_never_for_ever() -> None:
     """The fake asserts what the kernel does not: 7 is no number of retries."""
     rail, pair = pair_of(World())
-    path = SimpleNamespace(**{
-        name: getattr(rail.path(mtu=5, reads_at_once=16), name)
-        for name in ("port", "gid_index", "is_global", "mtu", "reads_at_once", "timeout",
-                     "hop_limit", "traffic_class", "service_level")
-    }, retries=7)  # fmt: skip
+    path = rail.path(mtu=5, reads_at_once=16)
 
-    pair.connect(path, OTHER, psn=1)  # type: ignore[arg-type]
+    pair.connect(attrs.evolve(path, config=Config(rdma_retry_count=7)), OTHER, psn=1)
 
     assert RETRIES_MAX == 6
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import trio
 
@@ -19,12 +18,12 @@ from peercache.actors.ports import (
     RdmaServes,
     ServeMemory,
 )
+from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.rdma.rail import Settings
 from peercache.rdma.registrar import RegistrationFailed
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.wire.messages.session import ChannelOpened, OpenChannel
@@ -61,7 +60,7 @@ class Rig:
         self.told: list[Any] = []
         self.heard = trio.Event()
         self.pairs = DeviceQueuePairs(
-            Settings(), segment, is_required=is_required, tell=self.tell,
+            Config(), segment, is_required=is_required, tell=self.tell,
             rng=rng(), metrics=Metrics(), log=get_logger(),
         )  # fmt: skip
 
@@ -147,7 +146,7 @@ async def test_device_that_fails_is_an_absence_and_not_the_end_of_the_node(
     def fail(*unused: Any) -> Any:
         raise VerbsError("Failed to create a CQ")
 
-    rail.verbs = attrs.evolve(rail.verbs, CQ=fail)
+    rail.verbs.CQ = fail
     rig = Rig(monkeypatch, segment, rail)
 
     await rig.pairs.run()

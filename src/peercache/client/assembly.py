@@ -38,7 +38,7 @@ from peercache.paths.mirror import OFF, Mirrorer
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.write import Writer
 from peercache.rdma.fabric import RdmaFabric
-from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.rdma.rail import Rail, open_rails
 from peercache.trust.files import LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
@@ -278,7 +278,7 @@ class ClientParts:
         """Open what there is for rdma; raise ConfigError where it is asked for and absent."""
         if not self._config.may_use_rdma:
             return ()
-        rails, problems = open_rails(Settings.of(self._config))
+        rails, problems = open_rails(self._config)
         if not rails and self._config.fabric == "rdma":
             what = "; ".join(problems)
             raise ConfigError("fabric", f"rdma is asked for, and there is none: {what}")

@@ -56,7 +56,6 @@ from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard, l
 from peercache.node.web import Web
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, absorb
-from peercache.rdma.rail import Settings
 from peercache.rdma.serving import DeviceQueuePairs
 from peercache.trust.contexts import EtcdFiles
 from peercache.trust.files import LOOK_S, LiveTls, with_cluster
@@ -468,7 +467,7 @@ class Node:
         if not self.config.may_use_rdma:
             return
         self._queue_pairs = DeviceQueuePairs(
-            Settings.of(self.config),
+            self.config,
             self._segment,
             is_required=self.config.fabric == "rdma",
             tell=lambda fact: self._crew.mailboxes.rdma.tell(SELF, fact),

@@ -267,10 +267,6 @@ class ClientRail:
             reads_at_once=self.rail.reads_started,
         )
 
-    def close(self) -> None:
-        """Close the rail, after every channel of it."""
-        self.rail.close()
-
 
 def published_by(answer: ChannelOpened) -> Published:
     """Return the published memory of a node; raise ValueError for a malformed answer."""
@@ -309,15 +305,10 @@ class Reserved:
     side: ClientRail
     lease: ChannelLeased
 
-    @property
-    def number(self) -> int:
-        """Return the channel's number, at this client and at the peer."""
-        return self.lease.channel
-
 
 @final
 class Channels:
-    """All channels of one client. Thread-safe."""
+    """All channels of one client. Thread-safe. driver: their leases, by rail."""
 
     def __init__(
         self,
@@ -329,16 +320,11 @@ class Channels:
         """Start without channels; a peer has max_channels_per_peer on each rail."""
         self._sides = tuple(sides)
         self._clock = clock
-        self._driver: ChannelDriver[Channel] = ChannelDriver(
+        self.driver: ChannelDriver[Channel] = ChannelDriver(
             max_channels_per_peer=max_channels_per_peer, clock=clock
         )
         self._listed: dict[int, tuple[tuple[int, ...], float]] = {}
         self._turn = 0
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether `close` was called: there are no new leases."""
-        return self._driver.is_closed
 
     def reserve(self, progress: ReadProgress) -> tuple[list[Reserved], str]:
         """Lease a channel of every rail, or of one rail for a small read; wait for the first.
@@ -363,11 +349,11 @@ class Channels:
             free = (
                 Reserved(side, lease)
                 for side in sides
-                if (lease := self._driver.lease_now(progress.peer, side.index, now)) is not None
+                if (lease := self.driver.lease_now(progress.peer, side.index, now)) is not None
             )
             return list(islice(free, wanted)) or None
 
-        reserved = self._driver.choose(choose, progress.deadline)
+        reserved = self.driver.choose(choose, progress.deadline)
         return ([], reserved) if isinstance(reserved, str) else (reserved, "")
 
     def has_spare(self, progress: ReadProgress, reserved: Sequence[Reserved]) -> bool:
@@ -381,26 +367,10 @@ class Channels:
         now, busy = self._clock(), {reserved[0].side.index, *progress.avoided}
         return any(side.index not in busy and side.is_usable(now) for side in self._sides)
 
-    def idle(self, reserved: Reserved) -> Channel | None:
-        """Return the channel of a lease; None if it must be made."""
-        return self._driver.channel_of(reserved.lease)
-
-    def end(self, reserved: Reserved, channel: Channel | None, *, works: bool) -> None:
-        """End a lease; a channel that does not work is closed first."""
-        self._driver.end(reserved.lease, channel, works=works)
-
-    def retire(self, side: ClientRail, peer: int) -> None:
-        """Close the idle channels to a peer, after one of them failed."""
-        self._driver.retire_idle(peer, side.index)
-
-    def forget(self, peer: int) -> None:
-        """Close the channels to a dead member; a channel in use when its read ends."""
-        self._driver.forget(peer)
-
     def held(self) -> list[tuple[int, ChannelsHeld]]:
         """Close idle channels; return the lists that nodes must get now. Call each second."""
         now = self._clock()
-        newest, channels = self._driver.list_channels()
+        newest, channels = self.driver.list_channels()
         by_peer: dict[int, list[int]] = {peer: [] for peer in self._listed}
         for peer, number in channels:
             by_peer.setdefault(peer, []).append(number)
@@ -414,7 +384,3 @@ class Channels:
             if not current:
                 self._listed.pop(peer, None)
         return told
-
-    def close(self) -> bool:
-        """Close idle channels, wait for the others; return whether all are closed."""
-        return self._driver.close()

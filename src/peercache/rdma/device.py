@@ -6,11 +6,12 @@ one small file tells whether a link is up.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
+
+from peercache.memory.kernel import text_of
 
 SYSFS = Path("/sys/class/infiniband")
 
@@ -49,7 +50,7 @@ class Gid:
 
     def text(self) -> str:
         """Return the GID as verbs write it: eight groups of four digits."""
-        return ":".join(self.raw[at : at + 2].hex() for at in range(0, 16, 2))
+        return self.raw.hex(":", 2)
 
 
 @attrs.frozen
@@ -190,32 +191,26 @@ def _read_port(device: Path, folder: Path) -> Port:
         device=device.name,
         number=int(folder.name),
         state=_state(folder),
-        link_layer=_text(folder / "link_layer"),
-        node=_text(device / "node_type").partition(": ")[2],
-        lid=int(_text(folder / "lid") or "0", 16),
-        rate_gbps=float(_text(folder / "rate").partition(" ")[0] or 0),
+        link_layer=text_of(folder / "link_layer"),
+        node=text_of(device / "node_type").partition(": ")[2],
+        lid=int(text_of(folder / "lid") or "0", 16),
+        rate_gbps=float(text_of(folder / "rate").partition(" ")[0] or 0),
         gids=tuple(_gids(folder)),
     )
 
 
 def _state(folder: Path) -> str:
-    return _text(folder / "state").partition(": ")[2]
+    return text_of(folder / "state").partition(": ")[2]
 
 
 def _gids(folder: Path) -> Iterator[Gid]:
     empty = 0
     for entry in sorted((folder / "gids").iterdir(), key=lambda gid: int(gid.name)):
-        raw = bytes.fromhex(_text(entry).replace(":", "") or "00" * 16)
+        # Entries come and go, and the kernel refuses to read some empty ones.
+        raw = bytes.fromhex(text_of(entry).replace(":", "") or "00" * 16)
         # An entry with only a subnet prefix is empty.
         if any(raw[8:]):
             empty = 0
-            yield Gid(int(entry.name), raw, _text(folder / "gid_attrs" / "types" / entry.name))
+            yield Gid(int(entry.name), raw, text_of(folder / "gid_attrs" / "types" / entry.name))
         elif (empty := empty + 1) == EMPTY_MAX:
             return
-
-
-def _text(path: Path) -> str:
-    # Entries come and go with addresses and links, and the kernel refuses to read some empty ones.
-    with contextlib.suppress(OSError, ValueError):
-        return path.read_text(encoding="ascii").strip()
-    return ""

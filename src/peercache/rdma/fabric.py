@@ -104,10 +104,6 @@ class UnreachablePeers:
         for key in [key for key in list(self._until) if key[0] == peer]:
             self._until.pop(key, None)
 
-    def clear(self) -> None:
-        """Remove all peers."""
-        self._until.clear()
-
 
 @final
 class RdmaFabric:
@@ -146,6 +142,7 @@ class RdmaFabric:
         self._channels = Channels(
             self._sides, max_channels_per_peer=max_channels_per_peer, clock=clock
         )
+        self._leases = self._channels.driver
         self._unreachable = UnreachablePeers()
         self._warn_once = WarnOnce(self._log)
         # Guards `_is_released`.
@@ -157,7 +154,7 @@ class RdmaFabric:
     def reaches(self, member: Member) -> bool:
         """Return whether a link is up, and no failure says that this member serves no rdma."""
         now, peer = self._clock(), member.incarnation
-        if self._channels.is_closed or not (member.data or member.control):
+        if self._leases.is_closed or not (member.data or member.control):
             return False
         if self._unreachable.has(peer, now):
             return False
@@ -191,19 +188,19 @@ class RdmaFabric:
 
     def close(self) -> None:
         """Refuse new reads, wait for those in flight (each ends by its deadline), close all."""
-        is_quiet = self._channels.close()
+        is_quiet = self._leases.close()
         with self._lock:
             is_released, self._is_released = self._is_released, True
         if is_quiet and not is_released:
             # With a read in flight the memory must stay: the end of the process closes the rest.
             for side in self._sides:
-                side.close()
+                side.rail.close()
 
     # --- for the wiring ---------------------------------------------------------------------------
 
     def forget(self, incarnation: int) -> None:
         """Close the channels to a dead member; a channel in use when its read ends."""
-        self._channels.forget(incarnation)
+        self._leases.forget(incarnation)
         self._unreachable.forget(incarnation)
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
@@ -264,24 +261,24 @@ class RdmaFabric:
                 if channel is None:
                     why = why or problem
                     progress.avoided.add(mine.side.index)
-                    self._channels.end(mine, None, works=False)
+                    self._leases.end(mine.lease, None, works=False)
                 else:
                     leased.append(Leased(mine, channel))
         except BaseException:
             for mine in reserved:
-                self._channels.end(mine, self._channels.idle(mine), works=False)
+                self._leases.end(mine.lease, self._leases.channel_of(mine.lease), works=False)
             for each in leased:
-                self._channels.end(each.reserved, each.channel, works=False)
+                self._leases.end(each.reserved.lease, each.channel, works=False)
             raise
         return leased[::-1], why
 
     def _connected(self, progress: ReadProgress, mine: Reserved) -> tuple[Channel | None, str]:
         """Return the connected channel of a lease, or None and the reason."""
         if not mine.lease.is_new:
-            return self._channels.idle(mine), ""
+            return self._leases.channel_of(mine.lease), ""
         side, channel = mine.side, None
         try:
-            channel = side.new_channel(mine.number)
+            channel = side.new_channel(mine.lease.channel)
             answer = self._ask(progress, side, channel)
             if isinstance(answer, ChannelOpened) and self._finds(progress, side, answer):
                 channel.connect(
@@ -377,7 +374,7 @@ class RdmaFabric:
     def _end(self, leased: Leased, shares: Sequence[Share]) -> None:
         """End a lease; an unfinished channel is closed."""
         works = all(share.transfer.is_over and not share.transfer.failure for share in shares)
-        self._channels.end(leased.reserved, leased.channel, works=works)
+        self._leases.end(leased.reserved.lease, leased.channel, works=works)
         # Only now: until a channel is destroyed, its READs may write to borrowed memory.
         for share in shares:
             share.give_back()
@@ -409,7 +406,7 @@ class RdmaFabric:
             elif why in (PEER_UNREACHABLE, REFUSED) and share.leased.reserved.lease.is_new:
                 progress.avoided.add(side.index)
             elif why in (PEER_UNREACHABLE, REFUSED):
-                self._channels.retire(side, progress.peer)
+                self._leases.retire_idle(progress.peer, side.index)
             if why:
                 self._metrics.rdma_channels_failed.labels(why).inc()
             # The deadline is the same for all.

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import random
 import time
-from types import TracebackType
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
+from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from peercache.memory.published import PublishedSegment
 from peercache.model.ids import Incarnation
@@ -24,7 +24,7 @@ from peercache.observability.metrics import Metrics
 from peercache.rdma.channels import published_by
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.plan import Published
-from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.rdma.rail import Rail, open_rails
 from peercache.rdma.serving import ChannelServer
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import ChannelOpened, OpenChannel
@@ -52,7 +52,7 @@ class Loopback:
     """
 
     def __init__(
-        self, *, near: Settings, far: Settings, shm_dir: str, granule: int, page_bytes: int,
+        self, *, near: Config, far: Config, shm_dir: str, granule: int, page_bytes: int,
         pages: int,
     ) -> None:  # fmt: skip
         """Open the reading device `near` and the serving device `far`; raise LoopbackFailed."""
@@ -126,19 +126,6 @@ class Loopback:
         self._server.close_all()
         self._segment.close()
 
-    def __enter__(self) -> Loopback:
-        """Return the loopback."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
     def _exchange(self, peer: int, message: Message, until: float) -> Message | None:  # noqa: ARG002 - the shape of an Exchange
         if not isinstance(message, OpenChannel):
             return None
@@ -171,8 +158,8 @@ class Loopback:
             time.sleep(0.01)
 
 
-def _opened(settings: Settings) -> tuple[Rail, ...]:
-    rails, problems = open_rails(settings)
+def _opened(config: Config) -> tuple[Rail, ...]:
+    rails, problems = open_rails(config)
     if not rails:
         raise LoopbackFailed("; ".join(problems) or "this host has no RDMA device")
     return rails

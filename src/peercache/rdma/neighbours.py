@@ -89,22 +89,27 @@ def find(
 
 def states_of(theirs: bytes, dump: bytes) -> Iterator[int]:
     """Yield the state of each entry for an IPv6 address in a dump of the kernel's table."""
+    for kind, begin, end in _messages(dump):
+        if kind != _NEIGHBOUR or not begin + _ENTRY.size <= end <= len(dump):
+            continue
+        _, _, state, _, _ = _ENTRY.unpack_from(dump, begin)
+        at = begin + _ENTRY.size
+        while at + 4 <= end:
+            size, what = struct.unpack_from(_ATTRIBUTE, dump, at)
+            if what == _DESTINATION and dump[at + 4 : at + size] == theirs:
+                yield state
+            at += max(4, -(-size // 4) * 4)
+
+
+def _messages(dump: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the kind of each message, and where its content begins and ends."""
     at = 0
     while at + _MESSAGE.size <= len(dump):
         length, kind, *_ = _MESSAGE.unpack_from(dump, at)
-        begin, end = at + _MESSAGE.size, at + length
-        if length < _MESSAGE.size or end > len(dump):
-            return
+        if length < _MESSAGE.size:
+            kind, length = _ERROR, len(dump)  # No message is so short: the rest cannot be read.
+        yield kind, at + _MESSAGE.size, at + length
         at += -(-length // 4) * 4
-        if kind != _NEIGHBOUR or begin + _ENTRY.size > end:
-            continue
-        _, _, state, _, _ = _ENTRY.unpack_from(dump, begin)
-        begin += _ENTRY.size
-        while begin + 4 <= end:
-            size, what = struct.unpack_from(_ATTRIBUTE, dump, begin)
-            if what == _DESTINATION and dump[begin + 4 : begin + size] == theirs:
-                yield state
-            begin += max(4, -(-size // 4) * 4)
 
 
 def _dump() -> bytes:
@@ -124,13 +129,7 @@ def _dump() -> bytes:
 
 def _is_last(part: bytes) -> bool:
     """Return whether this part contains the message that ends a dump."""
-    at = 0
-    while at + _MESSAGE.size <= len(part):
-        length, kind, *_ = _MESSAGE.unpack_from(part, at)
-        if kind in (_DONE, _ERROR) or length < _MESSAGE.size:
-            return True
-        at += -(-length // 4) * 4
-    return not part
+    return not part or any(kind in (_DONE, _ERROR) for kind, *_ in _messages(part))
 
 
 def _text(family: int, raw: bytes) -> str:

@@ -17,6 +17,7 @@ from typing import Any, final
 
 import attrs
 
+from peercache.config.settings import Config
 from peercache.rdma.verbs import Verbs, completion_channel, outlives_fork
 
 RETRIES_MAX = 6
@@ -45,7 +46,7 @@ class QpPath:
     gid_index, port:  of the local port.
     mtu:              the largest that both ends support, a number of verbs, 1 to 5.
     reads_at_once:    outstanding READs, as initiator and as responder.
-    timeout:          the exponent of 4.096 µs × 2**timeout until a packet is sent again.
+    config:           the other limits; docs/reference/configuration.md explains them.
     """
 
     port: int
@@ -53,11 +54,7 @@ class QpPath:
     is_global: bool
     mtu: int
     reads_at_once: int
-    timeout: int
-    retries: int
-    hop_limit: int
-    traffic_class: int
-    service_level: int
+    config: Config
 
 
 @attrs.frozen
@@ -119,8 +116,8 @@ class QueuePair:
         attributes.rq_psn, attributes.sq_psn = other.psn, psn
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = path.reads_at_once
         attributes.min_rnr_timer = RNR_TIMER
-        attributes.timeout = path.timeout
-        attributes.retry_cnt = min(path.retries, RETRIES_MAX)
+        attributes.timeout = path.config.rdma_timeout
+        attributes.retry_cnt = min(path.config.rdma_retry_count, RETRIES_MAX)
         attributes.rnr_retry = RNR_RETRY
         self._pair.to_rtr(attributes)
         self._pair.to_rts(attributes)
@@ -133,22 +130,16 @@ class QueuePair:
 
 
 def _address(verbs: Verbs, path: QpPath, other: QpEnd) -> Any:
+    common = {"dlid": other.lid, "sl": path.config.rdma_service_level, "port_num": path.port}
     if not path.is_global:
-        return verbs.AHAttr(dlid=other.lid, sl=path.service_level, port_num=path.port, is_global=0)
-    text = ":".join(other.gid[at : at + 2].hex() for at in range(0, 16, 2))
+        return verbs.AHAttr(is_global=0, **common)
     route = verbs.GlobalRoute(
-        dgid=verbs.GID(text),
+        dgid=verbs.GID(other.gid.hex(":", 2)),
         sgid_index=path.gid_index,
-        hop_limit=path.hop_limit,
-        traffic_class=path.traffic_class,
+        hop_limit=path.config.rdma_hop_limit,
+        traffic_class=path.config.rdma_traffic_class,
     )
-    return verbs.AHAttr(
-        gr=route,
-        is_global=1,
-        dlid=other.lid,
-        sl=path.service_level,
-        port_num=path.port,
-    )
+    return verbs.AHAttr(gr=route, is_global=1, **common)
 
 
 SUCCESS = 0

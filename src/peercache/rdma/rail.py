@@ -19,39 +19,8 @@ from peercache.rdma.memory import Regions
 from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
 
-READS_AT_ONCE_DEFAULT = 16
-"""Every device of the last ten years supports it, and it fills a link with pages."""
-
 SLOWEST_PORTION_S = 2.0
 """16 MiB over a tenth of a gigabit per second: what a portion may take where nothing is lost."""
-
-
-@attrs.frozen
-class Settings:
-    """The RDMA settings of the configuration; docs/reference/configuration.md explains them."""
-
-    device_names: tuple[str, ...] = ()
-    gid_index: int = device.ANY_GID
-    traffic_class: int = 0
-    service_level: int = 0
-    hop_limit: int = 64
-    timeout: int = 14
-    retries: int = 6
-    reads_at_once: int = READS_AT_ONCE_DEFAULT
-
-    @classmethod
-    def of(cls, config: Config) -> Settings:
-        """Read the settings from the configuration."""
-        return cls(
-            device_names=config.rdma_device_names,
-            gid_index=config.rdma_gid_index,
-            traffic_class=config.rdma_traffic_class,
-            service_level=config.rdma_service_level,
-            hop_limit=config.rdma_hop_limit,
-            timeout=config.rdma_timeout,
-            retries=config.rdma_retry_count,
-            reads_at_once=config.rdma_reads_at_once,
-        )
 
 
 @attrs.frozen
@@ -69,12 +38,12 @@ class Abilities:
 class Rail:
     """One opened port. Thread-safe; close everything made from it before `close`."""
 
-    def __init__(self, verbs: Verbs, chosen: Chosen, settings: Settings) -> None:
+    def __init__(self, verbs: Verbs, chosen: Chosen, config: Config) -> None:
         """Open the port. Raises verbs.Error or OSError with the reason."""
         self.verbs = verbs
         self.chosen = chosen
         self.name = chosen.port.name
-        self._settings = settings
+        self._config = config
         self._fork = ForkGuard()
         self.context: Any = open_context(verbs, chosen.port.device)
         self._pd: Any = None
@@ -97,8 +66,8 @@ class Rail:
 
         A device may take four times its time-out for each try (InfiniBand, 9.7.6.1.3).
         """
-        tries = self._settings.retries + 1
-        return SLOWEST_PORTION_S + 4 * 4.096e-6 * (1 << self._settings.timeout) * tries
+        tries = self._config.rdma_retry_count + 1
+        return SLOWEST_PORTION_S + 4 * 4.096e-6 * (1 << self._config.rdma_timeout) * tries
 
     def is_ours(self) -> bool:
         """Return whether this process opened the rail: a forked child must not close it."""
@@ -136,24 +105,19 @@ class Rail:
 
     def path(self, *, mtu: int, reads_at_once: int) -> QpPath:
         """Return the route to another end with these limits."""
-        settings = self._settings
         return QpPath(
             port=self.chosen.port.number,
             gid_index=self.chosen.gid.index,
             is_global=self.link_layer == device.ETHERNET,
             mtu=min(mtu, self.abilities.mtu),
             reads_at_once=reads_at_once,
-            timeout=settings.timeout,
-            retries=settings.retries,
-            hop_limit=settings.hop_limit,
-            traffic_class=settings.traffic_class,
-            service_level=settings.service_level,
+            config=self._config,
         )
 
     @property
     def reads_started(self) -> int:
         """Return how many READs a connection may have outstanding as initiator."""
-        return min(self._settings.reads_at_once, self.abilities.reads_started)
+        return min(self._config.rdma_reads_at_once, self.abilities.reads_started)
 
     def reads_served(self, wanted: int) -> int:
         """Return how many READs a connection answers at once, if the initiator wants `wanted`."""
@@ -175,16 +139,16 @@ class Rail:
             context.close()
 
 
-def open_rails(settings: Settings) -> tuple[tuple[Rail, ...], tuple[str, ...]]:
+def open_rails(config: Config) -> tuple[tuple[Rail, ...], tuple[str, ...]]:
     """Open the rails of this host; return them and the problems, a sentence each."""
     verbs = load()
     if isinstance(verbs, Absent):
         return (), (verbs,)
-    choice = device.choose(device.read_ports(), settings.device_names, settings.gid_index)
+    choice = device.choose(device.read_ports(), config.rdma_device_names, config.rdma_gid_index)
     rails: list[Rail] = []
     problems = list(choice.problems)
     for chosen in choice.ports:
-        opened = _opened(verbs, chosen, settings)
+        opened = _opened(verbs, chosen, config)
         if isinstance(opened, Rail):
             rails.append(opened)
         else:
@@ -192,9 +156,9 @@ def open_rails(settings: Settings) -> tuple[tuple[Rail, ...], tuple[str, ...]]:
     return tuple(rails), tuple(problems)
 
 
-def _opened(verbs: Verbs, chosen: Chosen, settings: Settings) -> Rail | str:
+def _opened(verbs: Verbs, chosen: Chosen, config: Config) -> Rail | str:
     try:
-        return Rail(verbs, chosen, settings)
+        return Rail(verbs, chosen, config)
     except (verbs.Error, OSError) as error:
         return f"{chosen.port.name} cannot be opened: {error}"
 

@@ -31,6 +31,7 @@ from peercache.actors.ports import (
     RdmaServes,
     ServeMemory,
 )
+from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.memory.kernel import address_of
 from peercache.memory.published import PublishedSegment
@@ -42,7 +43,7 @@ from peercache.rdma import neighbours
 from peercache.rdma.device import ETHERNET
 from peercache.rdma.memory import Region
 from peercache.rdma.queue_pair import PSN_MAX, QpEnd, QueuePair, Sizes
-from peercache.rdma.rail import Rail, Settings, open_rails
+from peercache.rdma.rail import Rail, open_rails
 from peercache.rdma.verbs import outlives_fork
 from peercache.wire.messages.session import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel, Refused
 
@@ -223,7 +224,7 @@ class DeviceQueuePairs:
 
     def __init__(
         self,
-        settings: Settings,
+        config: Config,
         segment: PublishedSegment,
         *,
         is_required: bool,
@@ -236,7 +237,7 @@ class DeviceQueuePairs:
 
         is_required: without devices `run` raises ConfigError.
         """
-        self._settings = settings
+        self._config = config
         self._segment = segment
         self._is_required = is_required
         self._tell = tell
@@ -254,7 +255,7 @@ class DeviceQueuePairs:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Open the devices, serve until cancelled, close them. Raises ConfigError."""
         # The import of pyverbs, and the opening of each device, take long.
-        rails, problems = await trio.to_thread.run_sync(open_rails, self._settings)
+        rails, problems = await trio.to_thread.run_sync(open_rails, self._config)
         if not rails:
             self._end("; ".join(problems))
             task_status.started()

@@ -19,33 +19,34 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
-
-import attrs
 
 COMPLETION_CHANNEL = "anon_inode:[infinibandevent]"
 """What the kernel calls the descriptor of a completion channel."""
 
 
-@attrs.frozen(eq=False)
-class Verbs:
-    """The names of pyverbs that this package uses. enums: the module of constants."""
+NAMES = {
+    "Context": "device.Context",
+    "PD": "pd.PD",
+    "CompChannel": "cq.CompChannel",
+    "CQ": "cq.CQ",
+    "QPEx": "qp.QPEx",
+    "QPCap": "qp.QPCap",
+    "QPInitAttrEx": "qp.QPInitAttrEx",
+    "QPAttr": "qp.QPAttr",
+    "AHAttr": "addr.AHAttr",
+    "GlobalRoute": "addr.GlobalRoute",
+    "GID": "addr.GID",
+    "SGE": "wr.SGE",
+    "Error": "pyverbs_error.PyverbsError",
+    "device_list": "device.get_device_list",
+}
+"""Where pyverbs has what this package uses."""
 
-    enums: Any
-    Context: Any
-    PD: Any
-    CompChannel: Any
-    CQ: Any
-    QPEx: Any
-    QPCap: Any
-    QPInitAttrEx: Any
-    QPAttr: Any
-    AHAttr: Any
-    GlobalRoute: Any
-    GID: Any
-    SGE: Any
-    Error: Any
-    device_list: Any
+
+class Verbs(SimpleNamespace):
+    """What NAMES says, and `enums`, the module of constants."""
 
 
 Absent: TypeAlias = str
@@ -76,29 +77,13 @@ def _load() -> Verbs | Absent:
 
 
 def _names() -> Verbs:
-    addr, cq, device, pd, qp, wr, errors = (
-        importlib.import_module(f"pyverbs.{name}")
-        for name in ("addr", "cq", "device", "pd", "qp", "wr", "pyverbs_error")
-    )
     enums = enums_module()
     _ = enums.IBV_MTU_4096  # A broken build is known to lack this constant.
-    return Verbs(
-        enums=enums,
-        Context=device.Context,
-        PD=pd.PD,
-        CompChannel=cq.CompChannel,
-        CQ=cq.CQ,
-        QPEx=qp.QPEx,
-        QPCap=qp.QPCap,
-        QPInitAttrEx=qp.QPInitAttrEx,
-        QPAttr=qp.QPAttr,
-        AHAttr=addr.AHAttr,
-        GlobalRoute=addr.GlobalRoute,
-        GID=addr.GID,
-        SGE=wr.SGE,
-        Error=errors.PyverbsError,
-        device_list=device.get_device_list,
-    )
+    found = {}
+    for name, place in NAMES.items():
+        module, _, attribute = place.partition(".")
+        found[name] = getattr(importlib.import_module(f"pyverbs.{module}"), attribute)
+    return Verbs(enums=enums, **found)
 
 
 def enums_module() -> Any:

@@ -9,15 +9,18 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -59,7 +62,6 @@ from peercache.observability.log import get_logger
 from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 from peercache.rdma.loopback import Loopback
-from peercache.rdma.rail import Settings
 from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
 
@@ -185,11 +187,9 @@ def _capabilities() -> int:
 
 
 def _free(folder: str) -> int:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0
 
 
 def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
@@ -261,8 +261,7 @@ def look_at_disk(config: Config) -> DiskFact | None:
     problem = _problem_of(nearest)
     free = total = 0
     if not problem:
-        found = os.statvfs(nearest)
-        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        total, _, free = shutil.disk_usage(nearest)
     return DiskFact(
         path=str(path),
         wanted=config.disk_size,
@@ -403,12 +402,14 @@ def measure(config: Config, chosen: Sequence[tuple[str, int]], *, is_quick: bool
     if not chosen:
         return Speed(tcp_gb_s=tcp, copy_gb_s=copy)
     name, gid_index = chosen[0]
-    settings = Settings(device_names=(name,), gid_index=gid_index)
+    speed = Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name)
     try:
-        gb_s, one_us = _reads(config, settings)
+        gb_s, one_us = _reads(
+            attrs.evolve(config, rdma_device_names=(name,), rdma_gid_index=gid_index)
+        )
     except (PeerCacheError, OSError) as error:
-        return Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name, read_problem=str(error))
-    return Speed(tcp_gb_s=tcp, copy_gb_s=copy, read_over=name, read_gb_s=gb_s, read_us=one_us)
+        return attrs.evolve(speed, read_problem=str(error))
+    return attrs.evolve(speed, read_gb_s=gb_s, read_us=one_us)
 
 
 def _tcp_gb_s(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> float:
@@ -422,17 +423,17 @@ def _tcp_gb_s(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> f
             sender.join()
 
 
-def _reads(config: Config, settings: Settings) -> tuple[float, float]:
+def _reads(config: Config) -> tuple[float, float]:
     """Return GB/s of whole pages and the µs of a small one; raise if a page is wrong."""
 
     def loopback(page_bytes: int, pages: int) -> Loopback:
         return Loopback(
-            near=settings, far=settings, shm_dir=config.shm_dir, granule=SMALL_BYTES,
+            near=config, far=config, shm_dir=config.shm_dir, granule=SMALL_BYTES,
             page_bytes=page_bytes, pages=pages,
         )  # fmt: skip
 
     times = []
-    with loopback(PAGE_BYTES, PAGES) as large:
+    with closing(loopback(PAGE_BYTES, PAGES)) as large:
         for _ in range(ROUNDS):
             large.clear()
             started = time.perf_counter()
@@ -442,7 +443,7 @@ def _reads(config: Config, settings: Settings) -> tuple[float, float]:
                 why = fetched.failure or "a page arrived with wrong bytes"
                 raise PeerCacheError(f"READs of {PAGES} pages: {why}")
     small_times = []
-    with loopback(SMALL_BYTES, SMALL_PAGES) as small:
+    with closing(loopback(SMALL_BYTES, SMALL_PAGES)) as small:
         for number in range(SMALL_READS):
             started = time.perf_counter()
             fetched = small.read(number % SMALL_PAGES, 1)
