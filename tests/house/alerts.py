@@ -82,10 +82,17 @@ class Alert:
         return {"summary": self.summary, "runbook": f"docs/how-to/runbook.md#{self.name.lower()}"}
 
 
+def selector(objective: Objective, suffix: str, **more: str) -> str:
+    """Return the PromQL selector of a series of an objective's histogram."""
+    chosen = [f'{name}=~"{"|".join(values)}"' for name, values in objective.labels.items()]
+    chosen += [f'{name}="{value}"' for name, value in more.items()]
+    return f"{objective.metric}_{suffix}{{{','.join(chosen)}}}"
+
+
 def slow_ratio(objective: Objective, window: str) -> str:
     """Return the share of calls that were slower than an objective wants, by node."""
-    fast = objective.selector("bucket", le=str(objective.within_s))
-    every = objective.selector("count")
+    fast = selector(objective, "bucket", le=str(objective.within_s))
+    every = selector(objective, "count")
     by = "sum by (job, instance)"
     return f"1 - {by} (rate({fast}[{window}])) / {by} (rate({every}[{window}]))"
 

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from peercache.observability.latency import OBJECTIVES, Objective
+from tests.house.alerts import selector
 
 ON = 'job=~"$job",instance=~"$instance"'
 WINDOW = "$__rate_interval"
@@ -65,8 +66,8 @@ def _quantiles(metric: str, chosen: str, by: str, legend: str) -> tuple[tuple[st
 
 def _slow(objective: Objective) -> str:
     """Return the share of calls that were slower than an objective wants."""
-    fast = objective.selector("bucket", le=str(objective.within_s)).replace("{", f"{{{ON},")
-    every = objective.selector("count").replace("{", f"{{{ON},")
+    fast = selector(objective, "bucket", le=str(objective.within_s)).replace("{", f"{{{ON},")
+    every = selector(objective, "count").replace("{", f"{{{ON},")
     return f"1 - sum(rate({fast}[{WINDOW}])) / sum(rate({every}[{WINDOW}]))"
 
 

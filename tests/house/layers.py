@@ -14,7 +14,7 @@ LAYERS: dict[str, str] = {
     "config": "model",
     "wire.messages": "model",
     "wire": "model wire.messages",
-    "observability": "wire.messages",
+    "observability": "model wire.messages",
     # Who may do what: everything below that opens a socket or a file asks it.
     "trust": "model config wire wire.messages observability",
     # The actors of a node: state machines without I/O, and the loop that runs them.

@@ -23,6 +23,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from peercache.model.status import Latencies
+
 LATENCY_BUCKETS_S: Final = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
     2.5,
@@ -179,12 +181,6 @@ class Objective:
     within_s: float
     share: float
 
-    def selector(self, suffix: str, **more: str) -> str:
-        """Return the PromQL selector of a series of the histogram."""
-        chosen = [f'{name}=~"{"|".join(values)}"' for name, values in self.labels.items()]
-        chosen += [f'{name}="{value}"' for name, value in more.items()]
-        return f"{self.metric}_{suffix}{{{','.join(chosen)}}}"
-
 
 OBJECTIVES: Final = (
     Objective(
@@ -297,17 +293,7 @@ def _judged(objective: Objective, counts: Mapping[float, float]) -> Told:
         return Told(objective, 0, math.nan, 1.0, nothing)
     within = counts[objective.within_s] / calls
     budget_left = 1 - (1 - within) / (1 - objective.share)
-    cumulative = [counts[bound] for bound in bounds]
-    quantiles = {name: _quantile(part, bounds, cumulative) for name, part in QUANTILES.items()}
+    counted = tuple(round(counts[bound]) for bound in bounds)
+    times = Latencies(bounds=tuple(bounds[:-1]), counts=counted)
+    quantiles = {name: times.quantile(part) for name, part in QUANTILES.items()}
     return Told(objective, round(calls), within, budget_left, quantiles)
-
-
-def _quantile(part: float, bounds: Sequence[float], cumulative: Sequence[float]) -> float:
-    """Return a quantile as PromQL's histogram_quantile does: never above the last finite bound."""
-    rank = part * cumulative[-1]
-    place = next(place for place, count in enumerate(cumulative) if count >= rank)
-    if math.isinf(bounds[place]):
-        return bounds[place - 1]
-    below, under = (0.0, 0.0) if place == 0 else (bounds[place - 1], cumulative[place - 1])
-    in_bucket = cumulative[place] - under
-    return below + (bounds[place] - below) * ((rank - under) / in_bucket if in_bucket else 1.0)

@@ -20,15 +20,29 @@ from peercache.observability.latency import CALL, LATENCY_BUCKETS_S, Latency, ob
 from peercache.observability.reasons import FABRICS, MISS_REASONS, RDMA_FAILURES, TABLE_FAILURES
 from peercache.wire.messages.session import Counted
 
-STARTED: Final[Mapping[str, tuple[str, ...]]] = {
+CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "pages_hit": FABRICS,
     "bytes_read": FABRICS,
+    "rdma_fallbacks": RDMA_FAILURES,
+    "rdma_channels_failed": RDMA_FAILURES,
+    "rdma_channels_opened": (),
     "pages_missed": MISS_REASONS,
     "sets_refused": MISS_REASONS,
     "pages_set": ("copied", "here"),
-    "rdma_fallbacks": RDMA_FAILURES,
-    "rdma_channels_failed": RDMA_FAILURES,
+    "pages_unpublished": (),
+    "pages_mirrored": (),
+    "exists_asked": (),
+    "exists_found": (),
+    "bytes_written": (),
+    "deadlines_overrun": (),
+    "home_attached": (),
+    "breakers_opened": (),
     "tables_unusable": TABLE_FAILURES,
+}
+"""The counters of a client, and the values their one label may have."""
+
+STARTED: Final[Mapping[str, tuple[str, ...]]] = {
+    **{name: values for name, values in CLIENT_COUNTERS.items() if values},
     "records_refused": ("forged",),
     "messages_dropped": (
         "cluster", "certificate", "revoked", "granule", "wire_version", "malformed",
@@ -296,27 +310,6 @@ INCREASE_MAX = 2**53
 """Most that a counter grows by in one report: beyond it a sum of floats loses pages, and sums of
 such figures are infinite one day."""
 
-_LABELS: dict[str, tuple[str, ...]] = {
-    "pages_hit": FABRICS,
-    "bytes_read": FABRICS,
-    "rdma_fallbacks": RDMA_FAILURES,
-    "rdma_channels_failed": RDMA_FAILURES,
-    "rdma_channels_opened": (),
-    "pages_missed": MISS_REASONS,
-    "sets_refused": MISS_REASONS,
-    "pages_set": ("copied", "here"),
-    "pages_unpublished": (),
-    "pages_mirrored": (),
-    "exists_asked": (),
-    "exists_found": (),
-    "bytes_written": (),
-    "deadlines_overrun": (),
-    "home_attached": (),
-    "breakers_opened": (),
-    "tables_unusable": TABLE_FAILURES,
-}
-"""The counters of a client, and the values their one label may have."""
-
 
 @final
 class ClientReport:
@@ -339,7 +332,7 @@ class ClientReport:
     def take(self) -> Counted | None:
         """Return the increases since the last call, or None."""
         counts: dict[str, int | float | str] = {}
-        for name, values in _LABELS.items():
+        for name, values in CLIENT_COUNTERS.items():
             # Each counter is read once: this runs in the engine's process, with its lock held.
             totals = totals_of(getattr(self._metrics, name))
             for value in values or ("",):
@@ -388,7 +381,8 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
         name, _, value = path.partition("/")
         if name == PEER_FABRIC and increase in FABRICS:
             continue  # No metric: the node's status tells it.
-        is_known = name in _LABELS and (value in _LABELS[name] or (not value and not _LABELS[name]))
+        labels = CLIENT_COUNTERS.get(name)
+        is_known = labels is not None and value in (labels or ("",))
         if not is_known or not is_increase(increase):
             ignored += 1
             continue
