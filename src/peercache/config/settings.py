@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import attrs
 
@@ -184,30 +184,6 @@ MISSPELT = 0.78
 """How similar to a setting a variable must be, without the prefix, to be taken for a mistake. Other
 tools set variables under the same prefix, and so does Kubernetes for a service of this name:
 PEERCACHE_SERVICE_PORT is 0.75 like metrics_port."""
-
-
-@final
-@attrs.define(eq=False)
-class Given:
-    """The values that were given, and the source of each: the last source of a name wins."""
-
-    values: dict[str, Any] = attrs.field(factory=dict)
-    _sources: dict[str, str] = attrs.field(factory=dict)
-
-    def add(
-        self, values: Mapping[str, Any], source_of: Callable[[str], str] = lambda _: ""
-    ) -> None:
-        """Take values over those of earlier sources. source_of: of a setting's name."""
-        self.values |= values
-        self._sources |= {name: source_of(name) for name in values}
-
-    def located(self, error: ConfigError) -> ConfigError:
-        """Return the error with the source of the value that it names.
-
-        A flag or an argument has the setting's own name, which the error says anyway.
-        """
-        source = self._sources.get(error.name, "")
-        return ConfigError(error.name, f"{error.problem} (in {source})") if source else error
 
 
 def from_environment(
@@ -655,15 +631,17 @@ class Config:
         environment: Mapping[str, str] | None = None,
     ) -> Config:
         """Merge file, environment and settings; raise ConfigError for the first wrong one."""
-        given = Given()
-        if file is not None:
-            given.add(read_toml(Path(file)), lambda _: str(file))
-        given.add(from_environment(environment or {}, SETTINGS, REMOVED), environment_name)
-        given.add({name: value for name, value in (settings or {}).items() if value is not None})
+        of_file = {} if file is None else read_toml(Path(file))
+        of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
+        given = {name: value for name, value in (settings or {}).items() if value is not None}
         try:
-            return cls._of(given.values)
+            return cls._of({**of_file, **of_variables, **given})
         except ConfigError as error:
-            raise given.located(error) from error
+            # A flag or an argument has the setting's own name, which the error says anyway.
+            if error.name in given or error.name not in {**of_file, **of_variables}:
+                raise
+            source = environment_name(error.name) if error.name in of_variables else file
+            raise ConfigError(error.name, f"{error.problem} (in {source})") from error
 
     @classmethod
     def _of(cls, given: Mapping[str, Any]) -> Config:

@@ -42,20 +42,16 @@ class Kind:
     unit: str = ""
 
 
-def _written_list(value: tuple[str, ...]) -> str:
-    return ",".join(value)
-
-
 TEXT = Kind("TEXT", quantities.parse_text, measure=len, unit=" characters")
 FOLDER = attrs.evolve(TEXT, metavar="FOLDER")
 FILE = attrs.evolve(TEXT, metavar="FILE")
 HOST = attrs.evolve(TEXT, metavar="HOST")
 LISTEN = Kind("HOST:PORT", quantities.parse_listen)
-PEERS = Kind("HOST:PORT[,HOST:PORT...]", parse_discovery, _written_list)
+PEERS = Kind("HOST:PORT[,HOST:PORT...]", parse_discovery, ",".join)
 HOME = Kind("ipc://PATH", quantities.parse_ipc)
-USERS = Kind("USER[,USER...]", quantities.parse_users, _written_list)
-DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, _written_list)
-NETWORKS = Kind("NETWORK[,NETWORK...]", quantities.parse_networks, _written_list)
+USERS = Kind("USER[,USER...]", quantities.parse_users, ",".join)
+DEVICES = Kind("DEVICE[,DEVICE...]", quantities.parse_names, ",".join)
+NETWORKS = Kind("NETWORK[,NETWORK...]", quantities.parse_networks, ",".join)
 QUOTAS = Kind("NAME=SHARE[;NAME=SHARE...]", parse_quotas, written_quotas)
 ENGINES = Kind("NAME=ENDPOINT[+REPLAY][,...]", parse_engines, written_engines)
 SIZE = Kind("SIZE", quantities.parse_size, quantities.exact_size)
