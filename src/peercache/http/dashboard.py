@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from peercache.model.status import (
     namespaces_of,
 )
 from peercache.observability.reasons import MISS_REASONS
+from peercache.trust.files import EXPIRY_WARNING_DAYS
 
 WIDTH, HEIGHT = 600, 120
 """Units of the drawing; the page stretches it."""
@@ -206,7 +208,6 @@ RECENT_S = 300.0
 """What "recently" is in figures: five minutes."""
 ROWS_MAX = 200
 """Rows of one table; a page that refreshes itself must stay small in a large cluster."""
-CERTIFICATE_DAYS_MIN = 14.0
 SILENT_WORKER_S = 60.0
 SLICE_S = 0.002
 """After this long the page gives the loop back, as the node serves meanwhile."""
@@ -258,7 +259,7 @@ async def cluster_page(view: PageFacts) -> str:
         members=members[:ROWS_MAX],
         members_more=max(0, len(members) - ROWS_MAX),
         problems=_problems(members),
-        states=_counted(members),
+        states=Counter(member.status.state for member in members).items(),
         versions=sorted({status.version for status in told if status.version}),
         cluster=next((status.cluster for status in told), ""),
         tiles=_tiles(told, view.history, EVERY_MEMBER),
@@ -317,7 +318,7 @@ def templates() -> dict[str, Template]:
     )
     found.globals.update(
         refresh_s=REFRESH_S,
-        certificate_days_min=CERTIFICATE_DAYS_MIN,
+        certificate_days_min=EXPIRY_WARNING_DAYS,
         silent_worker_s=SILENT_WORKER_S,
         part_of=part_of,
         rate=written_rate,
@@ -396,14 +397,6 @@ def _place(member: MemberStatus) -> tuple[object, ...]:
     return (_ORDER.index(state) if state in _ORDER else 0, parts)
 
 
-def _counted(members: Iterable[MemberStatus]) -> list[tuple[str, int]]:
-    """Return how many members are in each state, those first that want a look."""
-    found: dict[str, int] = {}
-    for member in members:
-        found[member.status.state] = found.get(member.status.state, 0) + 1
-    return list(found.items())
-
-
 def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
     """Return (kind, node, sentence) of all that a person should know of."""
     found: list[tuple[str, str, str]] = []
@@ -416,7 +409,7 @@ def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
             found.append((kind, name, "; ".join((status.state, *status.reasons))))
         if status.disk.problem and status.disk.problem not in "; ".join(status.reasons):
             found.append(("bad", name, f"disk: {status.disk.problem}"))
-        if 0 <= status.certificate_days < CERTIFICATE_DAYS_MIN:
+        if 0 <= status.certificate_days < EXPIRY_WARNING_DAYS:
             left = f"{status.certificate_days:.1f} days"
             found.append(("warn", name, f"its certificate expires in {left}"))
         if status.insecure:

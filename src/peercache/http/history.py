@@ -20,7 +20,7 @@ import trio
 
 from peercache.model.status import Latencies, MemberStatus, Status
 from peercache.observability.log import get_logger
-from peercache.observability.reasons import MISS_REASONS
+from peercache.observability.reasons import FABRICS, MISS_REASONS
 
 STEP_S = 5.0
 POINTS = 180  # 15 minutes.
@@ -44,9 +44,7 @@ _TOTALS = (
     "pages_spilled",
     "bytes_read",
     "bytes_written",
-    "pages_hit/shm",
-    "pages_hit/tcp",
-    "pages_hit/rdma",
+    *(f"pages_hit/{fabric}" for fabric in FABRICS),
 )
 _TIERS = ("evicted", "evicted_disk")
 _REASONS = tuple(f"pages_missed/{reason}" for reason in sorted(MISS_REASONS))

@@ -363,14 +363,18 @@ class _Connections:
                 least.scope.cancel()
 
     async def _converse(self, plain: trio.SocketStream, client: HttpClient, held: _Held) -> None:
-        first = await plain.receive_some(RECEIVE_BYTES)
+        try:
+            # The byte stays in the socket, for TLS or for HTTP.
+            first = await plain.socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return  # The other side went away.
         if not first:
             return
         if first[0] != TLS_HANDSHAKE or self.access.ssl_context is None:
-            await self._serve(_Begun(plain, first), client, held)
+            await self._serve(plain, client, held)
             return
         stream = trio.SSLStream(
-            _Begun(plain, first), self.access.ssl_context, server_side=True, https_compatible=True
+            plain, self.access.ssl_context, server_side=True, https_compatible=True
         )
         try:
             with trio.fail_after(HANDSHAKE_S):
@@ -387,43 +391,10 @@ class _Connections:
         held.exchange = exchange = HttpExchange(stream, client)
         if not await exchange.run(self.application, partial(self.access.refusal, client)):
             return
-        if isinstance(stream, _Begun):
+        if isinstance(stream, trio.SocketStream):
             await _hang_up(stream)
         else:
             await stream.aclose()  # TLS says itself that nothing more will come.
-
-
-class _Begun(trio.abc.Stream):
-    """A stream of which the first bytes were read already."""
-
-    def __init__(self, stream: trio.SocketStream, first: bytes | bytearray) -> None:
-        self._stream = stream
-        self._first = bytes(first)
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """Return the first bytes, then what comes."""
-        if self._first:
-            size = len(self._first) if max_bytes is None else max_bytes
-            taken, self._first = self._first[:size], self._first[size:]
-            await trio.lowlevel.checkpoint()
-            return taken
-        return await self._stream.receive_some(max_bytes)
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all."""
-        await self._stream.send_all(data)
-
-    async def wait_send_all_might_not_block(self) -> None:
-        """Wait until there is room."""
-        await self._stream.wait_send_all_might_not_block()
-
-    async def send_eof(self) -> None:
-        """Say that nothing more will be sent."""
-        await self._stream.send_eof()
-
-    async def aclose(self) -> None:
-        """Close it."""
-        await self._stream.aclose()
 
 
 def _end(name: object) -> tuple[str, int]:
@@ -432,7 +403,7 @@ def _end(name: object) -> tuple[str, int]:
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
-async def _hang_up(stream: _Begun) -> None:
+async def _hang_up(stream: trio.SocketStream) -> None:
     """Say that nothing more will come, and let the other side take what was sent."""
     await stream.send_eof()
     # Closing with unread bytes would reset the connection, and the answer might be lost with it.

@@ -28,7 +28,7 @@ FILE_BYTES_MAX = 2**20
 LOOK_S = 2.0
 """How often the owner of `LiveTls` looks whether files changed: a few system calls."""
 
-EXPIRY_WARNING_S = 14 * 86_400.0
+EXPIRY_WARNING_DAYS = 14.0
 """How long before its end a certificate is warned about: two weeks hold a working day."""
 
 EXPIRY_REPEAT_S = 86_400.0
@@ -346,7 +346,7 @@ class LiveTls:
     def _warn_of_expiry(self) -> None:
         now = time.time()
         left = self.files.not_after - now
-        if left < EXPIRY_WARNING_S and now - self._expiry_told_at > EXPIRY_REPEAT_S:
+        if left < EXPIRY_WARNING_DAYS * 86_400 and now - self._expiry_told_at > EXPIRY_REPEAT_S:
             self._expiry_told_at = now
             event = "tls.certificate_expires" if left > 0 else "tls.certificate_expired"
             self._log.warning(event, file=self._config.tls_cert, days=round(left / 86_400, 1))

@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -265,7 +266,9 @@ async def test_a_connection_that_fails_ends_no_server(monkeypatch: pytest.Monkey
             host, port = parse_address(address)
             async with await trio.open_tcp_stream(host, port) as stream:
                 await stream.send_all(b"GET /healthz HTTP/1.1\r\n\r\n")
-                assert await stream.receive_some(1) == b""
+                # Of a request that was not read the end may be a reset.
+                with suppress(trio.BrokenResourceError):
+                    assert await stream.receive_some(1) == b""
             assert (await ask(address, "/healthz"))[0] == 200
 
     assert "http.connection_failed" in "".join(lines)
