@@ -18,7 +18,8 @@ from peercache.actors.mailboxes import DiskIndexed, RequestFlush
 from peercache.actors.ports import DiskEffect, DiskEnded, DiskFact, DiskOpened
 from peercache.config.settings import Config
 from peercache.memory.published import PublishedSegment
-from peercache.storage.store import DiskStore, PoolMemory
+from peercache.storage.mover import PoolMemory
+from peercache.storage.store import DiskStore
 
 OPENING = "it is being opened"
 

@@ -282,7 +282,8 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
         raise ConfigError("disk_size", f"{size_bytes} bytes are too few for one slab")
     index = [INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"]
     # SQLite would follow a link.
-    _remove(path, index if known is None else [n for n in index if (path / n).is_symlink()])
+    for name in index if known is None else [n for n in index if (path / n).is_symlink()]:
+        (path / name).unlink(missing_ok=True)
     for number, file in slabs.items():
         # Beyond the cap, or of another slab size: ours by its name, and in the way.
         if number >= count or known is None:
@@ -360,8 +361,3 @@ def _write_superblock(path: Path, slab_bytes: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path / SUPERBLOCK_NAME)
-
-
-def _remove(path: Path, names: list[str]) -> None:
-    for name in names:
-        (path / name).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -54,6 +55,15 @@ NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
 """Too many files are open: that passes, and says nothing about the disk."""
 
 
+@attrs.frozen(eq=False)
+class PoolMemory:
+    """The pool as the store sees it: page memory, its generation words, and their granule."""
+
+    pages: npt.NDArray[np.uint8]
+    words: U64
+    granule: int
+
+
 class PageMover:
     """Performs units of Load and Spill. Any thread may; each has headers of its own."""
 
@@ -61,17 +71,15 @@ class PageMover:
         self,
         files: SlabFiles,
         *,
-        pages: npt.NDArray[np.uint8],
-        words: U64,
-        granule: int,
+        pool: PoolMemory,
         ended: Callable[[str], None],
         log: Any,
     ) -> None:
-        """Move between `files` and the page memory `pages`. ended: hears why there is no use."""
+        """Move between `files` and the pool's memory. ended: hears why there is no use."""
         self._files = files
-        self._memory = pages.data
-        self._words = words
-        self._granule = np.uint64(granule)
+        self._memory = pool.pages.data
+        self._words = pool.words
+        self._granule = np.uint64(pool.granule)
         self._ended = ended
         self._log = log
         self._own = threading.local()

@@ -44,12 +44,11 @@ from peercache.actors.ports import (
     SpillDone,
 )
 from peercache.errors import ConfigError
-from peercache.model.runs import U64
 from peercache.observability.log import get_logger
 from peercache.storage.folder import Folder, claim
 from peercache.storage.index_file import IndexWriter, load_index, remove_index
 from peercache.storage.jobs import Job, Unit, Workers
-from peercache.storage.mover import PageMover, units_of
+from peercache.storage.mover import PageMover, PoolMemory, units_of
 from peercache.storage.slab_files import NO_ROOM, SlabFiles
 
 STUCK_S: Final = 10.0
@@ -60,15 +59,6 @@ ROOM_S: Final = 10.0
 
 CLOSE_S: Final = 2.0
 """How long `close` waits for calls that are under way."""
-
-
-@attrs.frozen(eq=False)
-class PoolMemory:
-    """The pool as the store sees it: page memory, its generation words, and their granule."""
-
-    pages: npt.NDArray[np.uint8]
-    words: U64
-    granule: int
 
 
 @attrs.define(eq=False)
@@ -222,9 +212,7 @@ class DiskStore:
         index = IndexWriter(connection, failed=failed, log=self._log, sync=files.sync)
         mover = PageMover(
             files,
-            pages=self._pool.pages,
-            words=self._pool.words,
-            granule=self._pool.granule,
+            pool=self._pool,
             ended=self._end,
             log=self._log,
         )

@@ -26,7 +26,8 @@ from peercache.actors.ports import (
     SpillDone,
 )
 from peercache.model.records import RECORD, RESIDENT
-from peercache.storage.store import DiskStore, PoolMemory
+from peercache.storage.mover import PoolMemory
+from peercache.storage.store import DiskStore
 from tests.pace import TIMEOUT_S
 
 GRANULE = 4096

@@ -27,7 +27,7 @@ from peercache.observability.log import get_logger
 from peercache.storage import mover
 from peercache.storage.jobs import Job, Unit, Workers
 from peercache.storage.layout import SlotHeader, checksum_of, pack_slot
-from peercache.storage.mover import PageMover, units_of
+from peercache.storage.mover import PageMover, PoolMemory, units_of
 from tests.pace import TIMEOUT_S
 
 BLOCK = 4096
@@ -81,9 +81,7 @@ class Rig:
         self.memory, self.words = np.zeros(2**16, np.uint8), np.zeros(16, np.uint64)
         self.mover = PageMover(
             self.files,  # type: ignore[arg-type]
-            pages=self.memory,
-            words=self.words,
-            granule=BLOCK,
+            pool=PoolMemory(self.memory, self.words, BLOCK),
             ended=lambda _: None,
             log=get_logger(),
         )
@@ -194,9 +192,7 @@ def mover_of(files: Files, pages: int, reasons: list[str]) -> PageMover:
     """Return a mover of a pool of pages of one block; it notes why the tier ends."""
     return PageMover(
         files,  # type: ignore[arg-type]
-        pages=np.zeros(pages * BLOCK, np.uint8),
-        words=np.full(pages, 2, np.uint64),
-        granule=BLOCK,
+        pool=PoolMemory(np.zeros(pages * BLOCK, np.uint8), np.full(pages, 2, np.uint64), BLOCK),
         ended=reasons.append,
         log=get_logger(),
     )

@@ -120,15 +120,6 @@ class SlabAllocator:
         """Return which slots fit into a slab at all."""
         return blocks <= (self.slab_bytes // BLOCK_BYTES - 1)
 
-    @property
-    def closed_count(self) -> int:
-        """Return how many slabs the file system has no room for."""
-        return sum(slab.closed for slab in self.slabs)
-
-    def slab_of(self, place: int) -> Slab:
-        """Return the slab of a place."""
-        return self.slabs[place // self.slab_bytes]
-
     def slots_of(self, slab: Slab, places: U64) -> I64:
         """Return which slots of this slab the places are."""
         within = places.astype(np.int64) - slab.number * self.slab_bytes - BLOCK_BYTES

@@ -36,8 +36,8 @@ from peercache.cli.bench.engine import WorkingSet
 from peercache.cli.bench.limits import percentile
 from peercache.errors import ConfigError
 from peercache.model.records import RECORD, RESIDENT
-from peercache.storage.mover import UNIT_BYTES
-from peercache.storage.store import DiskStore, PoolMemory
+from peercache.storage.mover import UNIT_BYTES, PoolMemory
+from peercache.storage.store import DiskStore
 
 ROUNDS: Final = 3
 """After one that is not counted: a disk is slower where it was never written."""
