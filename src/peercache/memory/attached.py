@@ -100,25 +100,13 @@ class AttachedSegment:
         if Path(path).name != segment_name(incarnation):
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
         sharing = sharing if sharing is not None else Sharing.of()
-        let_go_in_children()
-        try:
-            file = _opened(Path(path), os.O_RDWR if writable else os.O_RDONLY, sharing)
-        except FileNotFoundError as error:
-            raise PeerUnreachable(f"{path}, which is not there") from error
-        except (OSError, ValueError) as error:
-            raise Rejected("segment", f"cannot open {path}: {error}") from error
-        try:
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        with opened(Path(path), flags, sharing, "segment") as file:
             header, layout = _checked(file, incarnation)
             by_kernel = sharing.may_change_under_us(os.fstat(file))
             if by_kernel and not kernel_copies():
                 raise Rejected("segment", f"{path} {FORBIDDEN}")
             return cls(file, layout, header, writable=writable, by_kernel=by_kernel)
-        except (OSError, ValueError) as error:
-            os.close(file)
-            raise Rejected("segment", f"cannot map {path}: {error}") from error
-        except BaseException:
-            os.close(file)
-            raise
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -246,13 +234,32 @@ class AttachedSegment:
             self._changed.notify_all()
 
 
-def _opened(path: Path, flags: int, sharing: Sharing) -> int:
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def opened(path: Path, flags: int, sharing: Sharing, what: str) -> Iterator[int]:
+    """Lend the descriptor of another process's file; it is closed only where the block raises.
+
+    Raises PeerUnreachable if there is no such file, Rejected if it is no file of a sharing uid, or
+    not open to us; so does what the block raises for a file that cannot be used.
+    """
+    let_go_in_children()
     try:
-        what = f"the segment {path}"
-        return sharing.open_file(path.name, flags, folder=folder, what=what)
-    finally:
-        os.close(folder)
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            file = sharing.open_file(path.name, flags, folder=folder, what=f"the {what} {path}")
+        finally:
+            os.close(folder)
+    except FileNotFoundError as error:
+        raise PeerUnreachable(f"{path}, which is not there") from error
+    except (OSError, ValueError) as error:
+        raise Rejected(what, f"cannot open {path}: {error}") from error
+    try:
+        yield file
+    except (OSError, ValueError) as error:
+        os.close(file)
+        raise Rejected(what, f"cannot map {path}: {error}") from error
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _checked(file: int, incarnation: Incarnation) -> tuple[Header, Layout]:

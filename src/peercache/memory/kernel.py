@@ -203,10 +203,7 @@ def mounted(mounts: str) -> tuple[tuple[str, int], ...]:
 
 def hugetlbfs_folders() -> tuple[str, ...]:
     """Return the folders in which nodes of this host keep segments in huge pages."""
-    try:
-        return tuple(folder for folder, _ in mounted(_MOUNTS.read_text(encoding="utf-8")))
-    except OSError:
-        return ()
+    return tuple(folder for folder, _ in mounted(text_of(_MOUNTS)))
 
 
 def missing(name: str, needed: int, supply: Supply) -> str:

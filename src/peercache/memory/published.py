@@ -20,6 +20,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import final
@@ -95,7 +96,7 @@ class PublishedSegment:
         """
         layout = Layout.of(page_bytes, granule, huge_page_bytes)
         path = Path(shm_dir) / segment_name(incarnation)
-        free_bytes = _free_bytes(shm_dir)
+        free_bytes = shutil.disk_usage(shm_dir).free
         # A hugetlbfs without a limit of its own says that it has none free.
         if not huge_page_bytes and free_bytes < layout.memory_bytes:
             raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
@@ -218,12 +219,9 @@ def _reserve(file: int, offset: int, size: int, path: Path, layout: Layout) -> N
 
 
 def _too_large(path: Path, layout: Layout) -> PoolTooLarge:
-    return PoolTooLarge(os.fspath(path.parent), layout.memory_bytes, _free_bytes(path.parent))
-
-
-def _free_bytes(folder: str | os.PathLike[str]) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return PoolTooLarge(
+        os.fspath(path.parent), layout.memory_bytes, shutil.disk_usage(path.parent).free
+    )
 
 
 GROUP_READS_MODE = 0o640

@@ -18,9 +18,9 @@ from typing import Any, final
 
 import numpy as np
 
-from peercache.errors import PeerUnreachable, Rejected
 from peercache.installation.library import function
-from peercache.memory.kernel import address_of, let_go_in_children
+from peercache.memory.attached import opened
+from peercache.memory.kernel import address_of
 from peercache.memory.layout import table_name
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY_BYTES
@@ -227,29 +227,11 @@ class AttachedTable:
         Raises PeerUnreachable if there is no such file here, Rejected if it is no file of a sharing
         uid, or not open to us. What is in it is checked with each look.
         """
-        let_go_in_children()
         sharing = sharing if sharing is not None else Sharing.of()
-        name = table_name(incarnation)
-        path = Path(folder) / name
-        try:
-            at = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                file = sharing.open_file(name, os.O_RDONLY, folder=at, what=f"the table {path}")
-            finally:
-                os.close(at)
-        except FileNotFoundError as error:
-            raise PeerUnreachable(f"{path}, which is not there") from error
-        except (OSError, ValueError) as error:
-            raise Rejected("table", f"cannot open {path}: {error}") from error
-        try:
+        path = Path(folder) / table_name(incarnation)
+        with opened(path, os.O_RDONLY, sharing, "table") as file:
             by_kernel = sharing.may_change_under_us(os.fstat(file))
             return cls(file, incarnation, by_kernel=by_kernel)
-        except (OSError, ValueError) as error:
-            os.close(file)
-            raise Rejected("table", f"cannot map {path}: {error}") from error
-        except BaseException:
-            os.close(file)
-            raise
 
     def look(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
         """Look for packed keys, as `TableReader.batch`; raise Unusable, also after `close`."""
