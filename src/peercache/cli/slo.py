@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from peercache.cli.options import json_option
-from peercache.cli.terminal import console, print_json, table, tell
+from peercache.cli.terminal import console, duration, print_json, table, tell
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.observability.latency import Counts, Told, added, counts_of, judged, since
 
@@ -154,15 +154,9 @@ def _print(told: Sequence[Told]) -> None:
             objective.name,
             f"{each.calls:,}",
             f"{each.within:.2%}",
-            f"{objective.share:.1%} in {_time(objective.within_s)}",
+            f"{objective.share:.1%} in {duration(objective.within_s)}",
             f"{each.budget_left:.0%}",
-            *(_time(value) for value in each.quantiles.values()),
+            *(duration(value) for value in each.quantiles.values()),
             "met" if each.is_met else "MISSED",
         )
     console().print(shown)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

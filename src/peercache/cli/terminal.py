@@ -16,14 +16,17 @@ PIPE_COLUMNS = 100
 WIDE_COLUMNS = 200
 
 
-def console() -> Console:
-    """Return the console of stdout."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+def console(pipe_columns: int = PIPE_COLUMNS) -> Console:
+    """Return the console of stdout. WIDE_COLUMNS: a pipe shall get tables whole, without a wrap."""
+    return Console(width=None if sys.stdout.isatty() else pipe_columns, highlight=False)
 
 
-def wide_console() -> Console:
-    """Return the console of stdout for tables that a pipe shall get whole: lines do not wrap."""
-    return Console(width=None if sys.stdout.isatty() else WIDE_COLUMNS, highlight=False)
+def duration(seconds: float) -> str:
+    """Return a short duration in the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def table(*columns: str, title: str | None = None) -> Table:

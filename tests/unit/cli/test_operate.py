@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from peercache.cli import main as cli
-from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine, whole
+from peercache.cli.operate.screen import NAMESPACES_MAX, age, is_fine, whole
 from peercache.cli.operate.top import frame
+from peercache.cli.terminal import duration
 from peercache.client import operator
 from peercache.client.operator import Operator, Target, _written
 from peercache.errors import (

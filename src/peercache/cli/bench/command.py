@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from peercache.cli.options import SizeType, json_option
-
-Callback = TypeVar("Callback", bound=Callable[..., Any])
+from peercache.cli.options import Callback, SizeType, json_option
 
 WORKING_SET_BYTES = 512 * 2**20
 """Larger than any cache of the processor: hot buffers would flatter every figure."""

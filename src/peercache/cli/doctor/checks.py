@@ -23,6 +23,7 @@ from peercache.memory.layout import Layout
 from peercache.node.runner import DESCRIPTORS_MIN
 from peercache.observability.log import configure_logging
 from peercache.rdma.device import ROCE_V2
+from peercache.trust.files import EXPIRY_WARNING_DAYS
 
 GOOD = "good"
 ADVICE = "advice"
@@ -38,9 +39,6 @@ DISK_MIN = 16 * 2**20
 
 MTU_MIN = 4200
 """An interface that carries less cuts READs into packets of 2048 bytes or 1024."""
-
-EXPIRY_DAYS = 14.0
-"""A certificate that ends sooner is renewed now."""
 
 GIB = 2**30
 
@@ -73,7 +71,7 @@ def _certificates(facts: Facts) -> Verdicts:
         yield ADVICE, f"{text}page", fix
     elif not trust.has_tls:
         yield GOOD, "none: only processes of this host reach a node", ""
-    elif trust.days_left < EXPIRY_DAYS:
+    elif trust.days_left < EXPIRY_WARNING_DAYS:
         text = f"{trust.identity} expires in {trust.days_left:.1f} days"
         yield ADVICE, text, "peercache certs issue DIR --renew  (with the flags of the first time)"
     else:
@@ -371,7 +369,7 @@ def written(facts: Facts, findings: Sequence[Finding]) -> str:
         {
             "problems": sum(finding.level == PROBLEM for finding in findings),
             "findings": [attrs.asdict(finding) for finding in findings],
-            "facts": facts.as_dict(),
+            "facts": attrs.asdict(facts),
         }
     )
 

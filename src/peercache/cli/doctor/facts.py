@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 
@@ -186,10 +184,6 @@ class Facts:
     """None without a disk tier."""
     parts_missing: tuple[tuple[str, str], ...] = ()
     """(problem, remedy) of compiled parts that these settings need."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
-        return attrs.asdict(self)
 
 
 def packet_bytes(mtu: int) -> int:

@@ -6,12 +6,12 @@ the default port of this host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from peercache.cli.options import Callback
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.config.settings import SETTINGS
 from peercache.errors import PeerCacheError
@@ -23,8 +23,6 @@ COMPLETE_S = 1.5
 _FLAGS = ("cluster", "tls_ca", "tls_cert", "tls_key", "tls_crl", "home")
 """The settings that say how to reach a cluster, and as whom."""
 
-Callback = TypeVar("Callback", bound=Callable[..., Any])
-
 
 def complete_members(
     ctx: click.Context,
@@ -32,9 +30,7 @@ def complete_members(
     incomplete: str,
 ) -> list[CompletionItem]:
     """Return the control addresses of the members; none where no node of this host answers."""
-    given: dict[str, Any] = {
-        name: ctx.params.get(name) for name in ("cluster", "tls_ca", "tls_cert", "tls_key")
-    }
+    given = {name: ctx.params.get(name) for name in _FLAGS if name != "home"}
     try:
         target = target_of(at=None, timeout_s=COMPLETE_S, config=ctx.params.get("config"), **given)
         with Operator(target) as operator:

@@ -11,7 +11,7 @@ from rich.text import Text
 from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.operate.screen import COLOURS, age
 from peercache.cli.options import json_option
-from peercache.cli.terminal import table, wide_console
+from peercache.cli.terminal import WIDE_COLUMNS, console, table
 from peercache.client.operator import Operator
 from peercache.model.status import NO_ANSWER
 
@@ -55,5 +55,5 @@ def members(*, as_json: bool, **target: Any) -> int:
                 Text(told.version),
                 Text(told.incarnation, "dim"),
             )
-        wide_console().print(shown)
+        console(WIDE_COLUMNS).print(shown)
     return EXIT_WRONG if any(each.status.state == NO_ANSWER for each in found) else 0

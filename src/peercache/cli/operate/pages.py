@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from peercache.cli.operate.connecting import target_of, target_options
-from peercache.cli.options import json_option
+from peercache.cli.options import Callback, json_option
 from peercache.client.client import Client
 from peercache.errors import ConfigError
 from peercache.model.keys import DEFAULT_NAME, Namespace
@@ -24,8 +24,6 @@ from peercache.observability.metrics import totals_of
 EXIT_NOT_FOUND = 1
 
 STDIO = "-"
-
-Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 
 def _page_options(command: Callback) -> Callback:

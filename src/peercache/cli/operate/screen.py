@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peercache.cli.terminal import table
+from peercache.cli.terminal import duration, table
 from peercache.config.quantities import written_size
 from peercache.model.status import (
     DRAINING,
@@ -22,6 +22,7 @@ from peercache.model.status import (
     Tier,
     namespaces_of,
 )
+from peercache.trust.files import EXPIRY_WARNING_DAYS
 
 COLOURS = {OK: "green", DRAINING: "cyan", LEAVING: "cyan", "left": "dim", NO_ANSWER: "bold red"}
 """By state; every other one is a warning."""
@@ -29,7 +30,6 @@ COLOURS = {OK: "green", DRAINING: "cyan", LEAVING: "cyan", "left": "dim", NO_ANS
 FINE = frozenset({OK, DRAINING, LEAVING, "left"})
 """States that an operator has wanted, or need not act on."""
 
-EXPIRES_SOON_DAYS = 14
 NAMESPACES_MAX = 16
 NAMED_MAX = 3
 """Fabrics and reasons that are named."""
@@ -87,7 +87,7 @@ def problems(members: Sequence[MemberStatus]) -> list[Text]:
         if status.state == NO_ANSWER:
             why = f"no answer; the others have it as {member.seen}: see whether its process runs"
             found.append(_problem(status.name, why))
-        if 0 <= status.certificate_days < EXPIRES_SOON_DAYS:
+        if 0 <= status.certificate_days < EXPIRY_WARNING_DAYS:
             days = f"its certificate expires in {status.certificate_days:.1f} days"
             found.append(_problem(status.name, f"{days}: peercache certs issue DIR --renew …"))
         slow = [peer.name for peer in status.peers if peer.lagging]
@@ -168,14 +168,6 @@ def age(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def duration(seconds: float) -> str:
-    """Return a short duration in the unit that fits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def percent(share: float) -> str:
     """Return a share as a percentage; "-" for none."""
     return "-" if math.isnan(share) else f"{100 * share:.1f} %"
@@ -232,7 +224,7 @@ def _used(used: int, size: int) -> Text:
 def _days(days: float) -> Text:
     if days < 0:
         return Text("-")
-    return Text(f"{days:.0f} d", "" if days >= EXPIRES_SOON_DAYS else "bold red")
+    return Text(f"{days:.0f} d", "" if days >= EXPIRY_WARNING_DAYS else "bold red")
 
 
 def _problem(name: str, what: str) -> Text:

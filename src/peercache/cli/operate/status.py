@@ -10,7 +10,7 @@ import click
 from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.operate.screen import is_fine, whole
 from peercache.cli.options import json_option
-from peercache.cli.terminal import wide_console
+from peercache.cli.terminal import WIDE_COLUMNS, console
 from peercache.client.operator import Operator
 from peercache.model.status import MemberStatus, to_plain
 
@@ -35,7 +35,7 @@ def status(*, detail: bool, as_json: bool, **target: Any) -> int:
         told = {"cluster": cluster, "ok": is_fine(members), "members": to_plain(members)}
         print(json.dumps(told))
     else:
-        screen = wide_console()
+        screen = console(WIDE_COLUMNS)
         screen.print(whole(members, cluster, wanted.at, screen.width))
     return 0 if is_fine(members) else EXIT_WRONG
 
