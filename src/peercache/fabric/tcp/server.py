@@ -29,7 +29,7 @@ import trio
 from peercache.errors import Rejected
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.admission import DataAdmission
-from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, ServingThread, Timeouts
+from peercache.fabric.tcp.serving import HELD_BYTES_MAX, PageSource, ServingThread
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import Contexts, TlsFailed, TlsPeer
 from peercache.model.process import DATA_MAX, NEWCOMERS_MAX, OF_ONE_CERTIFICATE
@@ -315,11 +315,10 @@ class _Service:
         self.served[chosen] += 1
         self.hosts[host] += 1
         self.owners[newcomer.name] += 1
-        timeouts = Timeouts(idle_s=IDLE_S, request_s=REQUEST_S, stall_s=SEND_STALL_S)
         try:
             await newcomer.line.send(wire.encode_answer(""), stall_s=SEND_STALL_S)
             left, refused = await self.pages[chosen].serve(
-                newcomer.line, timeouts, spaces, newcomer.owner
+                newcomer.line, (IDLE_S, REQUEST_S, SEND_STALL_S), spaces, newcomer.owner
             )
         finally:
             self.served[chosen] -= 1

@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import trio
@@ -66,30 +65,6 @@ class PageSource(Protocol):
     @property
     def usable_bytes(self) -> int:
         """Return how much of the page memory, from its start, may be touched by now."""
-
-
-@attrs.frozen
-class Timeouts:
-    """How long one connection may take.
-
-    idle_s: between two requests. request_s: from a request's first byte to its last. stall_s:
-    without a byte of the response taken.
-    """
-
-    idle_s: float
-    request_s: float
-    stall_s: float
-
-
-class End(NamedTuple):
-    """How a conversation ended.
-
-    line: still open if the client was refused, so that it can be told. refused: one of
-    wire.REASONS, "" if it just ended.
-    """
-
-    line: Line | None
-    refused: str
 
 
 class _Settings(ctypes.Structure):
@@ -224,25 +199,28 @@ class ServingThread:
     async def serve(
         self,
         line: Line,
-        timeouts: Timeouts,
+        limits_s: tuple[float, float, float],
         spaces: tuple[int, ...] = (),
         owner: TlsPeer | None = None,
-    ) -> End:
+    ) -> tuple[Line | None, str]:
         """Answer requests until the client hangs up or is refused.
 
-        spaces: those whose pages the client may read; none: all. owner: its certificate. The thread
-        owns the line's connection and session from now on and closes them; those of a refused
-        client come back in the End.
+        Returns the line, still open, of a client that was refused, so that it can be told, and one
+        of wire.REASONS; None and "" where it just ended.
+
+        limits_s: between two requests; from a request's first byte to its last; without a byte of
+        the response taken. spaces: those whose pages the client may read; none: all. owner: its
+        certificate. The thread owns the line's connection and session from now on and closes them,
+        except those of a refused client.
         """
         name = self._next_name
         self._next_name += 1
-        limits = (timeouts.idle_s, timeouts.request_s, timeouts.stall_s)
         conversation = self._conversations[name] = _Conversation(owner)
         try:
-            if not self._serves or not self._take(line, name, limits, spaces, owner):
-                return End(None, "")  # The caller still owns the connection, and closes it.
+            if not self._serves or not self._take(line, name, limits_s, spaces, owner):
+                return None, ""  # The caller still owns the connection, and closes it.
             await conversation.over.wait()
-            return End(conversation.line, conversation.refused)
+            return conversation.line, conversation.refused
         finally:
             del self._conversations[name]
 
@@ -250,7 +228,7 @@ class ServingThread:
         self,
         line: Line,
         name: int,
-        limits: tuple[float, ...],
+        limits_s: tuple[float, ...],
         spaces: tuple[int, ...],
         owner: TlsPeer | None,
     ) -> bool:
@@ -261,7 +239,7 @@ class ServingThread:
             line.connection.fileno(),
             name,
             0 if owner is None else hash(owner.serial) % 2**64 or 1,
-            *(int(seconds * 1e9) for seconds in limits),
+            *(int(seconds * 1e9) for seconds in limits_s),
             handle,
             (ctypes.c_uint32 * len(spaces))(*spaces),
             len(spaces),

@@ -13,6 +13,8 @@ from peercache.config.quantities import format_address
 from peercache.errors import AddressTaken
 from peercache.fabric.tcp.tls import TlsSession
 
+BACKLOG = 1024
+
 PORT_TRIES_MAX = 16
 """Tries to find one free port for both address families."""
 
@@ -45,14 +47,16 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     try:
         for family, address in dict.fromkeys((row[0], row[4]) for row in found):
             try:
-                listener = await _listen_at(family, (address[0], port, *address[2:]))
+                opened = socket.create_server(
+                    (address[0], port, *address[2:]), family=family, backlog=BACKLOG
+                )
             except OSError as error:
                 if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
                     raise
                 unusable = error  # A host without this family serves the other.
                 continue
-            listeners.append(listener)
-            port = port or listener.socket.getsockname()[1]
+            listeners.append(trio.SocketListener(trio.socket.from_stdlib_socket(opened)))
+            port = port or opened.getsockname()[1]
     except BaseException:
         for listener in listeners:
             listener.socket.close()
@@ -60,20 +64,6 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     if not listeners:
         raise unusable or OSError(errno.EADDRNOTAVAIL, f"no address of {host!r} can be bound")
     return listeners
-
-
-async def _listen_at(family: int, address: tuple[object, ...]) -> trio.SocketListener:
-    opened = trio.socket.socket(family, socket.SOCK_STREAM)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        await opened.bind(address)
-        opened.listen(1024)
-    except BaseException:
-        opened.close()
-        raise
-    return trio.SocketListener(opened)
 
 
 @final

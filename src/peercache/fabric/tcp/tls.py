@@ -118,12 +118,6 @@ class TlsContext:
             setting = (what.value or b"").decode()
             raise ConfigError(setting, "OpenSSL cannot use what the file holds")
 
-    @property
-    def handle(self) -> int:
-        """The library's context, valid as long as this object is."""
-        assert self._handle, "made above"
-        return self._handle
-
     def open(self, connection: socket.socket) -> TlsSession:
         """Return a session over a connection; the handshake is still to be done."""
         wait = 0 if self._is_server else socket.MSG_DONTWAIT
