@@ -34,6 +34,7 @@ from peercache.model.status import (
     UNAVAILABLE,
     MemberStatus,
     Status,
+    Tier,
     namespaces_of,
 )
 from peercache.observability.reasons import MISS_REASONS
@@ -423,12 +424,9 @@ def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
 
 def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
     """Return the figures at the top."""
-    pool = [sum(s.pool.used for s in told), sum(s.pool.size for s in told)]
-    disk = [sum(s.disk.used for s in told), sum(s.disk.size for s in told)]
     share, ever = _hit_share(history, member), _total_share(told)
     workers = sum(len(s.workers) + s.workers_more for s in told)
-    pages = sum(s.pool.pages for s in told)
-    tiles = [
+    return [
         Tile(
             "Hit rate, 5 min",
             written_share(share),
@@ -450,23 +448,23 @@ def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
             written_time(history.quantile("get", 0.99, RECENT_S, member)),
             f"p50 {written_time(history.quantile('get', 0.5, RECENT_S, member))}",
         ),
+        _tier_tile("Pool", [s.pool for s in told]),
+        _tier_tile("Disk", [s.disk for s in told])
+        if any(s.disk.size for s in told)
+        else Tile("Disk", "none", "no node has a disk tier"),
+        Tile("Engines", str(workers), "attached workers"),
         Tile(
-            "Pool",
-            written_size(pool[0]),
-            f"of {written_size(pool[1])}, {written_count(pages)} pages",
-            part_of(*pool),
+            "Directory",
+            written_count(sum(s.shard.records for s in told)),
+            "records in the shards",
         ),
     ]
-    if disk[1]:
-        pages = sum(s.disk.pages for s in told)
-        beside = f"of {written_size(disk[1])}, {written_count(pages)} pages"
-        tiles.append(Tile("Disk", written_size(disk[0]), beside, part_of(*disk)))
-    else:
-        tiles.append(Tile("Disk", "none", "no node has a disk tier"))
-    tiles.append(Tile("Engines", str(workers), "attached workers"))
-    records = sum(s.shard.records for s in told)
-    tiles.append(Tile("Directory", written_count(records), "records in the shards"))
-    return tiles
+
+
+def _tier_tile(label: str, tiers: Sequence[Tier]) -> Tile:
+    used, size, pages = (sum(getattr(t, f) for t in tiers) for f in ("used", "size", "pages"))
+    beside = f"of {written_size(size)}, {written_count(pages)} pages"
+    return Tile(label, written_size(used), beside, part_of(used, size))
 
 
 def _total_share(told: Sequence[Status]) -> float:
