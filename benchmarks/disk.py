@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import click
 import numpy as np
-from peercache.actors.storage_port import DISK_ENTRY
 
 from benchmarks.engine import start_cluster
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES, SLAB_BYTES_MAX, slot_blocks, slots_in
+from peercache.actors.ports import DISK_ENTRY
 from peercache.cli.bench.engine import POISON, Engine, WorkingSet
 from peercache.cli.bench.limits import percentile
 from peercache.cli.main import run
