@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
@@ -22,8 +20,7 @@ import msgspec
 import zmq
 
 from peercache.errors import LocalProtocolError
-from peercache.events.publishing import Readers
-from peercache.observability.log import get_logger
+from peercache.events.publishing import Publisher
 
 SEQUENCE: Final = struct.Struct(">Q")
 
@@ -32,18 +29,6 @@ PAGES_A_MESSAGE: Final = 256
 
 QUEUE_PAGES_MAX: Final = 65_536
 """Pages that wait to be told. A caller never waits: beyond that everything is told again."""
-
-WAITING_MAX: Final = 1000
-"""Messages that wait for one reader. With one more, all readers are told everything again, once
-that one reads again or has gone."""
-
-REST_S: Final = 5.0
-"""Pause after what could not be sent, and after an error of what tells the pages that are there."""
-
-POLL_MS: Final = 50
-"""How long the thread waits for a page or a reader, and how soon a close is seen."""
-
-CLOSE_S: Final = 1.0
 
 TENANT: Final = "default"
 """Mooncake's tenant of stores that name none."""
@@ -77,8 +62,13 @@ class ObjectNames:
 
 
 @final
-class ObjectPublisher:
-    """One publisher of object events, with a thread that owns its socket."""
+class ObjectPublisher(Publisher[tuple[str, bool]]):
+    """One publisher of object events, with a thread that owns its socket.
+
+    Its queue has pages, and whether each is stored or removed. With one message more than
+    WAITING_MAX for one reader, all readers are told everything again, once that one reads again or
+    has gone.
+    """
 
     def __init__(
         self,
@@ -98,92 +88,31 @@ class ObjectPublisher:
                   beyond loopback.
         Raises OSError with the endpoint if it cannot be bound, ConfigError without readers.
         """
-        self._log = get_logger()
-        self._context = zmq.Context()
-        try:
-            self._readers = Readers(self._context, endpoint, readers, _prepared)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self.endpoint = self._readers.endpoint
+        super().__init__(
+            endpoint, readers, name="peercache-objects", queued_max=QUEUE_PAGES_MAX,
+            is_lossless=True,
+        )  # fmt: skip
         self.resyncs = 0
         """How often everything was told again after a loss."""
         self._names, self._present, self._rank = names, present, rank
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()
-        self._queue: deque[tuple[str, bool]] = deque()
-        """Pages, and whether each is stored or removed."""
-        self._is_lossy = False
         self._has_joined = False
-        self._next = time.time_ns() // 1000
-        self._is_closing = threading.Event()
-        self._has_pages = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="peercache-objects", daemon=True)
         self._thread.start()
 
     def publish(self, *, stored: Sequence[str] = (), removed: Sequence[str] = ()) -> None:
         """Queue pages, by their hashes; never waits."""
         if self._is_closing.is_set():
             raise LocalProtocolError("the publisher of object events is closed")
-        with self._lock:
-            if len(self._queue) + len(stored) + len(removed) > QUEUE_PAGES_MAX:
-                self._queue.clear()
-                self._is_lossy = True
-            elif not self._is_lossy:
-                self._queue.extend((page, True) for page in stored)
-                self._queue.extend((page, False) for page in removed)
-            # What happens before `present` is asked is in its answer.
-        self._has_pages.set()
-
-    def resync(self) -> None:
-        """Have all readers forget what they were told, and tell them what is present."""
-        with self._lock:
-            self._queue.clear()
-            self._is_lossy = True
-        self._has_pages.set()
-
-    def close(self) -> None:
-        """Send what is queued, and end; bounded, may be repeated."""
-        self._is_closing.set()
-        self._has_pages.set()
-        self._thread.join(CLOSE_S + 1)
+        self._add([*((page, True) for page in stored), *((page, False) for page in removed)])
 
     # --- the thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        resting_until, until = 0.0, float("inf")
-        try:
-            while time.monotonic() < until:
-                self._has_joined |= self._readers.hear()
-                is_resting = time.monotonic() < resting_until
-                sent = False
-                try:
-                    sent = not is_resting and self._send_some()
-                except zmq.Again:
-                    self.resync()
-                    resting_until = time.monotonic() + REST_S
-                except Exception:
-                    self._log.exception("events.publish_failed", at=self.endpoint)
-                    self.resync()
-                    resting_until = time.monotonic() + REST_S
-                if self._is_closing.is_set():
-                    if not sent:
-                        return
-                    until = min(until, time.monotonic() + CLOSE_S)
-                elif not sent:
-                    self._has_pages.wait(POLL_MS / 1000)
-                    self._has_pages.clear()
-        finally:
-            self._context.destroy(linger=int(CLOSE_S * 1000))
+    def _hear(self) -> None:
+        self._has_joined |= self._readers.hear()
 
     def _send_some(self) -> bool:
-        """Send one message, or everything again; return whether there was something."""
-        with self._lock:
-            is_lossy, self._is_lossy = self._is_lossy, False
-            is_resync = is_lossy or self._has_joined
-            count = 0 if is_resync else min(len(self._queue), PAGES_A_MESSAGE)
-            pages = [self._queue.popleft() for _ in range(count)]
-        if not is_resync:
+        pages, is_lossy = self._take(0 if self._has_joined else PAGES_A_MESSAGE)
+        if not is_lossy and not self._has_joined:
             if pages:
                 self._send(pages)
             return bool(pages)
@@ -213,12 +142,6 @@ class ObjectPublisher:
         payload = self._encoder.encode([time.time_ns() // 1_000_000, events, self._rank])
         self._readers.send([b"", SEQUENCE.pack(self._next), payload], zmq.NOBLOCK)
         self._next += 1
-
-
-def _prepared(socket: zmq.Socket[bytes]) -> None:
-    socket.sndhwm = WAITING_MAX
-    # What has no room is an error.
-    socket.setsockopt(zmq.XPUB_NODROP, 1)
 
 
 def _parts(pages: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -20,9 +20,11 @@ import ipaddress
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Generic, TypeVar, final
 
 import attrs
 import zmq
@@ -85,7 +87,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, readers: Sequence[str] = ()) 
     """Bind for these readers.
 
     readers: addresses or networks of other hosts; a socket that they reach wants some.
-    Raises ConfigError for readers that are missing or none, OSError that says why an endpoint
+    Raises ConfigError for readers that are missing or none, OSError with the endpoint, and why it
     cannot be bound.
     """
     networks = networks_of(readers)
@@ -101,13 +103,13 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, readers: Sequence[str] = ()) 
     port = endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp://") and port.isdecimal() and int(port) > PORT_MAX:
         # ZeroMQ takes what is left of it in 16 bits: no router would find the publisher there.
-        raise OSError(errno.EINVAL, f"a port is at most {PORT_MAX}")
+        raise OSError(errno.EINVAL, f"a port is at most {PORT_MAX}: {endpoint}")
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(error.errno, str(error.strerror)) from None
+        raise OSError(error.errno, f"{error.strerror}: {endpoint}") from None
 
 
 @final
@@ -187,6 +189,146 @@ class Readers:
         return socket
 
 
+Item = TypeVar("Item")
+
+RESYNC_S: Final = 5.0
+"""Pause before all is sent again after an error, such as one of what yields what is present; block
+events: at most so often because a replay reaches back no further."""
+
+WAITING_MAX: Final = 1000
+"""Messages that wait for one reader."""
+
+CLOSE_S: Final = 1.0
+"""How long `close` waits for what is queued."""
+
+POLL_MS: Final = 50
+"""How long a batch waits for more where few come, and how soon a reader or a close is seen."""
+
+
+class Publisher(Generic[Item]):
+    """A queue, a socket for readers, and the thread that owns it. Subclasses say what is sent.
+
+    What the queue has no room for, and what could not be sent, is a loss: `_send_some` then sends
+    everything again.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        readers: Sequence[str],
+        *,
+        name: str,
+        queued_max: int,
+        is_lossless: bool,
+    ) -> None:
+        """Bind; the subclass starts the thread. Raises as `bind`.
+
+        name: of the thread. is_lossless: what one reader has no room for is an error.
+        """
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.sndhwm = WAITING_MAX
+            socket.setsockopt(zmq.XPUB_NODROP, is_lossless)
+
+        self._log = get_logger()
+        self._context = zmq.Context()
+        with self._closed_on_error():
+            self._readers = Readers(self._context, endpoint, readers, prepare)
+        self.endpoint = self._readers.endpoint
+        self._queued_max = queued_max
+        self._lock = threading.Lock()
+        self._queue: deque[Item] = deque()
+        self._is_lossy = False
+        """Something was not queued, or not sent: everything is sent again."""
+        # Above all that an earlier publisher of this endpoint has used: it sent fewer than a
+        # million messages a second.
+        self._next = time.time_ns() // 1000
+        self._resting_until = -math.inf
+        self._is_closing = threading.Event()
+        self._has_items = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def resync(self) -> None:
+        """Have all readers forget what they were sent, and send them what is present."""
+        with self._lock:
+            self._queue.clear()
+            self._is_lossy = True
+        self._has_items.set()
+
+    def close(self) -> None:
+        """Send what is queued, and end; bounded, may be repeated."""
+        self._is_closing.set()
+        self._has_items.set()
+        self._thread.join(CLOSE_S + 1)
+
+    def _add(self, items: Sequence[Item]) -> None:
+        """Queue items; never waits. With too many waiting, everything is sent again instead."""
+        with self._lock:
+            if len(self._queue) + len(items) > self._queued_max:
+                self._queue.clear()
+                self._is_lossy = True
+            elif not self._is_lossy:
+                self._queue.extend(items)
+            # What happens before what is present is asked for is in the answer.
+        self._has_items.set()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        until = math.inf
+        try:
+            while time.monotonic() < until:
+                self._hear()
+                sent = self._tried()
+                if self._is_closing.is_set():
+                    if not sent:
+                        return
+                    until = min(until, time.monotonic() + CLOSE_S)
+                elif not sent:
+                    self._has_items.wait(POLL_MS / 1000)
+                    self._has_items.clear()
+        finally:
+            self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _tried(self) -> bool:
+        """Send some; after an error send all again a little later.
+
+        Without this a thread that has ended would leave routers with its last blocks for ever.
+        """
+        if time.monotonic() < self._resting_until:
+            return False
+        try:
+            return self._send_some()
+        except Exception as error:
+            if not isinstance(error, zmq.Again):
+                self._log.exception("events.publish_failed", at=self.endpoint)
+            self._resting_until = time.monotonic() + RESYNC_S
+            self.resync()
+            return False
+
+    def _take(self, count: int) -> tuple[list[Item], bool]:
+        """Return what is queued, at most so much, and whether everything is to be sent again."""
+        with self._lock:
+            is_lossy, self._is_lossy = self._is_lossy, False
+            return [self._queue.popleft() for _ in range(min(len(self._queue), count))], is_lossy
+
+    @abstractmethod
+    def _hear(self) -> None:
+        """Take what readers have sent."""
+
+    @abstractmethod
+    def _send_some(self) -> bool:
+        """Send one message, or everything again; return whether there was something."""
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+
 EVENTS_A_BATCH: Final = 256
 """Events of one message: some hundred kilobytes."""
 
@@ -201,21 +343,8 @@ QUIET_S: Final = 1.0
 """Silence after which an empty batch goes out: a reader that has missed the last one, or has joined
 since, sees the gap and asks for a replay."""
 
-RESYNC_S: Final = 5.0
-"""At most so often is everything told again because a replay reaches back no further, or because
-sending has failed."""
-
 REPLAYS_A_TURN: Final = 8
 """Replays that are answered before the next events go out."""
-
-WAITING_MAX: Final = 1000
-"""Batches that wait for one reader."""
-
-CLOSE_S: Final = 1.0
-"""How long `close` waits for what is queued."""
-
-POLL_MS: Final = 50
-"""How long a batch waits for more events where few come, and how soon a close is seen."""
 
 
 @attrs.frozen
@@ -229,7 +358,7 @@ class PublisherFigures:
 
 
 @final
-class BlockPublisher:
+class BlockPublisher(Publisher[BlockEvent]):
     """One publisher of block events, with a thread that owns its sockets."""
 
     def __init__(
@@ -255,39 +384,23 @@ class BlockPublisher:
         """
         if len(topic.encode()) > TOPIC_BYTES_MAX:
             raise InvalidRequest(f"a topic has at most {TOPIC_BYTES_MAX} bytes")
-        self._log = get_logger()
-        self._context = zmq.Context()
+        super().__init__(
+            endpoint, readers, name="peercache-events", queued_max=QUEUE_EVENTS_MAX,
+            is_lossless=False,
+        )  # fmt: skip
         self._router: zmq.Socket[bytes] | None = None
-        try:
-            self._readers = Readers(self._context, endpoint, readers, _prepared)
-            if replay:
+        self.replay = ""
+        if replay:
+            with self._closed_on_error():
                 self._router = self._asked_at(replay, readers)
-        except OSError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, f"{error.strerror}: {endpoint} {replay}") from None
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self.endpoint, self.replay = self._readers.endpoint, ""
-        if self._router is not None:
             self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._topic, self._rank, self._present = topic.encode(), rank, present
-        self._lock = threading.Lock()
-        self._queue: deque[BlockEvent] = deque()
-        self._is_lossy = False
-        """Something was not queued: everything is told again."""
         self._has_begun = False
-        self._is_closing = threading.Event()
-        self._has_events = threading.Event()
-        # Above all that an earlier publisher of this endpoint has used: it sent fewer than a
-        # million batches a second.
-        self._next = time.time_ns() // 1000
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._is_trimmed = False
-        self._sent_at = self._resynced_at = self._resting_until = -math.inf
+        self._sent_at = self._resynced_at = -math.inf
         self._counts = {"events": 0, "batches": 0, "resyncs": 0, "replays": 0}
-        self._thread = threading.Thread(target=self._run, name="peercache-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
@@ -297,74 +410,27 @@ class BlockPublisher:
         """
         for event in events:
             check(event)
-        with self._lock:
-            if len(self._queue) + len(events) > QUEUE_EVENTS_MAX:
-                self._queue.clear()
-                self._is_lossy = True
-            elif not self._is_lossy:
-                self._queue.extend(events)
-            # What happens before `present` is asked is in its answer.
-        self._has_events.set()
+        self._add(events)
 
     def figures(self) -> PublisherFigures:
         """Return what was done so far."""
         return PublisherFigures(**self._counts)
 
-    def close(self) -> None:
-        """Send what is queued, and end; bounded, may be repeated."""
-        self._is_closing.set()
-        self._has_events.set()
-        self._thread.join(CLOSE_S + 1)
-
     # --- the thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        until = float("inf")
-        try:
-            while True:
-                self._readers.hear()
-                if self._router is not None:
-                    self._answer_replays(self._router)
-                if self._is_closing.is_set() and until == float("inf"):
-                    until = time.monotonic() + CLOSE_S
-                sent = self._tried()
-                if (not sent and until != float("inf")) or time.monotonic() >= until:
-                    return
-                if not sent:
-                    self._has_events.wait(POLL_MS / 1000)
-                    self._has_events.clear()
-        finally:
-            self._context.destroy(linger=int(CLOSE_S * 1000))
-
-    def _tried(self) -> bool:
-        """Send some; after an error, such as one of `present`, send all again a little later.
-
-        Without this a thread that has ended would leave routers with its last blocks for ever.
-        """
-        if time.monotonic() < self._resting_until:
-            return False
-        try:
-            return self._send_some()
-        except Exception:
-            self._log.exception("events.publish_failed", at=self.endpoint)
-            self._resting_until = time.monotonic() + RESYNC_S
-            with self._lock:
-                self._queue.clear()
-                self._is_lossy = True
-            return False
+    def _hear(self) -> None:
+        self._readers.hear()
+        if self._router is not None:
+            self._answer_replays(self._router)
 
     def _send_some(self) -> bool:
-        """Send one batch, or everything again; return whether there was something."""
-        with self._lock:
-            is_resync = self._is_lossy or not self._has_begun
-            self._counts["resyncs"] += self._is_lossy
-            self._has_begun, self._is_lossy = True, False
-            count = 0 if is_resync else min(len(self._queue), EVENTS_A_BATCH)
-            events = [self._queue.popleft() for _ in range(count)]
-        if not is_resync:
+        events, is_lossy = self._take(EVENTS_A_BATCH if self._has_begun else 0)
+        self._counts["resyncs"] += is_lossy
+        if self._has_begun and not is_lossy:
             if events or time.monotonic() - self._sent_at >= QUIET_S:
                 self._send(events)
             return bool(events)
+        self._has_begun = True
         batch: list[BlockEvent] = [AllBlocksCleared()]
         # Events that are queued from here on may be told twice, in their order: that is harmless.
         for event in self._present():
@@ -413,9 +479,7 @@ class BlockPublisher:
         now = time.monotonic()
         if self._is_trimmed and since < self._kept[0][0] and now - self._resynced_at >= RESYNC_S:
             self._resynced_at = now
-            with self._lock:
-                self._queue.clear()
-                self._is_lossy = True
+            self.resync()
 
     # --- sockets ------------------------------------------------------------------------------
 
@@ -427,7 +491,3 @@ class BlockPublisher:
         socket.copy_threshold = 0
         bind(socket, endpoint, readers)
         return socket
-
-
-def _prepared(socket: zmq.Socket[bytes]) -> None:
-    socket.sndhwm = WAITING_MAX

@@ -69,7 +69,7 @@ class ObjectEvents:
         except ConfigError as error:
             raise ConfigError("event_readers", error.problem) from error
         except OSError as error:
-            raise ConfigError("object_events", f"{config.object_events}: {error}") from error
+            raise ConfigError("object_events", str(error)) from error
         self._follower = ClusterFollower(
             lambda _: connect(), lambda: (HOME,), failed=self._tell_problem
         )

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from peercache.errors import LocalProtocolError
-from peercache.events import objects
+from peercache.events import objects, publishing
 from peercache.events.objects import ObjectNames, ObjectPublisher
 from tests.pace import wait_until
 
@@ -85,12 +85,12 @@ def test_after_an_overrun_a_sequence_is_left_out_before_everything_is_told(
 ) -> None:
     """So that readers forget what was removed meanwhile."""
     there = [A, B]
+    monkeypatch.setattr(objects, "QUEUE_PAGES_MAX", 0)
     with (
         closing(ObjectPublisher(ANY, ONE, present=lambda: list(there))) as publisher,
         reader(publisher) as following,
     ):
         first, _ = following()
-        monkeypatch.setattr(objects, "QUEUE_PAGES_MAX", 0)
         there.clear()
         publisher.publish(removed=[A, B])
 
@@ -104,7 +104,7 @@ def test_after_an_error_of_what_is_there_everything_is_told_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread does not end by it."""
-    monkeypatch.setattr(objects, "REST_S", 0.05)
+    monkeypatch.setattr(publishing, "RESYNC_S", 0.05)
     failures = iter([OSError("not now")])
 
     def present() -> list[str]:
@@ -121,8 +121,8 @@ def test_after_an_error_of_what_is_there_everything_is_told_later(
 
 def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has no room for is an error of the send, and everything is told again later."""
-    monkeypatch.setattr(objects, "REST_S", 0.05)
-    monkeypatch.setattr(objects, "WAITING_MAX", 2)
+    monkeypatch.setattr(publishing, "RESYNC_S", 0.05)
+    monkeypatch.setattr(publishing, "WAITING_MAX", 2)
     page = [f"{number:064x}" for number in range(objects.PAGES_A_MESSAGE)]
     with (
         closing(ObjectPublisher(ANY, ObjectNames(ranks=8))) as publisher,
