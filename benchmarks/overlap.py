@@ -42,6 +42,7 @@ from peercache.actors.mailboxes import RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF
 from peercache.content.chain import Chain, in_namespace
+from peercache.events.blocks import BlockStored
 from peercache.http.prefix import ROOT, PrefixIndex, TokensAsked
 from peercache.http.server import serve_http
 from peercache.manager.gpu_blocks import GpuBlocks
@@ -134,7 +135,7 @@ async def measured(rounds: int) -> dict[str, float]:
         gpu.begin(f"gpu-{n}")
         held = tokens[: TOKENS * (n + 1) // NODES].tolist()
         hashes = range(len(held) // BLOCK_TOKENS)
-        gpu.store(f"gpu-{n}", hashes, None, held, BLOCK_TOKENS)
+        gpu.store(f"gpu-{n}", BlockStored(tuple(hashes), None, tuple(held), BLOCK_TOKENS))
     lookup, packed = Lookup(1, keys.tobytes()), Origin(99, PIPE)
     index = PrefixIndex(overlap=alone.nodes[1].overlap, named=str, gpu=GpuBlocks(()))
     facts = {"model": "model", "dtype": "bfloat16", "page_tokens": 64}

@@ -14,7 +14,7 @@ import pytest
 
 from peercache.config.entries import EngineEvents
 from peercache.events.blocks import decode
-from peercache.manager.following import Follower
+from peercache.manager.engine_follower import EngineFollower
 from peercache.manager.gpu_blocks import KNOWN, GpuBlocks, OnGpu
 from tests.pace import wait_until
 
@@ -47,11 +47,11 @@ def batch(*events: Any) -> Any:
     return kv_events.KVEventBatch(time.time(), list(events))
 
 
-def follow(tmp_path: Path) -> tuple[Follower, Callable[[], OnGpu]]:
+def follow(tmp_path: Path) -> tuple[EngineFollower, Callable[[], OnGpu]]:
     """Follow the publisher; return what its GPU has of the prompt."""
     blocks = GpuBlocks(["gpu"])
     engine = EngineEvents("gpu", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
-    return Follower([engine], blocks), lambda: blocks.find(PROMPT)[0]
+    return EngineFollower([engine], blocks), lambda: blocks.find(PROMPT)[0]
 
 
 def test_the_index_knows_what_sglang_has_on_its_gpu(publisher: Any, tmp_path: Path) -> None:

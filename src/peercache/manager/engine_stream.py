@@ -128,11 +128,7 @@ class EngineStream:
                 case BlockStored() | BlockRemoved() if event.medium != GPU:
                     continue
                 case BlockStored():
-                    blocks.store(
-                        name, event.hashes, event.parent, event.tokens, event.block_tokens,
-                        event.lora, event.extra, event.group, event.kind, event.window,
-                        event.ahead,
-                    )  # fmt: skip
+                    blocks.store(name, event)
                 case BlockRemoved():
                     blocks.remove(name, event.hashes, event.group)
         blocks.settle(name)

@@ -21,47 +21,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from enum import Enum, unique
 from threading import Lock
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from peercache.model.ids import name_of
-from peercache.model.prefix import Overlap
+from peercache.model.prefix import Mask, Overlap, ends_of, leading_columns
 from peercache.model.records import ON_DISK, RESIDENT
 
-
-@unique
-class Needs(Enum):
-    """What of a group's blocks a prefix needs."""
-
-    ALL = "all of them"
-    WINDOW = "those of its window"
-    STATE = "the last one"
+if TYPE_CHECKING:
+    # Of the extra `events`, which a process that follows no engine may lack.
+    from peercache.events.blocks import BlockStored
 
 
-_NEEDS = {
-    "": Needs.ALL,
-    "full_attention": Needs.ALL,
-    "mla_attention": Needs.ALL,
-    "sink_full_attention": Needs.ALL,
-    "sliding_window": Needs.WINDOW,
-    "sliding_window_mla": Needs.WINDOW,
-    "mamba": Needs.STATE,
+ALL = 2**62
+"""Tokens that are read of a prefix: every one of it."""
+
+_READ = {
+    "": ALL,
+    "full_attention": ALL,
+    "mla_attention": ALL,
+    "sink_full_attention": ALL,
+    "mamba": 1,
 }
 """By the kind that an event names; events of engines with one group name none."""
 
+_WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
 
-def needs_of(kind: str, window: int) -> Needs | None:
-    """Return what a prefix needs of a group; None: no rule is known for this kind.
 
-    window: in tokens, of a sliding window.
+def tokens_read(kind: str, window: int) -> int | None:
+    """Return how many tokens before it the next token reads; None: no rule is known for this kind.
+
+    window: in tokens, of a sliding window, which has the next token in it.
     """
-    needs = _NEEDS.get(kind)
-    return None if needs is Needs.WINDOW and window < 1 else needs
+    if kind in _WINDOWS:
+        return window - 1 if window > 0 else None
+    return _READ.get(kind)
 
 
 @attrs.frozen
@@ -69,30 +67,12 @@ class HeldBlocks:
     """Which blocks of a prompt a group has.
 
     held:         (blocks,) bool, from the first block of the prompt on; those behind are absent.
-    block_tokens: tokens of each. window: in tokens; 0 unless a window is needed.
+    block_tokens: tokens of each. read: tokens at a prefix's end that the next token reads.
     """
 
-    needs: Needs
+    read: int
     block_tokens: int
-    window: int
-    held: npt.NDArray[np.bool_]
-
-    def usable(self) -> npt.NDArray[np.bool_]:
-        """Return for 0, 1, … blocks whether this group can go on behind so many: (blocks + 1,)."""
-        count = np.arange(len(self.held) + 1)
-        enough = np.ones(len(count), np.bool_)
-        if self.needs is Needs.STATE:
-            enough[1:] = self.held
-            return enough
-        # Of each number of blocks, how many at its end are held without a gap.
-        absent = np.where(self.held, 0, count[1:])
-        trailing = count[1:] - np.maximum.accumulate(absent)
-        wanted = count[1:]
-        if self.needs is Needs.WINDOW:
-            # The next token reads the window - 1 tokens before it.
-            wanted = np.minimum(wanted, -(-(self.window - 1) // self.block_tokens))
-        enough[1:] = trailing >= wanted
-        return enough
+    held: Mask
 
 
 def usable_tokens(groups: Sequence[HeldBlocks]) -> int:
@@ -104,7 +84,8 @@ def usable_tokens(groups: Sequence[HeldBlocks]) -> int:
     count = min(len(group.held) * group.block_tokens for group in groups) // step
     enough = np.ones(count + 1, np.bool_)
     for group in groups:
-        enough &= group.usable()[:: step // group.block_tokens][: count + 1]
+        ends = ends_of(group.held, -(-group.read // group.block_tokens))
+        enough &= ends[:: step // group.block_tokens][: count + 1]
     return int(np.flatnonzero(enough)[-1]) * step
 
 
@@ -146,6 +127,7 @@ class _Block:
 class _Group:
     """A group of layers of an engine.
 
+    read:  tokens of a prefix that the next token reads.
     ahead: tokens behind a block that its hash covers too.
     is_sparse: an event of it has not told which blocks of its tokens it keeps.
     blocks: by the engine's own hash; None: it is not known where in a prompt the block is.
@@ -154,14 +136,18 @@ class _Group:
     """
 
     bit: int
-    needs: Needs = Needs.ALL
-    window: int = 0
+    read: int = ALL
     block_tokens: int = 0
     ahead: int = 0
     is_sparse: bool = False
     blocks: dict[Hashable, _Block | None] = attrs.field(factory=dict)
     copies: dict[Hashable, int] = attrs.field(factory=dict)
     names: dict[_Block, int] = attrs.field(factory=dict)
+
+    @property
+    def place(self) -> int:
+        """Return the place of its bit."""
+        return self.bit.bit_length() - 1
 
     @property
     def hashed(self) -> _Hashed:
@@ -181,13 +167,6 @@ class _Engine:
     def block_tokens(self) -> int:
         """Return the tokens of a block of the first group, 0 before its first one."""
         return next((group.block_tokens for group in self.groups.values()), 0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether it has what a prefix needs if it has all blocks of it."""
-        return all(group.needs is Needs.ALL for group in self.groups.values()) and (
-            len(self.groups) == 1
-        )
 
 
 @attrs.frozen
@@ -266,59 +245,42 @@ class GpuBlocks:
         """Return why an engine is not known; "" while it is."""
         return self._engines[name].why
 
-    def store(
-        self,
-        name: str,
-        hashes: Sequence[Hashable],
-        parent: Hashable | None,
-        tokens: Sequence[int],
-        block_tokens: int,
-        lora: str = "",
-        extra: Sequence[Any] | None = None,
-        group: int | None = None,
-        kind: str = "",
-        window: int = 0,
-        ahead: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def store(self, name: str, event: BlockStored) -> None:
         """Note blocks that an engine has stored, one behind the other.
 
-        parent: the engine's hash of the block before the first; None where they begin a prompt.
-        tokens: the token ids of all of them; of more blocks where a group of layers keeps only
-                some. extra: what else each block depends on, or None.
-        group:  of layers; kind and window: of that group, as `BlockStored` has them. VLLM, which
-                names groups, tells each copy of a block that it has computed more than once.
-        ahead:  by block, the tokens behind it that its hash covers too.
+        VLLM, which names groups, tells each copy of a block that it has computed more than once.
         """
         engine = self._engines[name]
         if engine.why:
             return
+        hashes, tokens, block_tokens = event.hashes, event.tokens, event.block_tokens
         if block_tokens < 1 or len(tokens) % block_tokens:
             self.lose(name, "an event of it told another number of tokens than its blocks have")
             return
         try:
             packed = np.asarray(tokens, TOKENS_IN).tobytes()
-            behind = [np.asarray(some, TOKENS_IN).tobytes() for some in ahead]
+            behind = [np.asarray(some, TOKENS_IN).tobytes() for some in event.ahead]
         except (OverflowError, TypeError, ValueError):
             self.lose(name, "an event of it told tokens that are no token ids")
             return
-        into = self._group(engine, group or 0, kind, window, block_tokens)
+        into = self._group(engine, event)
         if isinstance(into, str):
             self.lose(name, into)
             return
         if hashes:
-            into.ahead = len(ahead[0]) if ahead else 0
+            into.ahead = len(event.ahead[0]) if event.ahead else 0
         is_whole = len(tokens) == len(hashes) * block_tokens
         into.is_sparse |= bool(hashes) and not is_whole
         # A block that ends within one of its group, too, lies where another group has its end.
         is_placed = is_whole and block_tokens == into.block_tokens
         size = block_tokens * TOKENS_IN.itemsize
-        why = ""
+        why, parent, extra = "", event.parent, event.extra
         for begin in range(0, len(hashes), PART):
             with self._lock:
                 end = min(begin + PART, len(hashes))
                 if sum(len(one.blocks) for one in engine.groups.values()) >= self._blocks_max:
                     why = f"it has more than {self._blocks_max} blocks"
-                before = _before(into, parent, lora) if is_placed else None
+                before = _before(into, parent, event.lora) if is_placed else None
                 for at in range(begin, end):
                     if len(self._tree) >= self._blocks_max:
                         why = f"the engines have more than {self._blocks_max} different blocks"
@@ -371,24 +333,17 @@ class GpuBlocks:
         packed = np.ascontiguousarray(tokens, TOKENS_IN).tobytes()
         found: list[OnGpu] = []
         with self._lock:
-            plain = {
-                group.hashed
-                for one in self._engines.values()
-                if one.is_plain
-                for group in one.groups.values()
+            told = [group for one in self._engines.values() for group in one.groups.values()]
+            held = {
+                hashed: self._held(packed, hashed, lora)
+                for hashed in dict.fromkeys(group.hashed for group in told)
             }
-            hybrid = {
-                group.hashed
-                for one in self._engines.values()
-                if not one.is_plain
-                for group in one.groups.values()
-            }
-            runs = {hashed: self._runs(packed, hashed, lora) for hashed in plain}
-            held = {hashed: self._held(packed, hashed, lora) for hashed in hybrid}
+            runs = {hashed: leading_columns(has.T) for hashed, has in held.items()}
             for name, engine in self._engines.items():
                 size, groups = engine.block_tokens, list(engine.groups.values())
-                if engine.is_plain:
-                    prefix = runs[groups[0].hashed].get(groups[0].bit, 0) * size
+                if len(groups) == 1 and groups[0].read == ALL:
+                    # As most engines: all of them at once.
+                    prefix = int(runs[groups[0].hashed][groups[0].place]) * size
                 else:
                     prefix = _usable(groups, held) if groups else 0
                 state = KNOWN if not engine.why else AWAY if name in self._away else UNKNOWN
@@ -396,21 +351,7 @@ class GpuBlocks:
                 found.append(OnGpu(name, state, engine.why, prefix, size, blocks))
         return found
 
-    def _runs(self, packed: bytes, hashed: _Hashed, lora: str) -> dict[int, int]:
-        """Return by the bit of a group how many leading blocks it has."""
-        having, count = 0, 0
-        runs: dict[int, int] = {}
-        for block in self._path(packed, hashed, lora):
-            left = having & block.held_by if count else block.held_by
-            if left != having:
-                runs |= dict.fromkeys(_bits(having & ~left), count)
-                having = left
-            if not having:
-                return runs
-            count += 1
-        return runs | dict.fromkeys(_bits(having), count)
-
-    def _held(self, packed: bytes, hashed: _Hashed, lora: str) -> npt.NDArray[np.bool_]:
+    def _held(self, packed: bytes, hashed: _Hashed, lora: str) -> Mask:
         """Return which blocks of a prompt each group has: (blocks, bits), shorter if none has."""
         width = -(-self._bits // 8)
         path = self._path(packed, hashed, lora)
@@ -433,13 +374,12 @@ class GpuBlocks:
 
     # --- groups and the tree, under the lock ------------------------------------------------------
 
-    def _group(
-        self, engine: _Engine, at: int, kind: str, window: int, block_tokens: int
-    ) -> _Group | str:
+    def _group(self, engine: _Engine, event: BlockStored) -> _Group | str:
         """Return a group of an engine as an event tells it, or why it cannot be followed."""
-        needs = needs_of(kind, window)
-        if needs is None:
-            return f"no rule is known for a group of its layers of the kind {kind[:40]!r}"
+        read = tokens_read(event.kind, event.window)
+        if read is None:
+            return f"no rule is known for a group of its layers of the kind {event.kind[:40]!r}"
+        at = event.group or 0
         with self._lock:
             group = engine.groups.get(at)
             if group is None:
@@ -449,9 +389,9 @@ class GpuBlocks:
                     engine.bits[at] = 1 << self._bits
                     self._bits += 1
                 group = engine.groups[at] = _Group(engine.bits[at])
-            group.needs, group.window = needs, window if needs is Needs.WINDOW else 0
-            group.block_tokens = max(group.block_tokens, block_tokens)
-        if not kind and len(engine.groups) > 1:
+            group.read = read
+            group.block_tokens = max(group.block_tokens, event.block_tokens)
+        if not event.kind and len(engine.groups) > 1:
             return "it does not say of which kind its groups of layers are"
         return group
 
@@ -546,26 +486,18 @@ def _placed(engine: _Engine, group: _Group, one: Hashable) -> _Block | None:
     return None
 
 
-def _usable(groups: Sequence[_Group], held: dict[_Hashed, npt.NDArray[np.bool_]]) -> int:
+def _usable(groups: Sequence[_Group], held: dict[_Hashed, Mask]) -> int:
     """Return the prefix, in tokens, that an engine with these groups need not compute."""
     return usable_tokens(
         [
             HeldBlocks(
-                group.needs,
+                group.read,
                 group.block_tokens,
-                group.window,
-                held[group.hashed][:, group.bit.bit_length() - 1],
+                held[group.hashed][:, group.place],
             )
             for group in groups
         ]
     )
-
-
-def _bits(mask: int) -> Iterator[int]:
-    """Yield each bit of a number."""
-    while mask:
-        yield mask & -mask
-        mask &= mask - 1
 
 
 @attrs.frozen

@@ -11,14 +11,13 @@ It keeps nothing of the stores: each answer comes from the directory, by way of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Protocol, final
 
 import numpy as np
 
 from peercache.config.entries import EngineEvents
 from peercache.content.chain import Chain, Tokens, in_namespace, token_ids
-from peercache.manager.following import Follower
+from peercache.manager.engine_follower import EngineFollower
 from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, prefix_of
 from peercache.model.keys import Key, Namespace, PageKeys
 from peercache.model.prefix import Overlap
@@ -48,7 +47,7 @@ class RemoteKVManager:
         self._client = client
         self._digest = client.namespace.digest()
         self._gpu = GpuBlocks(engine.name for engine in engines)
-        self._follower = Follower(engines, self._gpu) if engines else None
+        self._follower = EngineFollower(engines, self._gpu) if engines else None
 
     def find_tokens(self, tokens: Tokens, chain: Chain, *, lora: str = "") -> FoundPrefix:
         """Return how much of a prompt lies where, in whole pages; on GPUs too.
@@ -85,12 +84,7 @@ class RemoteKVManager:
         """Return the manager."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 

@@ -52,15 +52,11 @@ class SidePages:
 
     def ends(self, pages: int) -> Mask:
         """Return at which lengths a prefix of at most `pages` may end, (pages + 1,) bool."""
-        ends = np.zeros(pages + 1, np.bool_)
-        if self.policy == ALL_PAGES:
-            ends[1 : leading(self.present[:pages]) + 1] = True
-        elif self.policy == TRAILING_PAGES:
-            # The sum over the window before each end; a prefix shorter than the window needs all.
-            counted = np.concatenate([[0], np.cumsum(self.present[:pages])])
-            begins = np.maximum(np.arange(pages + 1) - self.trailing, 0)
-            ends = counted - counted[begins] == np.arange(pages + 1) - begins
-            ends[0] = False
+        if self.policy not in {ALL_PAGES, TRAILING_PAGES}:
+            return np.zeros(pages + 1, np.bool_)
+        window = pages if self.policy == ALL_PAGES else self.trailing
+        ends = ends_of(self.present[:pages], window)
+        ends[0] = False
         return ends
 
     def covered(self, pages: int) -> int:
@@ -115,6 +111,19 @@ def prefix_of(kv: Mask | None, asked: int, sides: list[SidePages]) -> Prefix:
 def leading(present: Mask) -> int:
     """Return the length of the leading run of pages that are there."""
     return len(present) if present.all() else int(np.argmin(present))
+
+
+def ends_of(present: Mask, window: int) -> Mask:
+    """Return for 0, 1, … pages whether the last `window` of so many are all there: (pages + 1,).
+
+    A prefix shorter than the window needs all of its pages.
+    """
+    count = np.arange(len(present) + 1)
+    begins = np.maximum(count - window, 0)
+    # The sum over the window before each end.
+    counted = np.concatenate([[0], np.cumsum(present)])
+    ends: Mask = counted - counted[begins] == count - begins
+    return ends
 
 
 HOLDERS_MAX = 64

@@ -14,7 +14,7 @@ from peercache.http.history import Watching
 from peercache.http.pages import Health, IndexParts, Pages
 from peercache.http.server import serve_http
 from peercache.installation.library import version
-from peercache.manager.following import Follower
+from peercache.manager.engine_follower import EngineFollower
 from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Overlap
@@ -63,7 +63,7 @@ class Web:
         nursery.start_soon(self._watching.run)
         nursery.start_soon(self._access.follow)
         if self._engines:
-            nursery.start_soon(self._follow, Follower(self._engines, self._gpu))
+            nursery.start_soon(self._follow, EngineFollower(self._engines, self._gpu))
         application = self._pages.application()
         serve = partial(
             serve_http,
@@ -75,7 +75,7 @@ class Web:
         return str(await nursery.start(serve))
 
     @staticmethod
-    async def _follow(follower: Follower) -> None:
+    async def _follow(follower: EngineFollower) -> None:
         try:
             await trio.sleep_forever()
         finally:

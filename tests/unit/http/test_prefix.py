@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from peercache.config.quantities import parse_address
 from peercache.content.chain import Chain, in_namespace
+from peercache.events.blocks import BlockStored
 from peercache.http import pages
 from peercache.http.pages import IndexParts, Pages
 from peercache.http.prefix import (
@@ -60,7 +61,7 @@ class Nodes:
         self.gate: trio.Event | None = None
         self.gpu = GpuBlocks(["gpu-0"])
         self.gpu.begin("gpu-0")
-        self.gpu.store("gpu-0", [1, 2], None, PROMPT[:12], 6)
+        self.gpu.store("gpu-0", BlockStored((1, 2), None, tuple(PROMPT[:12]), 6))
 
     async def overlap(self, keys: PageKeys) -> Overlap:
         if self.gate is not None:

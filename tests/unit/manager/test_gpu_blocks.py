@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from peercache.events.blocks import BlockStored
 from peercache.manager.gpu_blocks import (
+    ALL,
     AWAY,
     ENGINES_MAX,
     GROUPS_MAX,
@@ -18,9 +21,8 @@ from peercache.manager.gpu_blocks import (
     UNKNOWN,
     GpuBlocks,
     HeldBlocks,
-    Needs,
     OnGpu,
-    needs_of,
+    tokens_read,
     usable_tokens,
 )
 from tests.examples import examples
@@ -38,6 +40,13 @@ def hashes_of(*blocks: int) -> list[tuple[int, ...]]:
     return [blocks[: at + 1] for at in range(len(blocks))]
 
 
+def stored(
+    hashes: Iterable[Any], parent: Any, tokens: Iterable[int], block_tokens: int, **what: Any
+) -> BlockStored:
+    """Return the event of blocks that an engine has stored."""
+    return BlockStored(tuple(hashes), parent, tuple(tokens), block_tokens, **what)
+
+
 def found(index: GpuBlocks, *blocks: int, lora: str = "") -> dict[str, int]:
     told = index.find(np.array(prompt(*blocks), np.uint32), lora)
     return {one.engine: one.prefix_tokens // BLOCK for one in told}
@@ -51,7 +60,7 @@ def begun(*names: str, **limits: int) -> GpuBlocks:
 
 
 def store(index: GpuBlocks, name: str, *blocks: int, **what: Any) -> None:
-    index.store(name, hashes_of(*blocks), None, prompt(*blocks), BLOCK, **what)
+    index.store(name, stored(hashes_of(*blocks), None, prompt(*blocks), BLOCK, **what))
 
 
 class Engines(RuleBasedStateMachine):
@@ -75,7 +84,7 @@ class Engines(RuleBasedStateMachine):
     def store_behind(self, name: str, blocks: tuple[int, ...], more: tuple[int, ...]) -> None:
         """Behind a block that the engine may have evicted: then nothing can be told of it."""
         hashes = hashes_of(*blocks, *more)[len(blocks) :]
-        self.index.store(name, hashes, blocks, prompt(*more), BLOCK)
+        self.index.store(name, stored(hashes, blocks, prompt(*more), BLOCK))
         if blocks in self.has[name]:
             self.has[name].update(hashes)
 
@@ -135,7 +144,7 @@ def test_adapters_and_salts_are_told_apart() -> None:
     index = begun("a")
     store(index, "a", 1, lora="french")
     assert (found(index, 1), found(index, 1, lora="french")) == ({"a": 0}, {"a": 1})
-    index.store("a", ["x", "y"], None, prompt(7, 8), BLOCK, extra=[None, ("image-1",)])
+    index.store("a", stored(["x", "y"], None, prompt(7, 8), BLOCK, extra=[None, ("image-1",)]))
     assert found(index, 7, 8) == {"a": 1}
 
 
@@ -143,10 +152,10 @@ def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> Non
     """With vLLM's drafts (EAGLE): what lies behind a block tells it from others of its tokens."""
     index = begun("drafting", "plain")
     tokens = prompt(1, 2)
-    index.store("drafting", ["12"], None, prompt(1), BLOCK, ahead=[[2, 2]])
-    index.store("drafting", ["13"], None, prompt(1), BLOCK, ahead=[[3, 3]])
-    index.store("drafting", ["12", "124"], None, tokens, BLOCK, ahead=[[2, 2], [4, 4]])
-    index.store("plain", ["1", "12"], None, tokens, BLOCK)
+    index.store("drafting", stored(["12"], None, prompt(1), BLOCK, ahead=[[2, 2]]))
+    index.store("drafting", stored(["13"], None, prompt(1), BLOCK, ahead=[[3, 3]]))
+    index.store("drafting", stored(["12", "124"], None, tokens, BLOCK, ahead=[[2, 2], [4, 4]]))
+    index.store("plain", stored(["1", "12"], None, tokens, BLOCK))
 
     def tells(asked: list[int]) -> list[int]:
         return [one.prefix_tokens for one in index.find(np.array(asked, np.uint32))]
@@ -156,7 +165,7 @@ def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> Non
     assert tells([*tokens, 4]) == [4, 8], "it has no hash of its second block yet"
     assert tells(prompt(1, 2, 5)) == [4, 8]
     assert tells(prompt(1, 5)) == [0, 4]
-    index.store("drafting", [], None, tokens, BLOCK, **FULL)
+    index.store("drafting", stored([], None, tokens, BLOCK, **FULL))
     index.remove("drafting", ["12"])
     assert tells(prompt(1, 2, 4)) == [0, 8]
     assert tells(prompt(1, 3)) == [4, 4]
@@ -165,7 +174,7 @@ def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> Non
 def test_block_sizes_are_matched_each_in_its_own() -> None:
     index = begun("a", "b")
     store(index, "a", 1, 1)
-    index.store("b", ["h"], None, [1] * 6, 6)
+    index.store("b", stored(["h"], None, [1] * 6, 6))
     told = index.find(np.array([1] * 9, np.uint32))
     assert [(one.prefix_tokens, one.block_tokens) for one in told] == [(8, 4), (6, 6)]
 
@@ -177,7 +186,7 @@ def test_events_that_cannot_be_right_lose_the_engine(tokens: list[int], block_to
     """And no other engine."""
     index = begun("a", "b")
     store(index, "b", 1)
-    index.store("a", ["h"], None, tokens, block_tokens)
+    index.store("a", stored(["h"], None, tokens, block_tokens))
     assert not index.is_known("a")
     assert found(index, 1) == {"a": 0, "b": 1}
 
@@ -189,7 +198,7 @@ FULL = {"group": 0, "kind": "full_attention"}
 def test_a_window_is_placed_behind_blocks_that_only_another_group_has() -> None:
     index = begun("a")
     store(index, "a", 1, 2, 3, 4, **FULL)
-    index.store("a", hashes_of(1, 2, 3, 4)[2:], (1, 2), prompt(3, 4), BLOCK, **WINDOW)
+    index.store("a", stored(hashes_of(1, 2, 3, 4)[2:], (1, 2), prompt(3, 4), BLOCK, **WINDOW))
     assert found(index, 1, 2, 3, 4, 5) == {"a": 4}
     assert found(index, 1, 2, 3) == {"a": 0}
 
@@ -201,7 +210,7 @@ def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() ->
     for order in ([large, small], [small, large]):
         index = begun("a")
         for size, group in order:
-            index.store("a", [(1, 2)], None, prompt(1, 2), size, **group)
+            index.store("a", stored([(1, 2)], None, prompt(1, 2), size, **group))
         assert found(index, 1, 2) == {"a": 0}
         store(index, "a", 1, 2, **FULL | {"group": 2})
         assert found(index, 1, 2) == {"a": 2}
@@ -210,7 +219,7 @@ def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() ->
 def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is() -> None:
     index = begun("a")
     store(index, "a", 1, 2)
-    index.store("a", [(1, 2)], "unknown", prompt(2), BLOCK)
+    index.store("a", stored([(1, 2)], "unknown", prompt(2), BLOCK))
     assert found(index, 1, 2) == {"a": 2}
     index.remove("a", [(1, 2)])
     assert found(index, 1, 2) == {"a": 1}
@@ -219,9 +228,9 @@ def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is() -> 
 def test_a_block_that_ends_within_another_is_none_of_a_prompt() -> None:
     """It takes no room among those that are."""
     index = begun("a")
-    index.store("a", [(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL)
-    index.store("a", [(1,)], None, prompt(1), BLOCK, **FULL)
-    index.store("a", [(1, 2, 3)], (1, 2), prompt(3), BLOCK, **FULL)
+    index.store("a", stored([(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL))
+    index.store("a", stored([(1,)], None, prompt(1), BLOCK, **FULL))
+    index.store("a", stored([(1, 2, 3)], (1, 2), prompt(3), BLOCK, **FULL))
     assert len(index) == 1
     assert found(index, 1, 2, 3) == {"a": 2}
 
@@ -229,8 +238,8 @@ def test_a_block_that_ends_within_another_is_none_of_a_prompt() -> None:
 def test_a_group_that_keeps_nothing_yet_is_understood() -> None:
     """It is not known then which blocks it keeps, and there are none."""
     index = begun("a")
-    index.store("a", [(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL)
-    index.store("a", [], None, prompt(1, 2), BLOCK, **WINDOW)
+    index.store("a", stored([(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL))
+    index.store("a", stored([], None, prompt(1, 2), BLOCK, **WINDOW))
     index.settle("a")
     assert (index.is_known("a"), found(index, 1, 2)) == (True, {"a": 0})
     store(index, "a", 1, 2, **WINDOW)
@@ -261,7 +270,7 @@ def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None
     """SGLang gives the blocks of an adapter new hashes when it loads it again."""
     index = begun("a", "b")
     for one in ("first load", "second", "third"):
-        index.store("a", [one], None, prompt(1), BLOCK, "french")
+        index.store("a", stored([one], None, prompt(1), BLOCK, lora="french"))
     for one, left in (("second", 1), ("first load", 1), ("third", 0)):
         index.remove("a", [one])
         assert found(index, 1, lora="french") == {"a": left, "b": 0}
@@ -272,7 +281,7 @@ def test_a_hash_that_is_told_of_another_block_leaves_the_one_before() -> None:
     """And a block may be of one token."""
     index = begun("a")
     for token in (7, 8):
-        index.store("a", ["x"], None, [token], 1)
+        index.store("a", stored(["x"], None, [token], 1))
     assert [index.find(np.array([one], np.uint32))[0].prefix_tokens for one in (7, 8)] == [0, 1]
     assert len(index) == 1
 
@@ -291,7 +300,7 @@ def test_an_engine_that_begins_again_has_its_groups_again() -> None:
 
 def test_what_an_engine_was_lost_for_first_stays_told() -> None:
     index = begun("a")
-    index.store("a", [(1, 2)], None, prompt(1, 2, 3), BLOCK, **WINDOW)
+    index.store("a", stored([(1, 2)], None, prompt(1, 2, 3), BLOCK, **WINDOW))
     index.lose("a", "events 3 to 5 were missed")
     index.settle("a")
     assert index.why("a") == "events 3 to 5 were missed"
@@ -303,7 +312,7 @@ def test_names_of_blocks_are_bounded() -> None:
         index = begun("a", blocks_max=5)
         for at in range(6):
             assert index.is_known("a")
-            index.store("a", [at], parent, prompt(1), BLOCK)
+            index.store("a", stored([at], parent, prompt(1), BLOCK))
         assert index.why("a") == "it has more than 5 blocks"
 
 
@@ -324,20 +333,14 @@ def is_enough(group: HeldBlocks, tokens: int) -> bool:
         return False
     if not tokens:
         return True
-    blocks = tokens // group.block_tokens
-    if group.needs is Needs.STATE:
-        return bool(group.held[blocks - 1])
-    first = 0 if group.needs is Needs.ALL else max(0, tokens - group.window + 1)
+    first = max(0, tokens - group.read)
     return all(group.held[at // group.block_tokens] for at in range(first, tokens))
 
 
 groups = st.builds(
-    lambda needs, size, window, held: HeldBlocks(
-        needs, size, window if needs is Needs.WINDOW else 0, np.array(held, np.bool_)
-    ),
-    st.sampled_from(Needs),
+    lambda read, size, held: HeldBlocks(read, size, np.array(held, np.bool_)),
+    st.one_of(st.just(ALL), st.integers(0, 8)),
     st.integers(1, 4),
-    st.integers(1, 9),
     st.lists(st.sampled_from([True, True, True, False]), max_size=8),
 )
 
@@ -353,16 +356,16 @@ def test_the_longest_prefix_that_all_groups_can_go_on_behind(several: list[HeldB
 
 
 @pytest.mark.parametrize(
-    ("kind", "window", "needs"),
+    ("kind", "window", "read"),
     [
-        ("", 0, Needs.ALL),
-        ("mla_attention", 0, Needs.ALL),
-        ("sliding_window_mla", 8, Needs.WINDOW),
+        ("", 0, ALL),
+        ("mla_attention", 0, ALL),
+        ("sliding_window_mla", 8, 7),
         ("sliding_window", 0, None),
-        ("mamba", 0, Needs.STATE),
+        ("mamba", 0, 1),
         ("cross_attention", 0, None),
         ("a kind of tomorrow", 0, None),
     ],
 )
-def test_kinds(kind: str, window: int, needs: Needs | None) -> None:
-    assert needs_of(kind, window) is needs
+def test_kinds(kind: str, window: int, read: int | None) -> None:
+    assert tokens_read(kind, window) == read

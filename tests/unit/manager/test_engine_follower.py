@@ -16,7 +16,7 @@ from peercache.config.entries import EngineEvents
 from peercache.errors import ConfigError
 from peercache.events.blocks import BlockStored
 from peercache.events.publishing import BlockPublisher
-from peercache.manager.following import Follower
+from peercache.manager.engine_follower import EngineFollower
 from peercache.manager.gpu_blocks import AWAY, KNOWN, UNKNOWN, GpuBlocks, OnGpu
 from tests.pace import wait_until
 
@@ -81,7 +81,7 @@ def test_an_engine_that_lives_is_missed_dies_and_begins_again(
     """Joined late, a gap, its death, and another process at its place: each time what it has."""
     publisher.publish(block(0), arrives=False)
     blocks = GpuBlocks(["e"])
-    follower = Follower([publisher.events], blocks)
+    follower = EngineFollower([publisher.events], blocks)
 
     def has(state_wanted: str, tokens: int) -> bool:
         publisher.serve_replay()
@@ -115,7 +115,7 @@ def test_frames_that_are_none_and_a_bug_cost_only_the_engine(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = GpuBlocks(["e"])
-    follower = Follower([attrs_without_replay(publisher.events)], blocks)
+    follower = EngineFollower([attrs_without_replay(publisher.events)], blocks)
     try:
         wait_until(lambda: state(blocks).state == UNKNOWN)
         publisher.publish(block(0))
@@ -140,7 +140,7 @@ def test_a_publisher_of_ours_is_known_however_late_it_is_followed(tmp_path: Path
     at, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     with closing(BlockPublisher(at, replay=replay)) as publisher:
         publisher.publish([BlockStored((1,), None, (0, 0), 2)])
-        with closing(Follower([EngineEvents("e", at, replay)], blocks)):
+        with closing(EngineFollower([EngineEvents("e", at, replay)], blocks)):
             wait_until(lambda: (state(blocks).state, state(blocks).prefix_tokens) == (KNOWN, 2))
             publisher.publish([BlockStored((2,), 1, (1, 1), 2)])
             wait_until(lambda: state(blocks).prefix_tokens == 4)
@@ -153,4 +153,4 @@ def attrs_without_replay(events: EngineEvents) -> EngineEvents:
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"peercache-kv\[events\]"):
-        Follower([EngineEvents("e", "tcp://127.0.0.1:1")], GpuBlocks(["e"]))
+        EngineFollower([EngineEvents("e", "tcp://127.0.0.1:1")], GpuBlocks(["e"]))

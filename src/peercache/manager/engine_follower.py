@@ -41,7 +41,7 @@ _END = 2**64 - 1
 
 
 @final
-class Follower:
+class EngineFollower:
     """Follows engines until `close`."""
 
     def __init__(self, engines: Sequence[EngineEvents], blocks: GpuBlocks) -> None:
