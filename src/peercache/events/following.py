@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
 from typing import Final, Protocol, TypeVar, final
 
 import attrs
@@ -242,12 +241,7 @@ class ClusterFollower:
         """Return this."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
