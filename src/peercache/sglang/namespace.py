@@ -25,15 +25,8 @@ from peercache.model.keys import Namespace
 PAGE_HEAD = "page_head"
 
 
-@attrs.define(eq=False)
 class UncutPool(Exception):
     """A `tp_lcm_size` that has no effect on a pool; the message says why."""
-
-    why: str
-
-    def __str__(self) -> str:
-        """Return the sentence a person reads."""
-        return self.why
 
 
 @attrs.frozen
@@ -153,6 +146,7 @@ def spaces_of(
     name: str,
     weights: Mapping[str, object],
     groups: HeadGroups | None = None,
+    side: str = "",
 ) -> PageSpaces:
     """Return the namespaces of the pages of one host pool.
 
@@ -162,44 +156,16 @@ def spaces_of(
     name:           name of the namespaces, as it is: "a/b" and "a-b" are two.
     weights:        facts of the weights, {} where the name stands for them.
     groups:         groups of heads that its pages are cut into.
+    side:           name of a side pool, "" for the KV pool; `name` is the KV pages' in both cases.
     """
-    geometry = _facts(pool, _POOL_FACTS)
+    # Whether the pages are this rank's own, or equal on every rank.
     is_own = not _field(storage_config, "is_mla_model", default=False)
-    return _spaces(storage_config, pool, page_bytes, name, weights, geometry, groups, is_own=is_own)
-
-
-def side_spaces_of(
-    storage_config: Any,
-    pool: Any,
-    pool_name: str,
-    page_bytes: int,
-    name: str,
-    weights: Mapping[str, object],
-    groups: HeadGroups | None = None,
-) -> PageSpaces:
-    """Return the namespaces of the pages of a side pool; `name` is that of the model's KV pages."""
-    geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS))
-    geometry |= {"pool": pool_name, "pool_class": type(pool).__name__}
-    # A replicated model's KV is the same on every rank. Its Mamba state is not, and neither is a
-    # pool that holds attention heads, such as a draft model's: each rank has its own part.
-    holds_heads = getattr(pool, "head_num", None) is not None
-    is_replicated = _field(storage_config, "is_mla_model", default=False)
-    is_own = pool_name == MAMBA or holds_heads or not is_replicated
-    return _spaces(storage_config, pool, page_bytes, name, weights, geometry, groups, is_own=is_own)
-
-
-def _spaces(
-    storage_config: Any,
-    pool: Any,
-    page_bytes: int,
-    name: str,
-    weights: Mapping[str, object],
-    geometry: dict[str, object],
-    groups: HeadGroups | None,
-    *,
-    is_own: bool,
-) -> PageSpaces:
-    """is_own: whether the pages are this rank's own, or equal on every rank."""
+    geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS) if side else _POOL_FACTS)
+    if side:
+        geometry |= {"pool": side, "pool_class": type(pool).__name__}
+        # A replicated model's KV is the same on every rank. Its Mamba state is not, and neither is
+        # a pool that holds attention heads, such as a draft model's: each rank has its own part.
+        is_own = is_own or side == MAMBA or getattr(pool, "head_num", None) is not None
     coordinates: dict[str, object] = {}
 
     def part(axis: str, rank: str, size: str) -> None:

@@ -45,27 +45,17 @@ BATCH_PAGES = 128
 """SGLang's largest batch: the sizes of so many pages are laid out once."""
 
 
-@attrs.define(eq=False)
 class UnservedPool(Exception):
     """A host pool that we cannot serve; the store answers misses and says this once."""
 
-    why: str
 
-    def __str__(self) -> str:
-        """Return the sentence a person reads."""
-        return self.why
-
-
-@attrs.define(eq=False)
 class UnusableBatch(Exception):
     """Arguments of one batch that cannot be served: a miss with a counted reason."""
 
-    reason: str
-    why: str
-
-    def __str__(self) -> str:
-        """Return the sentence a person reads."""
-        return self.why
+    def __init__(self, reason: str, why: str) -> None:
+        """Give the counted reason, and the sentence that a person reads."""
+        super().__init__(why)
+        self.reason = reason
 
 
 @attrs.frozen(eq=False)

@@ -33,7 +33,6 @@ from peercache.sglang.namespace import (
     PageSpaces,
     UncutPool,
     model_name,
-    side_spaces_of,
     spaces_of,
 )
 from peercache.sglang.pages import (
@@ -351,14 +350,14 @@ class Registration:
         try:
             groups = self._head_groups(name, pool)
             pages = side_pages_of(pool, 1 if groups is None else groups.count)
-            spaces = side_spaces_of(
+            spaces = spaces_of(
                 self._storage_config,
                 pool,
-                name,
                 pages.page_bytes,
                 at.spaces.shared.name,
                 self._weights(at.version) | self._draft_weights(name),
                 groups,
+                name,
             )
             sides[name] = SidePool(pages, spaces, _registered(at.client, pages))
         except UnservedPool as unserved:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -191,23 +192,13 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host pool; one bool a key, True where every byte is there."""
-        return self._answer(
-            "get",
-            keys,
-            [False] * len(keys),
-            lambda at: self._read(at, keys, lambda pages: pages.runs(host_indices, len(keys))),
-        )
+        return self._pages("get", keys, lambda pages: pages.runs(host_indices, len(keys)))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Store pages from the host pool; one bool a key, True where the cluster holds it."""
-        return self._answer(
-            "set",
-            keys,
-            [False] * len(keys),
-            lambda at: self._write(at, keys, lambda pages: pages.runs(host_indices, len(keys))),
-        )
+        return self._pages("set", keys, lambda pages: pages.runs(host_indices, len(keys)))
 
     # --- v0: flat page tensors -------------------------------------------------------------
 
@@ -228,11 +219,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> list[torch.Tensor | None]:
         """Fill the targets in place; the target itself a page that is a hit, else None."""
         targets = [] if target_locations is None else list(target_locations)
-
-        def read(at: Attachment) -> list[bool]:
-            return self._read(at, keys, lambda pages: pages.flat_runs(targets, len(keys)))
-
-        hits = self._answer("get", keys, [False] * len(keys), read)
+        hits = self._pages("get", keys, lambda pages: pages.flat_runs(targets, len(keys)))
         return [targets[index] if hit else None for index, hit in enumerate(hits)]
 
     def set(
@@ -254,11 +241,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         given = values if values is not None else target_locations
         sources = [] if given is None else list(given)
-
-        def write(at: Attachment) -> list[bool]:
-            return self._write(at, keys, lambda pages: pages.flat_runs(sources, len(keys)))
-
-        return all(self._answer("set", keys, [False] * len(keys), write))
+        return all(self._pages("set", keys, lambda pages: pages.flat_runs(sources, len(keys))))
 
     # --- what is there ---------------------------------------------------------------------
 
@@ -316,10 +299,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         def read(
             at: Attachment, keys: PageKeys, runs: PageRuns, objects: I64, parts: list[hybrid.Part]
         ) -> list[bool]:
-            flags = self._timed(
-                "prefetch", runs, objects, lambda: at.client.batch_get_into(keys, runs)
-            )
-            left = flags
+            left = flags = self._timed("prefetch", runs, objects, at.client.batch_get_into, keys)
             for part in parts:
                 if part.staged is not None:
                     part.staged.scatter(left[: part.pages])
@@ -340,9 +320,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             for part in parts:
                 if part.staged is not None:
                     part.staged.gather()
-            return self._timed(
-                "backup", runs, objects, lambda: at.client.batch_set_from(keys, runs)
-            )
+            return self._timed("backup", runs, objects, at.client.batch_set_from, keys)
 
         return self._move("set_v2", transfers, write)
 
@@ -362,7 +340,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 at,
                 listed,
                 self._refuser(operation),
-                lambda keys, runs, objects, parts: batch(at, keys, runs, objects, parts),
+                partial(batch, at),
                 self._config.op_timeout_s,
             ),
         )
@@ -461,39 +439,40 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._log.exception("sglang.call_failed", operation=operation, pages=len(keys))
         return miss
 
-    def _read(
-        self, at: Attachment, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
+    def _pages(
+        self, operation: str, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
     ) -> list[bool]:
-        if at.pages is None:
-            return [True] * len(keys)
-        runs, named = runs_in(at.pages), object_keys(keys, at.spaces.digests)
-        objects = np.full(len(keys), at.pages.objects)
-        flags = self._timed(
-            "prefetch", runs, objects, lambda: at.client.batch_get_into(named, runs)
-        )
-        self._count_short(KV_POOL, flags)
-        return flags
+        """Get or set pages that lie in the runs of `runs_in`; one bool a key."""
 
-    def _write(
-        self, at: Attachment, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
-    ) -> list[bool]:
-        if at.pages is None:
-            return [True] * len(keys)
-        runs, named = runs_in(at.pages), object_keys(keys, at.spaces.digests)
-        objects = np.full(len(keys), at.pages.objects)
-        return self._timed("backup", runs, objects, lambda: at.client.batch_set_from(named, runs))
+        def move(at: Attachment) -> list[bool]:
+            if at.pages is None:
+                return [True] * len(keys)
+            runs, named = runs_in(at.pages), object_keys(keys, at.spaces.digests)
+            objects = np.full(len(keys), at.pages.objects)
+            if operation == "set":
+                return self._timed("backup", runs, objects, at.client.batch_set_from, named)
+            flags = self._timed("prefetch", runs, objects, at.client.batch_get_into, named)
+            self._count_short(KV_POOL, flags)
+            return flags
+
+        return self._answer(operation, keys, [False] * len(keys), move)
 
     def _timed(
-        self, kind: str, runs: PageRuns, objects: I64, move: Callable[[], Any]
+        self,
+        kind: str,
+        runs: PageRuns,
+        objects: I64,
+        move: Callable[[PageKeys, PageRuns], Any],
+        keys: PageKeys,
     ) -> list[bool]:
         """Move objects, and count pages; return one bool a page.
 
-        runs: of the objects, page by page. objects: (pages,) how many objects each page is.
+        keys, runs: of the objects, page by page. objects: (pages,) how many objects each page is.
         """
         report = current.report or CallReport()
         moved_before, bytes_before = report.pages, report.bytes
         begun_s = time.perf_counter()
-        flags = move()
+        flags = move(keys, runs)
         elapsed_s = time.perf_counter() - begun_s
         if not isinstance(flags, list) or len(flags) != len(runs):
             raise ValueError(f"{kind} of {len(runs)} objects answered {flags!r:.80}")
