@@ -78,11 +78,6 @@ class SimLink:
         """Whether nothing waits to be handed over."""
         return not self._outbox
 
-    @property
-    def waiting_count(self) -> int:
-        """How many messages wait."""
-        return len(self._outbox)
-
     async def run(self) -> None:
         """Dial, greet and send until stopped."""
         with self._scope:

@@ -122,11 +122,6 @@ class SimListener:
         if self.pipes.pop(pipe, None) is not None and not self.is_closed:
             self.on_removed(pipe)
 
-    @property
-    def waiting_count(self) -> int:
-        """How many messages are pending."""
-        return len(self._waiting)
-
 
 class Network:
     """All links of a run."""

@@ -1,7 +1,7 @@
 """The simulated page store: `storage` with a dictionary instead of files, step by step.
 
 Its jobs are generators that give way between the steps of a copy, so that a page may be evicted
-while it is written, and a slot be read while it is filled. `Faults` decides the faults.
+while it is written, and a slot be read while it is filled.
 """
 
 from __future__ import annotations
@@ -42,15 +42,6 @@ class PoolMemory(Protocol):
 
     def load(self, offset: int, slot_offset: int, data: Page) -> None:
         """Store bytes of a page from disk into its slot."""
-
-
-@attrs.define(eq=False)
-class Faults:
-    """What goes wrong. Chances are 0 to 1; asked of a source of randomness a page."""
-
-    failure: float = 0.0
-    full: float = 0.0
-    corruption: float = 0.0
 
 
 @attrs.define(eq=False)

@@ -33,13 +33,11 @@ class Trace:
         self._show = show
         self._hash = hashlib.sha256()
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
-        self.line_count = 0
 
     def line(self, *words: object) -> None:
         """Note one event."""
         text = " ".join([f"{self._clock():.6f}", *map(str, words)])
         self._hash.update(text.encode())
-        self.line_count += 1
         self.last.append(text)
         if self._show is not None:
             self._show(text)

@@ -22,7 +22,6 @@ from peercache.errors import InvalidRequest, RemoteProtocolError
 GPU: Final = "GPU"
 """The medium of blocks in GPU memory; so are those whose events name none."""
 
-FRAMES: Final = 3
 SEQUENCE: Final = struct.Struct(">q")
 SEQUENCE_END: Final = -1
 """In place of a sequence: the end of a replay."""

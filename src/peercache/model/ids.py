@@ -18,10 +18,6 @@ Incarnation = NewType("Incarnation", int)
 ClientId = NewType("ClientId", int)
 """A client's identity, 1 … 2**64 - 1, new for each `Client.open`."""
 
-ANY_NODE = Incarnation(0)
-"""Target of a message to the process at an address (Hello, Join): no node has the identity 0."""
-
-
 NONCE_BYTES: Final = 16
 """Length of a nonce: no two starts of a node draw the same one."""
 

@@ -84,10 +84,9 @@ class TlsFiles:
         if not is_fitting:
             problem = f"{config.tls_key} is not the key of {config.tls_cert}"
             raise ConfigError("tls_key", problem)
-        if is_operator:
-            _check_operator(config, identity)
-        else:
-            _check_identity(config, identity, is_node=is_node)
+        wanted = CertificateRole.NODE if is_node else CertificateRole.CLIENT
+        wanted = CertificateRole.OPERATOR if is_operator else wanted
+        _check_role(config, identity, wanted)
         _check_cluster(config, identity)
         return cls(
             ca_pem=ca_pem,
@@ -390,27 +389,14 @@ def common_name_of(serial: int) -> str:
     return f"{serial:040x}"
 
 
-def _check_identity(config: Config, identity: Identity, *, is_node: bool) -> None:
-    is_node_certificate = identity.role is CertificateRole.NODE
-    if is_node and not is_node_certificate:
+def _check_role(config: Config, identity: Identity, wanted: CertificateRole) -> None:
+    # A client may show the certificate of a node.
+    also = CertificateRole.NODE if wanted is CertificateRole.CLIENT else wanted
+    if identity.role not in (wanted, also):
+        one = f"an {wanted.value}" if wanted is CertificateRole.OPERATOR else f"a {wanted.value}"
         problem = (
-            f"{config.tls_cert} is for the {identity.role.value} {identity.name!r}, and a node "
-            "needs a node's: `peercache certs issue DIR --node NAME` makes one"
-        )
-        raise ConfigError("tls_cert", problem)
-    if identity.role is CertificateRole.OPERATOR:
-        problem = (
-            f"{config.tls_cert} is for the operator {identity.name!r}, and a client needs a "
-            "client's: `peercache certs issue DIR --client NAME` makes one"
-        )
-        raise ConfigError("tls_cert", problem)
-
-
-def _check_operator(config: Config, identity: Identity) -> None:
-    if identity.role is not CertificateRole.OPERATOR:
-        problem = (
-            f"{config.tls_cert} is for the {identity.role.value} {identity.name!r}, and an "
-            "operator needs an operator's: `peercache certs issue DIR --operator NAME` makes one"
+            f"{config.tls_cert} is for the {identity.role.value} {identity.name!r}, and {one} "
+            f"needs {one}'s: `peercache certs issue DIR --{wanted.value} NAME` makes one"
         )
         raise ConfigError("tls_cert", problem)
 
