@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from operator import index as whole_number
+from operator import index
 from typing import Any, TypeAlias, final
 
 import attrs
@@ -25,6 +25,7 @@ from peercache.content.chain import (
     TokenIds,
     Tokens,
     in_namespace,
+    is_whole_number,
     page_keys_of,
     token_ids,
 )
@@ -91,8 +92,7 @@ def _numbers(kv_args: Any, name: str) -> list[int]:
     if not 1 <= len(values) <= BUFFERS_MAX:
         raise InvalidRequest(f"{name} has 1 to {BUFFERS_MAX} numbers, not {len(values)}")
     for place, value in enumerate(values):
-        is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < 2**63:
+        if not is_whole_number(value) or not 0 < value < 2**63:
             raise InvalidRequest(f"{name}[{place}] is {value!r:.40}: no address, no length")
     return [int(value) for value in values]
 
@@ -216,9 +216,9 @@ def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
     """
     try:
         pairs = list(mapping)
-        indices = np.array([whole_number(place) for place, _ in pairs], np.int64)
-        begins = [whole_number(part.start or 0) for _, part in pairs]
-        ends = [whole_number(part.stop) for _, part in pairs]
+        indices = np.array([index(place) for place, _ in pairs], np.int64)
+        begins = [index(part.start or 0) for _, part in pairs]
+        ends = [index(part.stop) for _, part in pairs]
         are_slices = {part.step for _, part in pairs} <= {None, 1}
     except (TypeError, ValueError, AttributeError, OverflowError):
         are_slices = False
@@ -385,7 +385,8 @@ class Core:
         self, req_id: str, span: Span, ids: TokenIds, chain: Chain, timeout_s: float
     ) -> Future[int]:
         """Read a span's pages; return the tokens of the leading run that will have arrived."""
-        keys, buffers = self._keys_of(req_id, span, ids, chain), self.buffers()
+        digests = self.prefixes.digests(req_id, chain, ids)
+        keys, buffers = self.keys(digests[span.first : span.end]), self.buffers()
 
         def move(begin: int, end: int) -> int:
             runs = buffers.runs(span.indices[begin:end])
@@ -443,9 +444,6 @@ class Core:
             deregister()
         self.store.close()
 
-    def _keys_of(self, req_id: str, span: Span, ids: TokenIds, chain: Chain) -> PageKeys:
-        return self.keys(self.prefixes.digests(req_id, chain, ids)[span.first : span.end])
-
     def _queued(
         self, req_id: str, move: Callable[[int, int], int], span: Span, timeout_s: float
     ) -> QueuedTransfer:
@@ -481,8 +479,7 @@ def checked(req_id: object, tokens: Tokens, local_tokens: object = 0) -> TokenId
     """Return a request's token ids. InvalidRequest: what is no request."""
     check_id(req_id)
     ids = token_ids(tokens)
-    is_number = isinstance(local_tokens, (int, np.integer)) and not isinstance(local_tokens, bool)
-    if not is_number or not 0 <= local_tokens <= len(ids):  # type: ignore[operator]
+    if not is_whole_number(local_tokens) or not 0 <= local_tokens <= len(ids):
         raise InvalidRequest(
             f"{local_tokens!r:.40} of {len(ids)} tokens cannot be computed locally"
         )

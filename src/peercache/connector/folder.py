@@ -33,9 +33,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
-import attrs
 import numpy as np
 import xxhash
 
@@ -44,7 +43,7 @@ from peercache.connector.metadata import OpenStore
 from peercache.errors import ConfigError
 from peercache.memory.copying import Pieces, Side, scatter
 from peercache.model.keys import PageKeys
-from peercache.model.runs import U64, PageRuns
+from peercache.model.runs import PageRuns
 from peercache.observability.log import WarnOnce, get_logger
 
 BLOCK = 4096
@@ -75,19 +74,9 @@ class NoPage(Exception):
         self.is_damaged = is_damaged
 
 
-class Codec(Protocol):
-    """Compresses chunks; used by one thread at a time."""
-
-    def compress(self, raw: memoryview) -> bytes:
-        """Return a chunk as it is stored."""
-
-    def decompress(self, stored: memoryview, length: int) -> bytes:
-        """Return the chunk of `length` bytes. Raises what the library raises."""
-
-
 @final
 class Zstd:
-    """The codec of the extra `zstd`."""
+    """The codec of the extra `zstd`: compresses chunks; used by one thread at a time."""
 
     def __init__(self, level: int) -> None:
         """Make one. ConfigError: the library is missing."""
@@ -127,33 +116,20 @@ class Room:
         self.chunk_address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-@attrs.frozen(eq=False)
-class EnginePage:
-    """A page in the engine's memory: (runs,) addresses and sizes."""
-
-    addresses: U64
-    sizes: U64
-
-    @property
-    def length(self) -> int:
-        """The bytes of the page."""
-        return int(self.sizes.sum())
-
-
-def write_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec | None) -> int:
+def write_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) -> int:
     """Write a page into an empty file; return the file's bytes. Raises OSError.
 
-    A page that does not get smaller is stored as it is, whatever the codec.
+    page: in the engine's memory. One that does not get smaller is stored as it is, whatever the
+    codec.
     """
-    length = place.length
+    length = page.total
     if not 0 < length <= PAGE_BYTES_MAX:
         raise NoPage(f"a page of {length} bytes, at most {PAGE_BYTES_MAX}", is_damaged=False)
-    side = Side(place.addresses, place.sizes)
-    chunks, end = _write_chunks(fd, side, length, room, codec)
+    chunks, end = _write_chunks(fd, page, room, codec)
     used = RAW if codec is None else ZSTD
     if used == ZSTD and (not chunks or sum(stored for stored, _ in chunks) > length * WORTH):
         os.ftruncate(fd, 0)
-        chunks, end = _write_chunks(fd, side, length, room, None)
+        chunks, end = _write_chunks(fd, page, room, None)
         used = RAW
     header = _FIXED.pack(MAGIC, VERSION, used, CHUNK_BYTES, key, length)
     header += b"".join(_CHUNK.pack(*chunk) for chunk in chunks)
@@ -172,16 +148,15 @@ def page_length(fd: int) -> int:
     return length
 
 
-def read_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec | None) -> None:
-    """Read a page into its place, chunk by chunk, each verified before it is copied.
+def read_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) -> None:
+    """Read a page into the engine's memory, chunk by chunk, each verified before it is copied.
 
     NoPage: this file is not the page of that key and length. Raises OSError.
     """
-    length = place.length
+    length = page.total
     used, chunks = _header(fd, key, length, room)
     if used == ZSTD and codec is None:
         raise NoPage("it is compressed, and zstandard is not here", is_damaged=False)
-    side = Side(place.addresses, place.sizes)
     offset = HEADER_BYTES
     for number, (stored, checksum) in enumerate(chunks):
         begin = number * CHUNK_BYTES
@@ -195,7 +170,7 @@ def read_page(fd: int, key: bytes, place: EnginePage, room: Room, codec: Codec |
             raw = _decompressed(codec, raw, size)
         if len(raw) != size or xxhash.xxh3_64_intdigest(raw) != checksum:
             raise NoPage("the checksum is wrong", is_damaged=True)
-        copied = _copy(side, begin, size, raw, room, to_engine=True)
+        copied = _copy(page, begin, size, raw, room, to_engine=True)
         if copied != size:
             raise NoPage("the engine's memory is not there", is_damaged=False)
 
@@ -223,17 +198,17 @@ def _header(fd: int, key: bytes, length: int, room: Room) -> tuple[int, list[tup
 
 
 def _write_chunks(
-    fd: int, side: Side, length: int, room: Room, codec: Codec | None
+    fd: int, page: Side, room: Room, codec: Zstd | None
 ) -> tuple[list[tuple[int, int]], int]:
     """Return (stored bytes, checksum) of each chunk, and where the file ends.
 
     No chunks: one of them does not get smaller.
     """
     chunks, offset = [], HEADER_BYTES
-    for begin in range(0, length, CHUNK_BYTES):
-        size = min(CHUNK_BYTES, length - begin)
+    for begin in range(0, page.total, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, page.total - begin)
         raw = room.chunk[:size]
-        if _copy(side, begin, size, raw, room, to_engine=False) != size:
+        if _copy(page, begin, size, raw, room, to_engine=False) != size:
             raise NoPage("the engine's memory is not there", is_damaged=False)
         checksum = xxhash.xxh3_64_intdigest(raw)
         stored = size
@@ -251,20 +226,20 @@ def _write_chunks(
     return chunks, offset
 
 
-def _decompressed(codec: Codec, stored: memoryview, size: int) -> bytes:
+def _decompressed(codec: Zstd, stored: memoryview, size: int) -> bytes:
     try:
         return codec.decompress(stored, size)
     except Exception as error:  # The library's own class, and MemoryError for absurd lengths.
         raise NoPage(f"it does not decompress: {error}", is_damaged=True) from error
 
 
-def _copy(side: Side, begin: int, size: int, raw: Any, room: Room, *, to_engine: bool) -> int:
+def _copy(page: Side, begin: int, size: int, raw: Any, room: Room, *, to_engine: bool) -> int:
     """Copy a chunk between the engine and the room, or from `raw` bytes; return the bytes."""
     address = room.chunk_address
     if isinstance(raw, bytes):
         address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
     ours: Pieces = np.array([[address, size]], np.uint64)
-    return scatter(side.cut(begin, begin + size), ours, to_segment=not to_engine)
+    return scatter(page.cut(begin, begin + size), ours, to_segment=not to_engine)
 
 
 def _blocks(size: int) -> int:
@@ -464,6 +439,18 @@ Result = TypeVar("Result")
 
 
 @final
+class OfThread(threading.local):
+    """What each thread has for itself: room, and a codec; None where the library is missing."""
+
+    def __init__(self, zstd_level: int) -> None:
+        """Make them; called in each thread."""
+        self.room = Room()
+        self.codec: Zstd | None = None
+        with suppress(ConfigError):
+            self.codec = Zstd(zstd_level)
+
+
+@final
 class FolderPages:
     """A page store in a folder, which several processes and hosts may share."""
 
@@ -479,7 +466,7 @@ class FolderPages:
     ) -> None:
         """Use `folder_store`."""
         self._root = root
-        self._codec_level = zstd_level
+        self._is_compressed = zstd_level > 0
         if zstd_level:
             Zstd(zstd_level)  # Says at once that the library is missing.
         self._flags = os.O_DIRECT if is_direct else 0
@@ -488,7 +475,7 @@ class FolderPages:
         _prepare(root)
         self._room = FolderRoom(root, bytes_max, self._warn_once)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="peercache-folder")
-        self._own = threading.local()
+        self._own = OfThread(zstd_level or READER_LEVEL)
         self._numbers = itertools.count()
         self._no_retry_until = 0.0
         self._is_closed = False
@@ -521,22 +508,22 @@ class FolderPages:
             self._room.close()
 
     def _each(
-        self, call: Callable[[bytes, EnginePage], bool], keys: PageKeys, runs: PageRuns
+        self, call: Callable[[bytes, Side], bool], keys: PageKeys, runs: PageRuns
     ) -> list[bool]:
         bounds = runs.starts.tolist()
-        places = [
-            EnginePage(runs.addresses[begin:end], runs.sizes[begin:end])
+        pages = [
+            Side(runs.addresses[begin:end], runs.sizes[begin:end])
             for begin, end in itertools.pairwise(bounds)
         ]
         try:
-            return list(self._threads.map(call, keys.tolist(), places))
+            return list(self._threads.map(call, keys.tolist(), pages))
         except RuntimeError:  # The pool of threads is closed.
             return [False] * len(keys)
 
-    def _get(self, key: bytes, place: EnginePage) -> bool:
+    def _get(self, key: bytes, page: Side) -> bool:
         path = self._path(key)
         try:
-            return self._patiently(lambda: self._read(path, key, place))
+            return self._patiently(lambda: self._read(path, key, page))
         except FileNotFoundError:
             return False
         except NoPage as problem:
@@ -550,16 +537,16 @@ class FolderPages:
             self._warn_once("connector.read_failed", error.errno, page=path, error=str(error))
             return False
 
-    def _read(self, path: str, key: bytes, place: EnginePage) -> bool:
+    def _read(self, path: str, key: bytes, page: Side) -> bool:
         with _opened(path, os.O_RDONLY | self._flags) as fd:
-            read_page(fd, key, place, self._own_room(), self._own_codec())
+            read_page(fd, key, page, self._own.room, self._own.codec)
             if time.time() - os.fstat(fd).st_mtime > USED_S:
                 os.utime(fd)
         return True
 
-    def _set(self, key: bytes, place: EnginePage) -> bool:
+    def _set(self, key: bytes, page: Side) -> bool:
         path = self._path(key)
-        size = place.length + HEADER_BYTES
+        size = page.total + HEADER_BYTES
         try:
             if os.path.exists(path):  # noqa: PTH110
                 return True
@@ -567,7 +554,7 @@ class FolderPages:
                 return False
             written = 0
             try:
-                written = self._patiently(lambda: self._write(path, key, place))
+                written = self._patiently(lambda: self._write(path, key, page))
             finally:
                 self._room.settle(size, written)
         except NoPage as problem:
@@ -578,15 +565,15 @@ class FolderPages:
             return False
         return True
 
-    def _write(self, path: str, key: bytes, place: EnginePage) -> int:
+    def _write(self, path: str, key: bytes, page: Side) -> int:
         """Write a page beside the others, and put it into its place; return the file's bytes."""
         name = f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}"
         beside = os.fspath(self._root / WRITING / name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
-        codec = self._own_codec() if self._codec_level else None
+        codec = self._own.codec if self._is_compressed else None
         try:
             with _opened(beside, flags) as fd:
-                written = write_page(fd, key, place, self._own_room(), codec)
+                written = write_page(fd, key, page, self._own.room, codec)
                 if self._is_durable:
                     os.fsync(fd)
             os.rename(beside, path)  # noqa: PTH104
@@ -601,21 +588,6 @@ class FolderPages:
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._root}/{name[:2]}/{name}"
-
-    def _own_room(self) -> Room:
-        if (room := getattr(self._own, "room", None)) is None:
-            room = self._own.room = Room()
-        return room
-
-    def _own_codec(self) -> Codec | None:
-        """Return this thread's codec; None where the library is not installed."""
-        if not hasattr(self._own, "codec"):
-            try:
-                self._own.codec = Zstd(self._codec_level or READER_LEVEL)
-            except ConfigError:
-                self._own.codec = None
-        codec: Codec | None = self._own.codec
-        return codec
 
     def _patiently(self, call: Callable[[], Result]) -> Result:
         """Return what a call comes to; try again, a little later each time, where errors pass."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import attrs
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from peercache.connector.block_events import MEDIUM, block_stored
 from peercache.connector.metadata import StoredPages
 from peercache.events.blocks import BlockRemoved, BlockStored, Hash
-from peercache.events.following import Index, NodeChanges
+from peercache.events.following import ClusterFollower, Index, NodeChanges
 from peercache.events.publishing import BlockPublisher
 from peercache.model.records import GONE
 
@@ -39,13 +39,6 @@ UNSEEN_S: Final = 10.0
 
 TURN_S: Final = 0.2
 """How soon a close is seen, and a page that was never seen."""
-
-
-class Changes(Protocol):
-    """What nodes tell of the pages they hold: a `ClusterFollower`."""
-
-    def next(self, timeout_s: float) -> NodeChanges | None:
-        """Return what a node told next; None if nothing comes within `timeout_s`."""
 
 
 @attrs.define(eq=False)
@@ -74,7 +67,7 @@ class FollowedBlocks:
     def __init__(
         self,
         endpoint: str,
-        changes: Changes,
+        changes: ClusterFollower,
         replay: str = "",
         *,
         topic: str = "",

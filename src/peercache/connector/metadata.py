@@ -7,10 +7,9 @@ from numbers import Real
 from typing import Any, Protocol, TypeAlias, cast, final
 
 import attrs
-import numpy as np
 
 from peercache.client.client import Client
-from peercache.content.chain import Chain, Digests, TokenIds
+from peercache.content.chain import Chain, Digests, TokenIds, is_whole_number
 from peercache.errors import InvalidRequest
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
 from peercache.model.runs import PageRuns
@@ -103,10 +102,9 @@ class StoredPages:
 
 def whole_number(name: str, value: object, least: int) -> int:
     """Return a number of this field. InvalidRequest: none, or one below `least`."""
-    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_number or (number := int(cast("int", value))) < least:
+    if not is_whole_number(value) or value < least:
         raise InvalidRequest(f"{name} is a whole number from {least} on, not {value!r:.40}")
-    return number
+    return int(value)
 
 
 def seconds(value: object) -> float:

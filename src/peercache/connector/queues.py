@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import attrs
 
@@ -72,28 +72,47 @@ def _outcome(step: Future[int]) -> int:
     return 0 if step.cancelled() else step.result()
 
 
-class _Queue:
+class _Entry(Protocol):
+    """What waits in a queue. step: what is under way for it."""
+
+    step: Future[int]
+
+
+Entry = TypeVar("Entry", bound=_Entry)
+
+
+class _Queue(Generic[Entry]):
     """What both queues have: a connector, entries in the order of their arrival, agreement."""
 
     def __init__(self, connector: RemoteKVConnector, requests_max: int) -> None:
         self._requests_max = whole_number("requests_max", requests_max, 1)
         self._connector = connector
         self._core: Core = connector.core
+        self._entries: deque[Entry] = deque()
 
-    def _agreed(self, steps: Sequence[Future[int]]) -> list[int]:
-        """Return what the first steps have come to on every rank, PENDING where one is not done."""
-        own = [_outcome(step) for step in steps[:AGREED_MAX]]
+    def __len__(self) -> int:
+        """Return the number of requests that are not reported yet."""
+        return len(self._entries)
+
+    def _outcomes(self) -> list[tuple[Entry, int]]:
+        """Return what the first entries have come to on every rank, PENDING where one is not done.
+
+        In the order of their arrival.
+        """
+        entries = list(self._entries)[:AGREED_MAX]
+        own = [_outcome(entry.step) for entry in entries]
         if self._core.metadata.all_reduce_min is None:
-            return own
+            return list(zip(entries, own, strict=True))
         # As many numbers on every rank, whatever it has; a rank without entries agrees to all.
         filled = own + [2**31 - 1] * (AGREED_MAX - len(own))
         agreed = self._core.agree(filled)
         # What another rank has is not known: the next poll asks again.
-        return [PENDING] * len(own) if agreed is None else agreed[: len(own)]
+        agreed = [PENDING] * len(own) if agreed is None else agreed[: len(own)]
+        return list(zip(entries, agreed, strict=True))
 
 
 @final
-class AsyncKVPrefetchQueue(_Queue):
+class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
     """Prefetches: a lookup, then, if it is worth it, pages and a retrieve in chunks.
 
     allocate: takes a number of pages, and returns as many indices of the engine's buffers, or None
@@ -120,11 +139,6 @@ class AsyncKVPrefetchQueue(_Queue):
         self._threshold = whole_number(
             "retrieve_remote_cache_threshold", retrieve_remote_cache_threshold, 0
         )
-        self._entries: deque[_Prefetch] = deque()
-
-    def __len__(self) -> int:
-        """Return the number of requests that are not reported yet."""
-        return len(self._entries)
 
     def add(
         self,
@@ -157,11 +171,9 @@ class AsyncKVPrefetchQueue(_Queue):
 
         At most one retrieve begins in a poll, so that none takes long.
         """
-        entries = list(self._entries)[:AGREED_MAX]
-        agreed = self._agreed([entry.step for entry in entries])
         ended: list[Prefetched] = []
         has_begun = False
-        for entry, outcome in zip(entries, agreed, strict=True):
+        for entry, outcome in self._outcomes():
             if outcome == PENDING:
                 continue
             if entry.pages is None and not entry.is_stopped and self._is_worth(outcome):
@@ -235,17 +247,12 @@ class AsyncKVPrefetchQueue(_Queue):
 
 
 @final
-class AsyncKVStoreQueue(_Queue):
+class AsyncKVStoreQueue(_Queue[_Store]):
     """Stores: pages stay locked in the engine from `add` until a poll reports them."""
 
     def __init__(self, connector: RemoteKVConnector, *, requests_max: int = 1024) -> None:
         """Begin empty."""
         super().__init__(connector, requests_max)
-        self._entries: deque[_Store] = deque()
-
-    def __len__(self) -> int:
-        """Return the number of stores that are not reported yet."""
-        return len(self._entries)
 
     def add(self, req_id: str, mapping: PageMapping, tokens: Tokens, **kw: Any) -> bool:
         """Begin a store, as `store_kv_async` does; return False if there is no room for it.
@@ -262,13 +269,7 @@ class AsyncKVStoreQueue(_Queue):
 
     def poll(self) -> list[Stored]:
         """Return the stores that have ended on every rank."""
-        entries = list(self._entries)[:AGREED_MAX]
-        agreed = self._agreed([entry.step for entry in entries])
-        done = [
-            (entry, tokens)
-            for entry, tokens in zip(entries, agreed, strict=True)
-            if tokens != PENDING
-        ]
+        done = [(entry, tokens) for entry, tokens in self._outcomes() if tokens != PENDING]
         for entry, _ in done:
             self._entries.remove(entry)
         return [Stored(entry.req_id, tokens, entry.pages) for entry, tokens in done]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard
 
 import attrs
 import numpy as np
@@ -88,6 +88,11 @@ def _is_token(token: Any) -> bool:
         return False
 
 
+def is_whole_number(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer, of Python or numpy; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 DIGEST_BYTES = 32
 
 PAGE_TOKENS_MAX = 2**20
@@ -142,10 +147,9 @@ def _identity(value: object) -> str:
 
 
 def _page_tokens(value: object) -> int:
-    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_number or not 1 <= (number := int(cast("int", value))) <= PAGE_TOKENS_MAX:
+    if not is_whole_number(value) or not 1 <= value <= PAGE_TOKENS_MAX:
         raise InvalidRequest(f"a page has 1 to {PAGE_TOKENS_MAX} tokens, not {value!r:.40}")
-    return number
+    return int(value)
 
 
 def _salts(value: object) -> Mapping[str, str]:
