@@ -1,14 +1,14 @@
 """Lanes: threads that make blocking calls for an engine whose own threads must not wait.
 
-`CallLane` does pieces of work, for adapters that answer each call by themselves. `Lane` moves
-transfers chunk by chunk, for the connector, which promises a leading run by a deadline.
+`Lane` moves transfers chunk by chunk, for the connector, which promises a leading run by a
+deadline. `CallLane` is a lane of pieces of work, for adapters that answer each call by themselves.
 
 Owns    one bounded queue a lane, and the threads that take from it.
 Hears   work from the engine's threads, and when to stop.
 Keeps   each piece of work is done or refused, exactly once, and the engine's thread waits for
         neither. What waited too long is refused: its answer would come after its use. Nothing that
         a call raises reaches the engine (`harmless`).
-Limits  WAITING_MAX pieces wait, `pages_max` pages of transfers; the calls that are made have
+Limits  WAITING_MAX pieces, `pages_max` pages of transfers; the calls that are made have
         deadlines of their own.
 """
 
@@ -52,132 +52,6 @@ def harmless(
     return guard
 
 
-WAITING_MAX = 1024
-"""Work that waits in one lane. An engine has some hundred requests, which ask a few times each."""
-
-Work: TypeAlias = Callable[[], None]
-
-
-@attrs.frozen(eq=False)
-class _Piece:
-    asked_s: float
-    work: Work
-    refuse: Work
-
-
-@final
-class CallLane:
-    """A bounded queue and its threads. Thread-safe."""
-
-    def __init__(
-        self,
-        name: str,
-        log: Any,
-        *,
-        threads: int = 1,
-        timeout_s: float,
-        waiting_max: int = WAITING_MAX,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start the threads.
-
-        name: of the threads, for people. timeout_s: after which waiting work is refused.
-        """
-        self._log = log
-        self._timeout_s = timeout_s
-        self._waiting_max = waiting_max
-        self._clock = clock
-        self._change = threading.Condition()
-        self._waiting: deque[_Piece] = deque()
-        self._busy = 0
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._main, name=f"peercache-{name}", daemon=True)
-            for _ in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def __len__(self) -> int:
-        """Return how many pieces of work wait or are being done."""
-        with self._change:
-            return len(self._waiting) + self._busy
-
-    def submit(self, work: Work, refuse: Work) -> None:
-        """Have a thread do `work`; `refuse` is called instead where that cannot be, maybe here.
-
-        refuse: called too where `work` raises, so it must hold for work that was done in part.
-        """
-        piece = _Piece(self._clock(), work, refuse)
-        with self._change:
-            if not self._is_closed and len(self._waiting) < self._waiting_max:
-                self._waiting.append(piece)
-                self._change.notify()
-                return
-        self._refuse(piece)
-
-    def cancel(self) -> None:
-        """Refuse what waits; what is being done goes on."""
-        with self._change:
-            waiting, self._waiting = self._waiting, deque()
-        for piece in waiting:
-            self._refuse(piece)
-        with self._change:
-            self._change.notify_all()
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse what waits, and wait for the rest; return whether nothing runs any more."""
-        self.cancel()
-        with self._change:
-            return self._change.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """Take no more work, and drain; return whether all threads have ended in time."""
-        until = self._clock() + timeout_s
-        with self._change:
-            self._is_closed = True
-            self._change.notify_all()
-        self.cancel()
-        for thread in self._threads:
-            thread.join(max(0.0, until - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _main(self) -> None:
-        while (piece := self._next()) is not None:
-            try:
-                self._do(piece)
-            finally:
-                # What the piece refers to, such as the engine's memory, ends with it.
-                del piece
-                with self._change:
-                    self._busy -= 1
-                    self._change.notify_all()
-
-    def _next(self) -> _Piece | None:
-        with self._change:
-            self._change.wait_for(lambda: self._waiting or self._is_closed)
-            if not self._waiting:
-                return None
-            self._busy += 1
-            return self._waiting.popleft()
-
-    def _do(self, piece: _Piece) -> None:
-        if self._clock() - piece.asked_s > self._timeout_s:
-            self._refuse(piece)
-            return
-        try:
-            piece.work()
-        except Exception:
-            self._log.exception("engines.work_failed", thread=threading.current_thread().name)
-            self._refuse(piece)
-
-    def _refuse(self, piece: _Piece) -> None:
-        try:
-            piece.refuse()
-        except Exception:
-            self._log.exception("engines.work_failed", thread=threading.current_thread().name)
-
-
 IDLE_S = 3600.0
 """How long a thread waits for work at once; it is woken earlier."""
 
@@ -202,7 +76,6 @@ class QueuedTransfer:
     is_ended: bool = False
 
 
-@final
 class Lane:
     """Transfers in the order of their arrival, each in one thread.
 
@@ -227,10 +100,11 @@ class Lane:
         self._counts = counts
         self._warn_once = warn
         self._clock = clock
-        # Two conditions of one lock: a transfer wakes one thread that can move it, and no other.
+        # Conditions of one lock: a transfer wakes one thread that can move it, and no other.
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._is_due = threading.Condition(lock)
+        self._is_idle = threading.Condition(lock)
         self._looks_at = clock() + IDLE_S
         """When the deadlines are looked at next."""
         self._waiting: deque[QueuedTransfer] = deque()
@@ -243,6 +117,10 @@ class Lane:
         ]
         for thread in self._threads:
             thread.start()
+
+    def __len__(self) -> int:
+        """Return the pages of all transfers that wait or move."""
+        return self._pages
 
     def add(self, transfer: QueuedTransfer) -> bool:
         """Queue a transfer; return whether there was room. If not, its Future is done, with 0."""
@@ -271,6 +149,12 @@ class Lane:
             transfer.future.cancel()
             _begin(transfer.future)
 
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """End what waits, and wait for the rest; return whether nothing moves any more."""
+        self.end(None)
+        with self._is_idle:
+            return self._is_idle.wait_for(lambda: not self._pages, timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         """End everything; return whether all threads have ended, and so no byte moves."""
         with self._changed:
@@ -292,6 +176,7 @@ class Lane:
             self._count(why)
             self._waiting.remove(transfer)
             self._pages -= transfer.pages
+        self._is_idle.notify_all()
 
     def _work(self) -> None:
         while (transfer := self._next()) is not None:
@@ -303,7 +188,10 @@ class Lane:
                 with self._changed:
                     self._moving.discard(transfer)
                     self._pages -= transfer.pages
+                    self._is_idle.notify_all()
                 _settle(transfer.future, moved * transfer.unit)
+                # What it refers to, such as the engine's memory, ends with it.
+                del transfer
 
     def _next(self) -> QueuedTransfer | None:
         with self._changed:
@@ -375,3 +263,82 @@ def _settle(future: Future[int], result: int) -> None:
     """Set a Future's result, unless its caller has closed it."""
     with suppress(InvalidStateError):
         future.set_result(result)
+
+
+WAITING_MAX = 1024
+"""Work of one lane. An engine has some hundred requests, which ask a few times each."""
+
+Work: TypeAlias = Callable[[], None]
+
+
+@final
+class CallLane(Lane):
+    """A lane of pieces of work, each of which is done or refused. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        log: Any,
+        *,
+        threads: int = 1,
+        timeout_s: float,
+        work_max: int = WAITING_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads.
+
+        name: of the threads, for people. timeout_s: after which waiting work is refused.
+        """
+        super().__init__(name, threads, work_max, Counter(), WarnOnce(log), clock)
+        self._log = log
+        self._timeout_s = timeout_s
+
+    def submit(self, work: Work, refuse: Work) -> None:
+        """Have a thread do `work`; `refuse` is called instead where that cannot be, maybe here.
+
+        refuse: called too where `work` raises, so it must hold for work that was done in part.
+        """
+
+        def ended(done: Future[int]) -> None:
+            if done.cancelled() or not done.result():
+                self._done(refuse)
+
+        until = self._clock() + self._timeout_s
+        piece = QueuedTransfer("", lambda _begin, _end: self._done(work), 1, 1, until, 1)
+        piece.future.add_done_callback(ended)
+        self.add(piece)
+
+    def _done(self, work: Work) -> int:
+        """Do something; return 1, or 0 where it raises."""
+        try:
+            work()
+        except Exception:
+            self._log.exception("engines.work_failed", thread=threading.current_thread().name)
+            return 0
+        return 1
+
+
+LOAD_THREADS = 4
+"""A load that waits for a slow peer keeps no other load waiting."""
+
+STORE_TIMEOUT_S = 30.0
+"""Stores may wait: engines hold their memory until they are done, and need none of them soon."""
+
+CLOSE_S = 5.0
+"""How long a close waits for calls in flight; their own deadlines are shorter."""
+
+
+@final
+class AdapterLanes:
+    """The lanes of an adapter: one to ask, one to store and one to load."""
+
+    def __init__(self, engine: str, log: Any, timeout_s: float) -> None:
+        """Start them. timeout_s: after which questions and loads that wait are refused."""
+        self.ask = CallLane(f"{engine}-lookup", log, timeout_s=timeout_s)
+        self.store = CallLane(f"{engine}-store", log, timeout_s=STORE_TIMEOUT_S)
+        self.load = CallLane(f"{engine}-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)
+
+    def close(self) -> bool:
+        """Close all of them; return whether all threads have ended in time."""
+        ended = [lane.close(CLOSE_S) for lane in (self.store, self.ask, self.load)]
+        return all(ended)

@@ -33,7 +33,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from peercache.client.client import Client
 from peercache.client.report import reporting
-from peercache.engines.lanes import CallLane, harmless
+from peercache.engines.lanes import AdapterLanes, harmless
 from peercache.engines.late_client import TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.model.keys import KEY, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
@@ -126,17 +126,8 @@ RESULTS_MAX = 8192
 STORE_BYTES = 256 << 20
 """Bytes of one call of a store: each call has the deadline of its own."""
 
-LOAD_THREADS = 4
-"""A load that waits for a slow peer keeps no other load waiting."""
-
 USAGE_S = 5.0
 """Between two questions to the home node for its usage, which LMCache's metrics want often."""
-
-CLOSE_S = 5.0
-"""How long `close` waits for calls in flight; their own deadlines are shorter."""
-
-STORE_TIMEOUT_S = 30.0
-"""Stores may wait: LMCache holds their memory until they are done, and needs none of them soon."""
 
 
 class _Results:
@@ -220,10 +211,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
             client_factory=client_factory,
         )
         timeout_s = config.op_timeout_s * TIMEOUT_FRACTION
-        log = self._log
-        self._store_lane = CallLane("lmcache-store", log, timeout_s=STORE_TIMEOUT_S)
-        self._ask_lane = CallLane("lmcache-lookup", log, timeout_s=timeout_s)
-        self._load_lane = CallLane("lmcache-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)
+        self._lanes = AdapterLanes("lmcache", self._log, timeout_s)
 
     # --- descriptors -------------------------------------------------------------------------
 
@@ -244,7 +232,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Store objects; return the task's number. The objects' memory is read until it is done."""
         task, keys, objects = next(self._numbers), list(keys), list(objects)
-        self._store_lane.submit(
+        self._lanes.store.submit(
             lambda: self._stores.put(task, self._store(keys, objects)),
             lambda: self._stores.put(task, L2StoreResult(success=False, bytes_transferred=0)),
         )
@@ -265,7 +253,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         PeerCache pins nothing for a reader: a load of an object that went meanwhile is a miss.
         """
         task, keys = next(self._numbers), list(keys)
-        self._ask_lane.submit(
+        self._lanes.ask.submit(
             lambda: self._lookups.put(task, self._look_up(keys, group_layout_descs)),
             lambda: self._lookups.put(task, Bitmap(len(keys))),
         )
@@ -291,7 +279,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Read objects into LMCache's memory; return the task's number."""
         task, keys, objects = next(self._numbers), list(keys), list(objects)
-        self._load_lane.submit(
+        self._lanes.load.submit(
             lambda: self._loads.put(task, self._load(keys, objects)),
             lambda: self._loads.put(task, Bitmap(len(keys))),
         )
@@ -308,7 +296,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove objects from every node, in the layouts that this server has met."""
         asked = list(keys)
-        self._ask_lane.submit(
+        self._lanes.ask.submit(
             lambda: self._delete(asked),
             lambda: self._log.warning("lmcache.deletion_dropped", objects=len(asked)),
         )
@@ -318,7 +306,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         """Return the bytes used of the home node's pool, as they were when this was asked last."""
         if self._clock() - self._usage_asked_s >= USAGE_S:
             self._usage_asked_s = self._clock()
-            self._ask_lane.submit(self._ask_usage, lambda: None)
+            self._lanes.ask.submit(self._ask_usage, lambda: None)
         return AdapterUsage(self._used_bytes, 0)
 
     @harmless(lambda: {"is_healthy": False, "type": "PeerCacheL2Adapter"})
@@ -329,20 +317,19 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         return self._late.status() | {
             "type": type(self).__name__,
             "locked": locked,
-            "stores_waiting": len(self._store_lane),
-            "lookups_waiting": len(self._ask_lane),
-            "loads_waiting": len(self._load_lane),
+            "stores_waiting": len(self._lanes.store),
+            "lookups_waiting": len(self._lanes.ask),
+            "loads_waiting": len(self._lanes.load),
         }
 
     @harmless(lambda: None)
     def close(self) -> None:
         """End tasks, the client and the descriptors; bounded, may be repeated."""
-        lanes = (self._store_lane, self._ask_lane, self._load_lane)
-        ended = [lane.close(CLOSE_S) for lane in lanes]
+        in_time = self._lanes.close()
         self._late.close()
         with self._lock:
             locked = len(self._locked)
-        self._log.info("lmcache.closed", locked=locked, in_time=all(ended))
+        self._log.info("lmcache.closed", locked=locked, in_time=in_time)
         for results in (self._stores, self._lookups, self._loads):
             results.close()
 

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, TypeAlias, final
 
 import numpy as np
 import vllm
@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from peercache.client.client import Client
 from peercache.client.report import reporting
-from peercache.engines.lanes import CallLane, harmless
+from peercache.engines.lanes import AdapterLanes, CallLane, harmless
 from peercache.engines.late_client import REASONS, TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
@@ -116,14 +116,8 @@ class Lookups:
         self._batch.pop(request, None)
 
 
-LOAD_THREADS = 4
-"""A load that waits for a slow peer keeps no other load waiting."""
-
-STORE_TIMEOUT_S = 30.0
-"""Stores may wait: vLLM pins their rows until they are done, and needs none of them soon."""
-
-CLOSE_S = 5.0
-"""How long `shutdown` waits for calls in flight; their own deadlines are shorter."""
+Move: TypeAlias = Callable[[PageKeys, PageRuns], Sequence[bool]]
+"""A batch call of the client."""
 
 
 class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed here
@@ -166,12 +160,8 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             on_open=self._register_memory,
             client_factory=client_factory,
         )
-        timeout_s = config.op_timeout_s * TIMEOUT_FRACTION
-        log = self._log
-        self._ask_lane = CallLane("vllm-lookup", log, timeout_s=timeout_s)
-        self._store_lane = CallLane("vllm-store", log, timeout_s=STORE_TIMEOUT_S)
-        self._load_lane = CallLane("vllm-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)
-        log.info(
+        self._lanes = AdapterLanes("vllm", self._log, config.op_timeout_s * TIMEOUT_FRACTION)
+        self._log.info(
             "vllm.tier_made",
             namespace=namespace.name,
             weights=namespace.weights,
@@ -211,7 +201,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         def touch() -> None:
             self._touch(names)
 
-        self._ask_lane.submit(touch, lambda: None)
+        self._lanes.ask.submit(touch, lambda: None)
 
     # --- figures -------------------------------------------------------------------------------
 
@@ -229,11 +219,11 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store the rows of a job; they are read until its result is there."""
-        self._submit(self._store_lane, job_metadata, self._store)
+        self._submit(self._lanes.store, job_metadata, lambda client: client.batch_set_from)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Read chunks into the rows of a job; they are written until its result is there."""
-        self._submit(self._load_lane, job_metadata, self._load)
+        self._submit(self._lanes.load, job_metadata, lambda client: client.batch_get_into)
 
     @harmless(list[Any])
     def get_finished_jobs(self) -> list[Any]:
@@ -247,7 +237,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         vLLM calls it when its caches are reset, as after an update of weights in place: from now on
         the engine shares chunks with itself alone, until it starts again.
         """
-        for lane in (self._store_lane, self._load_lane):
+        for lane in (self._lanes.store, self._lanes.load):
             lane.drain()
         space = self._space(reset=secrets.token_hex(8))
         self._digest = space.digest()
@@ -256,19 +246,18 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     @harmless(lambda: None)
     def shutdown(self) -> None:
         """End jobs and the client; bounded, may be repeated."""
-        lanes = (self._store_lane, self._ask_lane, self._load_lane)
-        ended = [lane.close(CLOSE_S) for lane in lanes]
+        in_time = self._lanes.close()
         self._late.close()
-        if all(ended):
+        if in_time:
             # vLLM unmaps the memory next, which no array may refer to then.
             self._rows = None
-        self._log.info("vllm.tier_closed", in_time=all(ended))
+        self._log.info("vllm.tier_closed", in_time=in_time)
 
     # --- between the scheduler and the lanes -----------------------------------------------------
 
-    def _submit(self, lane: CallLane, job: Any, move: Callable[[Any, float], None]) -> None:
+    def _submit(self, lane: CallLane, job: Any, method: Callable[[Any], Move]) -> None:
         begun_s = time.monotonic()
-        lane.submit(lambda: move(job, begun_s), lambda: self._fail(job))
+        lane.submit(lambda: self._move(job, begun_s, method), lambda: self._fail(job))
 
     def _fail(self, job: Any) -> None:
         if job.is_promotion:
@@ -277,7 +266,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._finished.append(JobResult(job.job_id, success=False, successful_keys=()))
 
     def _ask(self, request: str, keys: list[bytes]) -> None:
-        self._ask_lane.submit(
+        self._lanes.ask.submit(
             lambda: self._lookups.settle(request, keys, held=self._touch(self._names(keys))),
             lambda: self._lookups.settle(request, keys, held=[False] * len(keys)),
         )
@@ -288,21 +277,13 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         client = self._late.client
         return [False] * len(names) if client is None else list(client.touch(names))
 
-    def _store(self, job: Any, begun_s: float) -> None:
-        self._move(job, begun_s, lambda client, names, runs: client.batch_set_from(names, runs))
-
-    def _load(self, job: Any, begun_s: float) -> None:
-        self._move(job, begun_s, lambda client, names, runs: client.batch_get_into(names, runs))
-
-    def _move(
-        self, job: Any, begun_s: float, call: Callable[[Any, PageKeys, PageRuns], Sequence[bool]]
-    ) -> None:
+    def _move(self, job: Any, begun_s: float, method: Callable[[Any], Move]) -> None:
         client, keys = self._late.client, list(job.keys)
         if client is None:
             self._fail(job)
             return
         with reporting() as report:
-            flags = call(client, self._names(keys), self._runs(job.chunk_ids, len(keys)))
+            flags = method(client)(self._names(keys), self._runs(job.chunk_ids, len(keys)))
         moved = [key for key, is_moved in zip(keys, flags, strict=True) if is_moved]
         if job.is_promotion and len(moved) < len(keys):
             self._settle_failed(job, set(keys).difference(moved))

@@ -72,7 +72,7 @@ def test_work_is_done_in_its_order(told: Told) -> None:
 
 def test_a_full_lane_refuses_at_once(told: Told) -> None:
     """The queue is bounded: what does not fit is refused in the caller's thread."""
-    full = lane(waiting_max=1)
+    full = lane(work_max=2)
     told.submit(full, "busy", waits=True)
     wait_until(lambda: len(full) == 1 and not full._waiting)
     told.submit(full, "waits")

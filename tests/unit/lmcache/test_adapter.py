@@ -191,9 +191,11 @@ def test_a_large_store_goes_in_parts(adapter: Any, monkeypatch: pytest.MonkeyPat
     assert look_up(adapter, *(key for key, _ in pairs)) == [True] * 7
 
 
-def test_a_close_is_bounded_and_later_tasks_are_misses(adapter: Any, fake: FakeClient) -> None:
+def test_a_close_is_bounded_and_later_tasks_are_misses(
+    adapter: Any, fake: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call that does not come back keeps no server from stopping; nothing raises after it."""
-    sys.modules["peercache.lmcache.adapter"].CLOSE_S = 0.01  # type: ignore[attr-defined]
+    monkeypatch.setattr("peercache.engines.lanes.CLOSE_S", 0.01)
     fake.may_answer.clear()
     adapter.submit_load_task([KEY], [MemoryObject(HELD)])
     adapter.close()

@@ -185,7 +185,7 @@ def test_a_drain_waits_for_what_touches_a_row(tier: Any, fake: FakeClient) -> No
     """Its rows are given to others next."""
     fake.may_answer.clear()
     tier.submit_load(job(1, KEYS, [4, 5, 6, 7], request="asks"))
-    wait_until(lambda: len(tier._load_lane) == 1 and not tier._load_lane._waiting)
+    wait_until(lambda: len(tier._lanes.load) == 1 and not tier._lanes.load._waiting)
     tier.submit_load(job(2, KEYS, [0, 1, 2, 3], request="asks"))
     drain = threading.Thread(target=tier.drain_jobs)
     drain.start()
