@@ -97,6 +97,20 @@ def test_work_that_waited_too_long_is_refused(told: Told) -> None:
     slow.close(30)
 
 
+def test_work_behind_a_call_that_hangs_is_refused_at_its_deadline(told: Told) -> None:
+    """Whoever waits for its answer waits no longer."""
+    clock = Clock()
+    hung = lane(timeout_s=0.05, clock=clock)
+    told.submit(hung, "hangs", waits=True)
+    wait_until(lambda: len(hung) == 1 and not hung._waiting)
+    told.submit(hung, "late")
+    clock.now = 1.0
+    wait_until(lambda: told.refused == ["late"])
+    assert len(hung) == 1
+    told.go.set()
+    hung.close(30)
+
+
 def test_work_that_raises_is_refused_and_the_thread_lives(told: Told) -> None:
     """Each piece has an end, and the next one is done."""
     alive = lane()
