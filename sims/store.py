@@ -26,7 +26,7 @@ from peercache.actors.ports import (
     Load,
     Spill,
 )
-from peercache.model.keys import KEY_BYTES
+from peercache.model.keys import KEY_BYTES, parts_of, tag_of
 from sims.content import Page
 from sims.planted import CHECKSUM_NOT_VERIFIED, planted
 
@@ -102,7 +102,7 @@ class Image:
         ordered = sorted(newest.items(), key=lambda item: item[1][1].sequence)
         for row, (key, (place, stored)) in zip(found, ordered, strict=True):
             row["key"] = np.void(key)
-            row["namespace"], row["place"] = stored.namespace, place
+            row["namespace"], row["place"] = parts_of(stored.namespace), place
             row["sequence"], row["length"] = stored.sequence, stored.length
             row["written"] = row["used"] = stored.written
         found["slot"] = slot_blocks(found["length"].astype(np.uint64))
@@ -136,7 +136,7 @@ class Store:
         data = np.concatenate(parts)
         key = record["key"].tobytes()
         self.image.slots[place] = StoredPage(
-            key, int(job.namespaces[at]), length, int(job.sequences[at]), self.unix_s,
+            key, tag_of(*job.namespaces[at].item()), length, int(job.sequences[at]), self.unix_s,
             xxhash.xxh3_64_intdigest(data.tobytes()), data,
         )  # fmt: skip
         yield
@@ -151,10 +151,10 @@ class Store:
         stored = self.image.slots.get(int(job.places[at]))
         if outcome == DISK_FAILED:
             return DISK_FAILED, 0
-        found = None if stored is None else (stored.key, stored.namespace, stored.length)
+        found = None if stored is None else (stored.key, parts_of(stored.namespace), stored.length)
         if stored is None:
             return DISK_DAMAGED, 0
-        if found != (key, int(job.namespaces[at]), int(job.lengths[at])):
+        if found != (key, job.namespaces[at].item(), int(job.lengths[at])):
             return DISK_REPLACED, 0
         offset = int(job.offsets[at])
         for begin, end in self._steps(stored.length):

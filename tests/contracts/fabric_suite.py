@@ -319,14 +319,14 @@ class FabricSuite:
 
     def test_seal_of_a_page_comes_with_its_word(self, bench: Bench) -> None:
         """Key, space and length stand beside the word, and arrive as the owner stored them."""
-        bench.owner.store(0, b"one", 10, key=b"k" * 16, space=2**32 - 1)
+        bench.owner.store(0, b"one", 10, key=b"k" * 16, space=2**64 - 1)
         bench.owner.store(GRANULE, b"another", 12, key=b"l" * 16, space=5)
         into = Destination.of([[7], [3]])
 
         got = read(bench, [GRANULE, 0], into)
 
         assert got.seals["key"].tolist() == [b"l" * 16, b"k" * 16]
-        assert got.seals["space"].tolist() == [5, 2**32 - 1]
+        assert got.seals["space"].tolist() == [5, 2**64 - 1]
         assert got.seals["length"].tolist() == [7, 3]
 
     def test_record_of_another_page_is_seen_in_the_seal(self, bench: Bench) -> None:

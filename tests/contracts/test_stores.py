@@ -26,6 +26,7 @@ from peercache.actors.ports import (
     Spill,
     SpillDone,
 )
+from peercache.model.keys import tags_of
 from peercache.model.runs import U64
 from sims.store import Image, Store
 from tests.unit.storage.rig import GRANULE, MIB, Log, Pool, Rig, key_of
@@ -166,13 +167,11 @@ def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
         records = rig.pool.commit([key_of(1)], [100_000])
         rig.pool.evict(records[0])
         begun = rig.index.begin(
-            key_of(1), np.array([5], np.uint64), np.array([100_000], np.uint64),
+            key_of(1), tags_of([5]), np.array([100_000], np.uint64),
             np.array([1], np.uint64), 0,
         )  # fmt: skip
 
-        rig.perform(
-            Spill(7, records, np.array([5], np.uint64), begun.places, np.array([1], np.uint64), 1e9)
-        )
+        rig.perform(Spill(7, records, tags_of([5]), begun.places, np.array([1], np.uint64), 1e9))
 
         assert rig.await_fact(SpillDone, 7).outcomes == bytes([DISK_CHANGED])
 

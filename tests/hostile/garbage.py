@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from peercache.fabric.tcp import wire as tcp_wire
+from peercache.model.keys import COPIES, TAG_BYTES
 from peercache.model.member import Member
 from peercache.net.sockets import PAIR1_GREETING
 from peercache.wire.codec import _BY_NAME, MEMBER_TEXT_MAX, encode
@@ -73,6 +74,7 @@ def value(kind: str, name: str, rng: random.Random) -> Any:
     many = range(rng.randrange(4))
     return {
         "int": lambda: number(rng),
+        "Tag": lambda: rng.choice((number(rng), COPIES, rng.getrandbits(8 * TAG_BYTES))),
         "bool": lambda: rng.random() < 0.5,
         "float": lambda: rng.choice((0.0, -1.0, 1e-300, 1e308, -1e308, 0.01)),
         "str": lambda: rng.choice(TEXTS),

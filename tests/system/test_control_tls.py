@@ -20,7 +20,7 @@ import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.model.ids import incarnation_of, new_nonce
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, page_keys
 from peercache.model.member import ALIVE, Member
 from peercache.model.records import RECORD, changes_from_bytes
 from peercache.net.peers import ControlTls
@@ -42,7 +42,7 @@ from peercache.wire.messages.session import (
     RequestStats,
     Welcome,
 )
-from tests.certificates import Certificates
+from tests.certificates import ALIKE, Certificates
 from tests.contracts.frozen.record import sample
 from tests.hostile.strangers import metric
 from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
@@ -250,6 +250,31 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
         assert isinstance(refused, Refused), refused
         assert isinstance(operator.ask(RequestChanges(3, 0, 0, 0, 0.0)), ReportChanges)
         assert operator.ask(Clear(4, OURS.tag(), TIMEOUT_S)) == Removed(4, 4)
+
+
+def test_tenants_whose_names_agree_in_32_bits_share_no_page(cluster: Secured) -> None:
+    """A tenant that chose its name by the other's hash reads, keeps, drops and plants nothing.
+
+    Page keys are no secret, and a writer may store a page under any key.
+    """
+    ours, theirs = ALIKE
+    near, far = cluster.start_secured("near"), cluster.start_secured("far")
+    certificates = cluster.certificates
+    owner = cluster.client(near, namespace=ours, **certificates.client("owner", ours))
+    keys, planted = keys_of("stored", 4), keys_of("planted", 4)
+    wait_until(lambda: owner.batch_set(keys, pages_of(keys)) == [True] * 4)
+    stored, wanted = (page_keys(names, Namespace(ours).digest()) for names in (keys, planted))
+
+    for node in (near, far):  # In its home node's memory, and over tcp.
+        files = certificates.client(f"at-{node.ready['data'].rpartition(':')[2]}", theirs)
+        tenant = cluster.client(node, namespace=theirs, **files)
+        wait_until(lambda tenant=tenant: tenant.batch_exists(stored) == 4)  # type: ignore[misc]
+        buffers = [np.zeros_like(page) for page in pages_of(keys)]
+        assert tenant.batch_get(stored, buffers) == [False] * 4
+        assert tenant.retain(stored, 60.0) == tenant.remove(stored) == tenant.clear() == 0
+        assert tenant.batch_set(wanted, pages_of(planted)) == [True] * 4
+    assert read(owner, keys) == [True] * 4
+    assert read(owner, planted) == [False] * 4
 
 
 def test_certificates_rotate_without_a_restart(cluster: Secured) -> None:

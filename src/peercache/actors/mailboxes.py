@@ -17,6 +17,7 @@ import numpy.typing as npt
 from peercache.actors.origin import Origin
 from peercache.actors.ports import DiskEnded, DiskFact, DiskOpened, LateEnded, RdmaFact
 from peercache.model.hash_ring import HashRing
+from peercache.model.keys import Tag, Tags
 from peercache.model.member import Member
 from peercache.wire.messages.directory import (
     Acknowledged,
@@ -381,7 +382,7 @@ class PagesStored:
     """
 
     records: npt.NDArray[np.void]
-    namespace: int
+    namespace: Tag
 
 
 @attrs.frozen
@@ -440,7 +441,7 @@ class RequestLoad:
 
     job: int
     keys: bytes
-    namespace: int
+    namespace: Tag
     lengths: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.uint64]
     until: float
@@ -473,13 +474,13 @@ class PagesFound:
 
     resident:   one byte a page, 1 where it is in memory.
     lengths:    (n,) int64 of the pages on disk, 0 where it is not there.
-    namespaces: (n,) uint64.
+    namespaces: (n,) TAG.
     """
 
     number: int
     resident: bytes
     lengths: npt.NDArray[np.int64]
-    namespaces: npt.NDArray[np.uint64]
+    namespaces: Tags
 
 
 @attrs.frozen(eq=False)

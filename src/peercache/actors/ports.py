@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.actors.origin import Origin
+from peercache.model.keys import TAG, Tags
 from peercache.model.runs import U64
 from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 
@@ -42,7 +43,7 @@ row of the page before is left. The place holds nothing."""
 DISK_ENTRY = np.dtype(
     [
         ("key", "V16"),
-        ("namespace", "<u8"),
+        ("namespace", TAG),
         ("place", "<u8"),
         ("sequence", "<u8"),
         ("length", "<u4"),
@@ -51,7 +52,7 @@ DISK_ENTRY = np.dtype(
         ("slot", "<u4"),  # blocks of 4 KiB that the slot takes, its header included
     ]
 )
-"""One page on disk, as the index tells it at start. 56 bytes."""
+"""One page on disk, as the index tells it at start. 60 bytes."""
 
 
 # --- effects of the disk actor --------------------------------------------------------------------
@@ -67,7 +68,7 @@ class Spill:
 
     job:        a number that no other job of this store had.
     records:    RESIDENT records: key, offset, length, generation (and checksum, with its flag).
-    namespaces: (n,) uint64.
+    namespaces: (n,) TAG.
     places:     (n,) uint64, byte offsets in the store, where the slots' headers lie.
     sequences:  (n,) uint64, write sequences: the highest wins where two slots name one key.
     until:      deadline, in the actor's time.
@@ -75,7 +76,7 @@ class Spill:
 
     job: int
     records: npt.NDArray[np.void]
-    namespaces: U64
+    namespaces: Tags
     places: U64
     sequences: U64
     until: float
@@ -97,7 +98,7 @@ class Load:
 
     job: int
     keys: bytes
-    namespaces: U64
+    namespaces: Tags
     lengths: U64
     places: U64
     offsets: U64

@@ -16,10 +16,9 @@ from typing import Final, final
 import attrs
 import numpy as np
 
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, Tag, Tags, space_of
 from peercache.model.room import Amount, QuotaRule, rule_of
-from peercache.model.runs import I64, U64
-from peercache.model.seal import SPACE_MASK
+from peercache.model.runs import I64
 from peercache.observability.metrics import Metrics
 
 TENANTS_MAX: Final = 64
@@ -99,9 +98,9 @@ class Tenants:
         """Return every tenant."""
         return [*self._by_space.values(), self.others]
 
-    def of(self, namespace: int) -> Tenant:
+    def of(self, namespace: Tag) -> Tenant:
         """Return the tenant of a namespace, given its tag or its space tag."""
-        return self._by_space.get(namespace & SPACE_MASK, self.others)
+        return self._by_space.get(space_of(namespace), self.others)
 
     def may_retain(self, tenant: Tenant, more: int, extent: int) -> bool:
         """Return whether a tenant may retain one more page.
@@ -117,18 +116,18 @@ class Tenants:
             blocked_most = min(self._whole // BLOCKED_DIVISOR, unsure)
         return tenant.retained + more <= most and tenant.blocked + extent <= blocked_most
 
-    def numbers(self, namespaces: U64) -> I64:
+    def numbers(self, namespaces: Tags) -> I64:
         """Return the tenant of each namespace, by its place in `all`."""
         spaces = np.array(list(self._by_space), np.uint64)
-        order = np.argsort(spaces)
-        wanted = namespaces & np.uint64(SPACE_MASK)
-        found = np.append(order, len(spaces))[np.searchsorted(spaces, wanted, sorter=order)]
-        # No space tag has 64 bits: what stands behind the last one is never found.
-        is_there = np.append(spaces, np.uint64(2**63))[found] == wanted
-        numbers: I64 = np.where(is_there, found, len(spaces)).astype(np.int64)
+        if not len(spaces):
+            return np.zeros(len(namespaces), np.int64)
+        order, wanted = np.argsort(spaces), namespaces["space"]
+        at = np.searchsorted(spaces, wanted, sorter=order)
+        found = order[np.minimum(at, len(spaces) - 1)]
+        numbers: I64 = np.where(spaces[found] == wanted, found, len(spaces)).astype(np.int64)
         return numbers
 
-    def counted(self, namespaces: U64) -> dict[Tenant, int]:
+    def counted(self, namespaces: Tags) -> dict[Tenant, int]:
         """Return how many pages each tenant has among these; namespaces: of each page."""
         numbers, counts = np.unique(self.numbers(namespaces), return_counts=True)
         tenants = self.all()

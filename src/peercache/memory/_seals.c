@@ -13,10 +13,11 @@
 struct seal {
     uint64_t word;
     uint8_t key[16];
-    uint32_t space, length;
+    uint64_t space, length;
+    uint8_t unused[24];
 };
 
-_Static_assert(sizeof(struct seal) == 32, "as in model/seal.py");
+_Static_assert(sizeof(struct seal) == 64, "as in model/seal.py");
 
 /* Store word `words[i]` at seal `indices[i]`, in order; with `named`, its key, space and length
  * first. The word that is replaced is odd then: no reader trusts what stands beside it. Returns

@@ -1,11 +1,12 @@
 """The layout of a published segment: header | seals | page memory.
 
-One aligned 32-byte seal a granule; a slot's seal is that of its first granule, `offset // granule`,
+One aligned 64-byte seal a granule; a slot's seal is that of its first granule, `offset // granule`,
 whatever the slot's size, so a record's seal never moves. Nothing here is ever resized.
 
 Layout version history:
     1  the first: an 8-byte generation word a granule.
     2  a seal a granule.
+    3  seals of 64 bytes, with 64 bits of the page's space.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peercache.errors import Rejected
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.seal import SEAL_BYTES
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 HEADER_BYTES = 4096
 GRANULE_BYTES_MIN = 4096
 PAGE_MEMORY_BYTES_MAX = 2**50

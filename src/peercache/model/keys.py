@@ -29,10 +29,19 @@ DEFAULT_NAME = "default"
 PageKeys: TypeAlias = npt.NDArray[np.void]
 Key: TypeAlias = str | bytes
 
-SPACE_BITS = 0xFFFF_FFFF
-"""The bits of a namespace's tag that follow from its name."""
+Tag: TypeAlias = int
+"""Of a namespace, 96 bits: the low 64 follow from its name and are its space tag; the other 32
+distinguish geometries, ranks and weights of the name."""
 
-COPIES = 2**64 - 1
+SPACE_TAG_BYTES = 8
+TAG_BYTES = 12
+TAG = np.dtype([("space", "<u8"), ("variant", "<u4")])
+Tags: TypeAlias = npt.NDArray[np.void]
+"""A batch of tags, (n,) TAG."""
+
+_SPACE_BITS: int = 2 ** (8 * SPACE_TAG_BYTES) - 1
+
+COPIES: Tag = 2 ** (8 * TAG_BYTES) - 1
 """In place of a tag in a removal: every page that came from another node, handed over or mirrored.
 Such pages are known by their space tag, and those that clients set by the whole tag."""
 
@@ -76,22 +85,27 @@ class Namespace:
         return hashlib.blake2b(framed, digest_size=KEY_BYTES, person=b"peercache.space").digest()
 
     def space_tag(self) -> int:
-        """Return 32 bits that follow from the name alone: rights to read and to clear are by name.
+        """Return 64 bits that follow from the name alone: rights to read and to clear are by name.
 
-        A page's seal carries them, so that a reader never takes the page of another name.
+        A page's seal carries them, so that a reader never takes the page of another name. With
+        fewer bits, a tenant could search for a name that has another tenant's tag.
         """
-        hashed = hashlib.blake2b(_encoded(self.name), digest_size=4, person=b"peercache.name")
+        hashed = hashlib.blake2b(
+            _encoded(self.name), digest_size=SPACE_TAG_BYTES, person=b"peercache.name"
+        )
         return int.from_bytes(hashed.digest(), "little")
 
-    def tag(self) -> int:
-        """Return the 64 bits that a pool keeps beside each page, so that `clear` finds it.
+    def tag(self) -> Tag:
+        """Return the bits that a pool keeps beside each page, so that `clear` finds it.
 
-        The low 32 bits are the space tag; the high ones tell geometries and ranks of a name apart.
+        The 32 bits above the space tag may be those of two geometries: a clear of one then drops
+        the pages of both, which have one name and one owner.
         """
-        return int.from_bytes(self.digest()[:4], "little") << 32 | self.space_tag()
+        variant = self.digest()[: TAG_BYTES - SPACE_TAG_BYTES]
+        return tag_of(self.space_tag(), int.from_bytes(variant, "little"))
 
 
-def covers(wanted: int, tag: int) -> bool:
+def covers(wanted: Tag, tag: Tag) -> bool:
     """Return whether a removal from `wanted` concerns the pages of a namespace's tag.
 
     wanted: a tag, or a space tag: then every geometry, rank and weights of that name; or COPIES.
@@ -102,12 +116,32 @@ def covers(wanted: int, tag: int) -> bool:
     return wanted in (tag, space) or (is_copy and (space_of(wanted) == tag or wanted == COPIES))
 
 
-def space_of(tag: int) -> int:
+def space_of(tag: Tag) -> int:
     """Return the space tag in a namespace's tag: what rights are about, and seals carry.
 
     A page of a given key is a hit for every client of its space: its key tells the rest.
     """
-    return tag & SPACE_BITS
+    return tag & _SPACE_BITS
+
+
+def parts_of(tag: Tag) -> tuple[int, int]:
+    """Return the space tag in a namespace's tag, and the bits above it: an item of TAG."""
+    return space_of(tag), tag >> 8 * SPACE_TAG_BYTES
+
+
+def tag_of(space: int, variant: int) -> Tag:
+    """Return the tag that has these parts."""
+    return variant << 8 * SPACE_TAG_BYTES | space
+
+
+def packed_tag(tag: Tag) -> bytes:
+    """Return a tag as messages carry it: TAG_BYTES, little-endian."""
+    return tag.to_bytes(TAG_BYTES, "little")
+
+
+def tags_of(tags: Sequence[Tag]) -> Tags:
+    """Return a batch of tags, (n,) TAG."""
+    return np.array(list(map(parts_of, tags)), TAG)
 
 
 def _encoded(text: str) -> bytes:

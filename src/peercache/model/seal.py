@@ -1,4 +1,4 @@
-"""Seals: what published memory says about the page in a slot, 32 bytes beside its bytes.
+"""Seals: what published memory says about the page in a slot, 64 bytes beside its bytes.
 
 The word is the generation under which the page was committed, odd while the slot may be written to,
 and zero where no page ever was. Key, space and length name the page; the node stores them before
@@ -16,13 +16,15 @@ import numpy.typing as npt
 from peercache.model.runs import U64
 
 SEAL = np.dtype(
-    [
-        ("word", "<u8"),
-        ("key", "V16"),
-        ("space", "<u4"),
-        ("length", "<u4"),  # a page is smaller than 4 GiB
-    ]
+    {
+        "names": ["word", "key", "space", "length"],
+        "formats": ["<u8", "V16", "<u8", "<u8"],
+        "itemsize": 64,
+    }
 )
+"""The space is that of the page's namespace: `Namespace.space_tag`. The fields are 40 bytes, and a
+seal is a cache line all the same: an adapter reads a line in one piece."""
+
 SEAL_BYTES = SEAL.itemsize
 
 Seals: TypeAlias = npt.NDArray[np.void]
@@ -33,10 +35,7 @@ NEVER_COMMITTED = np.uint64(0)
 ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """The word of a seal that was not read: odd, so never equal to a generation."""
 
-SPACE_MASK = 0xFFFF_FFFF
-"""The space of a page is these bits of its namespace's tag: `Namespace.space_tag`."""
-
-assert SEAL_BYTES == 32, SEAL_BYTES
+assert SEAL_BYTES == 64, SEAL_BYTES
 
 
 def still_committed(words: U64, generations: U64) -> npt.NDArray[np.bool_]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from peercache.model.keys import Tag, space_of
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import Records
 from peercache.model.runs import U64, PageRuns
-from peercache.model.seal import SPACE_MASK
 from peercache.paths.verify import verified
 
 
@@ -31,6 +31,6 @@ def reading_of(member: Member, records: Records, addresses: U64) -> PeerRead:
     )
 
 
-def arrived(records: Records, namespace: int, fetched: Fetched) -> bytes:
+def arrived(records: Records, namespace: Tag, fetched: Fetched) -> bytes:
     """Return one byte a page: 1 where the bytes are the page that was offered."""
-    return verified(records, namespace & SPACE_MASK, fetched.seals).astype(np.uint8).tobytes()
+    return verified(records, space_of(namespace), fetched.seals).astype(np.uint8).tobytes()

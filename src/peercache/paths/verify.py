@@ -40,7 +40,7 @@ def verified(records: Records, space: int, seals: Seals) -> npt.NDArray[np.bool_
     same &= generations == seals["word"]
     same &= records["key"] == seals["key"]
     same &= records["length"] == seals["length"]
-    same &= seals["space"] == np.uint32(space)
+    same &= seals["space"] == np.uint64(space)
     return same
 
 

@@ -36,9 +36,9 @@ PORTION_WORK_MAX = 384
 """Work requests of a portion: 128 scattered pages and two looks at each, which take less than a
 millisecond to post. A queue pair has room for two portions; 16 queue pairs cost a peer 4.5 MiB."""
 
-SEAL_GAP_BYTES = 2048
+SEAL_GAP_BYTES = 64 * SEAL_BYTES
 """One READ fetches seals that are so close, with the bytes between them: a work request costs about
-as much as two kilobytes on the link. The seals of neighbouring 1 MiB pages are so far apart."""
+as much as some kilobytes on the link. The seals of neighbouring 1 MiB pages are so far apart."""
 
 
 @attrs.frozen
@@ -306,7 +306,7 @@ def bounced(runs: PageRuns) -> PageRuns:
 
 
 def rows_of(seals: npt.NDArray[Any]) -> U64:
-    """Return seals, or memory for seals, as rows of four words, the generation word first.
+    """Return seals, or memory for seals, as rows of eight words, the generation word first.
 
     A view: numpy moves a seal with fields ten times as slowly, field by field.
     """

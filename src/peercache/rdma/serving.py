@@ -48,7 +48,7 @@ from peercache.rdma.verbs import outlives_fork
 from peercache.wire.messages.session import NO_PATH, NO_RDMA, ChannelOpened, OpenChannel, Refused
 
 SEALS_S = 10.0
-"""Longest wait for the registration of the seals: at most 0.8 % of the size of the pool."""
+"""Longest wait for the registration of the seals: at most 1.6 % of the size of the pool."""
 
 _NOTHING_POSTED = Sizes(work=1, pieces=1)
 

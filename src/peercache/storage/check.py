@@ -21,6 +21,7 @@ import numpy.typing as npt
 from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks_of, slots_in
 from peercache.actors.ports import DISK_ENTRY
 from peercache.errors import ConfigError
+from peercache.model.keys import parts_of
 from peercache.storage.folder import FolderBusyError, open_folder, slab_files
 from peercache.storage.index_file import (
     load_entries,
@@ -164,7 +165,7 @@ def _verify_slab(files: SlabFiles, number: int) -> tuple[Entries, list[int], boo
     blocks = files.blocks_of[number]
     slot_bytes = blocks * BLOCK_BYTES
     first = number * files.folder.slab_bytes + BLOCK_BYTES
-    found: list[tuple[bytes, int, int, int, int, int, int, int]] = []
+    found: list[tuple[Any, ...]] = []
     damaged: list[int] = []
     failed = False
     with mmap.mmap(-1, slot_bytes) as memory, memoryview(memory) as view:
@@ -183,7 +184,7 @@ def _verify_slab(files: SlabFiles, number: int) -> tuple[Entries, list[int], boo
                 damaged.append(place)
                 continue
             found.append(
-                (header.key, header.namespace, place, header.sequence, header.length,
+                (header.key, parts_of(header.namespace), place, header.sequence, header.length,
                  header.written, header.written, blocks)
             )  # fmt: skip
     return np.array(found, DISK_ENTRY), damaged, failed

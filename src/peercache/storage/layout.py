@@ -15,13 +15,15 @@ import attrs
 import xxhash
 
 from peercache.actors.disk.slabs import BLOCK_BYTES
+from peercache.model.keys import Tag, parts_of, tag_of
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Of superblock, slabs, slots and index. What has another one is not read, and is overwritten.
 
 History:
     1  the first; its namespace tags do not tell the space of a page's seal.
     2  namespace tags whose low 32 bits are the space.
+    3  namespace tags of 96 bits, whose low 64 bits are the space.
 """
 
 SUPERBLOCK_NAME: Final = "store.json"
@@ -44,7 +46,7 @@ class SlotHeader:
     """What a slot says of itself. written: unix seconds."""
 
     key: bytes
-    namespace: int
+    namespace: Tag
     length: int
     place: int
     sequence: int
@@ -68,17 +70,18 @@ def checksum_of(view: memoryview | bytes) -> int:
 
 def pack_slot(header: SlotHeader) -> bytes:
     """Return the beginning of a header block; the rest of it is ignored."""
+    space, variant = parts_of(header.namespace)
     packed = _SLOT.pack(
         _SLOT_MAGIC,
         FORMAT_VERSION,
         header.length,
         header.key,
-        header.namespace,
+        space,
         header.place,
         header.sequence,
         header.checksum,
         header.written,
-        0,
+        variant,
     )
     return packed + _CHECK.pack(checksum_of(packed))
 
@@ -87,12 +90,12 @@ def parse_slot(block: memoryview | bytes, place: int) -> SlotHeader | None:
     """Return what the slot at `place` says, or None if its header is not one, or of elsewhere."""
     if not _is_whole(block, _SLOT):
         return None
-    magic, version, length, key, namespace, at, sequence, checksum, written, _ = _SLOT.unpack_from(
-        block
+    magic, version, length, key, space, at, sequence, checksum, written, variant = (
+        _SLOT.unpack_from(block)
     )
     if magic != _SLOT_MAGIC or version != FORMAT_VERSION or at != place or not length:
         return None
-    return SlotHeader(key, namespace, length, place, sequence, checksum, written)
+    return SlotHeader(key, tag_of(space, variant), length, place, sequence, checksum, written)
 
 
 def pack_slab(header: SlabHeader) -> bytes:

@@ -33,7 +33,7 @@ from peercache.actors.ports import (
     Load,
     Spill,
 )
-from peercache.model.keys import KEY_BYTES
+from peercache.model.keys import KEY_BYTES, parts_of, tag_of
 from peercache.model.records import HAS_CHECKSUM
 from peercache.model.runs import U64
 from peercache.storage.jobs import Job, Unit
@@ -304,7 +304,7 @@ def _header(effect: Spill, page: int, place: int, checksum: int, unix_s: int) ->
     record = effect.records[page]
     return SlotHeader(
         key=record["key"].tobytes(),
-        namespace=int(effect.namespaces[page]),
+        namespace=tag_of(*effect.namespaces[page].item()),
         length=int(record["length"]),
         place=place,
         sequence=int(effect.sequences[page]),
@@ -329,7 +329,7 @@ def _problem(
     if header is None:
         return "no header of ours"
     wanted = effect.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
-    found = (header.key, header.namespace, header.length)
-    if found != (wanted, int(effect.namespaces[page]), int(effect.lengths[page])):
+    found = (header.key, parts_of(header.namespace), header.length)
+    if found != (wanted, effect.namespaces[page].item(), int(effect.lengths[page])):
         return ANOTHER_PAGE
     return "" if checksum_of(view) == header.checksum else "its checksum is wrong"

@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks, slot_blocks_of, slots_in
 from peercache.actors.ports import DISK_ENTRY
+from peercache.model.keys import parts_of
 from peercache.storage.folder import Folder, slab_files
 from peercache.storage.layout import (
     SlabHeader,
@@ -342,12 +343,13 @@ def scan(files: SlabFiles, log: Any) -> Entries:
 
     def of_slab(number: int) -> Entries:
         memory = memoryview(mmap.mmap(-1, WINDOW_BYTES))
-        found: list[tuple[bytes, int, int, int, int, int, int, int]] = []
+        found: list[tuple[Any, ...]] = []
         try:
             found.extend(
-                (h.key, h.namespace, h.place, h.sequence, h.length, h.written, h.written, 0)
+                (h.key, parts_of(h.namespace), h.place, h.sequence, h.length,
+                 h.written, h.written, 0)
                 for h in headers_of(files, number, memory)
-            )
+            )  # fmt: skip
         except OSError as error:
             log.warning("disk.slab_read_failed", file=slab_name(number), error=str(error))
         return np.array(found, DISK_ENTRY)

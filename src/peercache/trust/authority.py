@@ -175,7 +175,7 @@ class Authority:
     def _check_namespaces(self, identity: Identity) -> None:
         """Raise ConfigError for a namespace whose space tag an earlier name has.
 
-        Nodes know whose a page is by the 32 bits of the tag: who chose a name by its tag would read
+        Nodes know whose a page is by the 64 bits of the tag: who chose a name by its tag would read
         and clear the other's pages. Expired and revoked certificates count too: pages of theirs may
         be there still.
         """

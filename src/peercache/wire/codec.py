@@ -17,6 +17,7 @@ import attrs
 import cbor2
 
 from peercache.errors import LocalProtocolError, RemoteProtocolError
+from peercache.model.keys import TAG_BYTES, Tag, packed_tag
 from peercache.model.member import Member
 from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope, versions_spoken
 from peercache.wire.messages.declared import Message
@@ -203,6 +204,12 @@ def _blob_of(unit: int) -> Callable[[Any], bytes]:
     return check
 
 
+def _tag(value: Any) -> Tag:
+    if type(value) is not bytes or len(value) != TAG_BYTES:
+        raise RemoteProtocolError("not the tag of a namespace")
+    return int.from_bytes(value, "little")
+
+
 def _tuple_of(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     def check_all(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) > LIST_MAX:
@@ -237,6 +244,7 @@ _BY_ANNOTATION: dict[str, Callable[[Any], Any]] = {
     "float": _number,
     "str": _text,
     "bytes": _blob,
+    "Tag": _tag,
     "Member": _member,
     "tuple[int, ...]": _tuple_of(_u64),
     "tuple[Member, ...]": _tuple_of(_member),
@@ -268,6 +276,16 @@ def _reader_of(kind: type[Any]) -> Callable[[Any], Sequence[Any]]:
     """Return what returns the fields of a message as CBOR has them."""
     names = [field.name for field in attrs.fields(kind)]
     types = [str(field.type) for field in attrs.fields(kind)]
+    if "Tag" in types:
+        assert not any("tuple" in each or "Member" in each for each in types), kind
+        place, values_of = types.index("Tag"), attrgetter(*names)
+
+        def read(message: Any) -> list[Any]:
+            values = list(values_of(message))
+            values[place] = packed_tag(values[place])
+            return values
+
+        return read
     if len(names) < 2 or any("tuple" in each or "Member" in each for each in types):
         return lambda message: [_plain(getattr(message, name)) for name in names]
     # Nothing to convert, which is true of all that a node sends for a set.

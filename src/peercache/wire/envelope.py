@@ -15,7 +15,7 @@ version is a set of messages: a later one only appends, so what both ends know h
 Hello and Welcome carry the versions that the ends speak, and a node sends no message to a peer
 whose version lacks it. A message that changes gets a new name, and a new tag.
 
-Version 3 is the first that is released: builds before it had 1 and 2, and are refused.
+Version 4 is the first that is released: builds before it had 1 to 3, and are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import attrs
 from peercache.wire.messages import directory, membership, pool, session
 from peercache.wire.messages.declared import Declared, Message
 
-WIRE_VERSION = 3
-WIRE_VERSION_OLDEST = 3
+WIRE_VERSION = 4
+WIRE_VERSION_OLDEST = 4
 """The versions that this build speaks: its own, and that of the last release, once there is one."""
 
 ENVELOPE_VERSION = 2

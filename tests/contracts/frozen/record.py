@@ -71,6 +71,8 @@ def sample(kind: type[Any], turn: int) -> Any:
         match str(field.type):
             case "int":
                 return (at + 2, U64_MAX - at, 0)[turn]
+            case "Tag":
+                return (at + 2, 2**96 - 1 - at, 0)[turn]
             case "bool":
                 return turn == 1
             case "float":

@@ -16,6 +16,7 @@ from peercache.actors.disk.index import Begun, DiskIndex
 from peercache.actors.disk.key_table import FEW_KEYS, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for, slot_blocks, slots_in
 from peercache.actors.ports import DISK_ENTRY
+from peercache.model.keys import tags_of
 from tests.examples import examples
 
 SLAB = 64 * BLOCK_BYTES
@@ -45,7 +46,7 @@ class Driven:
         self.sequence += 1
         count = len(numbers)
         return self.index.begin(
-            keys_of(numbers), u64([namespace] * count), u64(lengths),
+            keys_of(numbers), tags_of([namespace] * count), u64(lengths),
             u64([self.sequence] * count), 100 + self.sequence,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from peercache.actors.disk.open_index import DiskLoads, OpenIndex
 from peercache.actors.effects import Effect, TellPromote
 from peercache.actors.mailboxes import PagesLoaded, RequestLoad
 from peercache.actors.ports import DISK_DAMAGED, DISK_DONE, DISK_UNTRIED, Load, LoadDone
+from peercache.model.keys import tags_of
 
 LENGTH = 3000
 
@@ -24,7 +25,7 @@ class Disk:
         self.open_index = OpenIndex()
         self.index = self.open_index.index = DiskIndex(capacity_bytes=2**20, slab_bytes=2**18)
         ones, lengths = np.ones(2, np.uint64), np.full(2, LENGTH, np.uint64)
-        begun = self.index.begin(key(1) + key(2), ones, lengths, ones, 1)
+        begun = self.index.begin(key(1) + key(2), tags_of([1, 1]), lengths, ones, 1)
         self.index.finish(begun.entries)
         self.loads = DiskLoads(self.open_index)
 

@@ -42,6 +42,7 @@ from peercache.actors.mailboxes import (
     ViewChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.model.keys import tag_of
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
 from peercache.model.status import Draining
@@ -570,7 +571,7 @@ def test_a_node_offers_no_page_of_a_namespace_that_its_certificate_does_not_allo
     story.see(ONE)
     story.hear(DrainBegan(story.now + 60.0))
 
-    groups = PagesStored(records_of(1, 2), 9 << 32 | 2), PagesStored(records_of(3), 9 << 32 | 1)
+    groups = PagesStored(records_of(1, 2), tag_of(2, 9)), PagesStored(records_of(3), tag_of(1, 9))
     made = offers(story.hear(PagesToGive(groups, 0, 0)))
 
     assert [pages for _, _, pages in made] == [[3]]

@@ -12,6 +12,7 @@ from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.reservations import LATELY_S, LOOK_FRACTION, Mirrors, Shares
 from peercache.actors.pool.slots import Slot, SlotAllocator
 from peercache.model.ids import Incarnation
+from peercache.model.keys import tag_of
 from peercache.wire.messages.pool import REFUSED_FULL, RESERVED, Granted, ReserveMirror
 from tests.unit.actors.test_slots_mirrors import mirror, pool, put
 from tests.unit.actors.test_tenants import tenant_of, tenants_of
@@ -33,10 +34,10 @@ def test_a_removal_without_timeout_voids_what_was_asked_for_before_it() -> None:
 def test_the_removal_of_one_geometry_voids_it_and_no_other() -> None:
     """A namespace is its space and the engine's geometry."""
     mirrors = Mirrors(8)
-    mirrors.removed(7 << 32 | 5, 5.0, 100.0)
+    mirrors.removed(tag_of(5, 7), 5.0, 100.0)
 
-    assert mirrors.is_void(7 << 32 | 5, 101.0)
-    assert not mirrors.is_void(8 << 32 | 5, 101.0)
+    assert mirrors.is_void(tag_of(5, 7), 101.0)
+    assert not mirrors.is_void(tag_of(5, 8), 101.0)
 
 
 # --- what is hot ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.pool import answers
 from peercache.actors.pool.reservations import NEWCOMER_S
-from peercache.model.keys import COPIES
+from peercache.model.keys import COPIES, tag_of
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -211,7 +211,7 @@ def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
 
 def test_a_page_is_removed_retained_and_cleared_whatever_tag_it_was_handed_over_under() -> None:
     """A get finds it by key and space; a tag that the offerer made up hides it from no client."""
-    made_up, true = 0xBADBAD << 32 | 5, 7 << 32 | 5
+    made_up, true = tag_of(5, 0xBADBAD), tag_of(5, 7)
     for removal in (Remove(9, true, key(1), 0.5), Clear(9, true, 0.5)):
         rig = Taker()
         rig.offer(1, 2, namespace=made_up)
@@ -228,9 +228,9 @@ def test_a_page_is_removed_retained_and_cleared_whatever_tag_it_was_handed_over_
 
 def test_a_removal_voids_what_is_handed_over_under_any_tag_of_its_name() -> None:
     """Also while it is read: the pool cannot know of which geometry the page is."""
-    for removal in (Remove(9, 7 << 32 | 5, key(1), 0.5), Clear(9, 7 << 32 | 5, 0.5)):
+    for removal in (Remove(9, tag_of(5, 7), key(1), 0.5), Clear(9, tag_of(5, 7), 0.5)):
         rig = Taker()
-        rig.offer(1, namespace=0xBADBAD << 32 | 5)
+        rig.offer(1, namespace=tag_of(5, 0xBADBAD))
         rig.say(removal, NODE)
 
         assert taken(rig.arrive(1)) == bytes((ABORTED,))
@@ -239,7 +239,7 @@ def test_a_removal_voids_what_is_handed_over_under_any_tag_of_its_name() -> None
 def test_pages_from_other_nodes_are_dropped_and_those_set_here_stay() -> None:
     """A copy stays one when a client sets the page: its bytes are still the other node's."""
     rig = Taker()
-    own = 7 << 32 | 1
+    own = tag_of(1, 7)
     rig.store(1, namespace=own)
     rig.offer(2, namespace=own)
     rig.arrive(1)

@@ -20,6 +20,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.reservations import LATELY_S, NAMESPACES_MAX, NEWCOMER_S, Mirrors
 from peercache.model.ids import Incarnation
+from peercache.model.keys import tag_of
 from peercache.model.records import RECORD
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -215,8 +216,8 @@ def test_the_removal_of_a_name_voids_all_its_geometries() -> None:
     mirrors = Mirrors(8)
     mirrors.removed(5, 5.0, 100.0)
 
-    assert mirrors.is_void(7 << 32 | 5, 101.0)
-    assert not mirrors.is_void(7 << 32 | 6, 101.0)
+    assert mirrors.is_void(tag_of(5, 7), 101.0)
+    assert not mirrors.is_void(tag_of(6, 7), 101.0)
 
 
 def test_a_shorter_removal_does_not_end_a_longer_one() -> None:

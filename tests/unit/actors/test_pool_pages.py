@@ -13,6 +13,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.page_table import PackedPages, PageTable
 from peercache.model.ids import Incarnation
+from peercache.model.keys import tag_of
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove, Removed
 from tests.unit.actors.pool_world import GRANULE, World, count_of, key, kinds
@@ -214,11 +215,11 @@ def test_clear_drops_one_namespace_only() -> None:
 def test_clear_of_a_name_drops_all_its_geometries() -> None:
     """A space tag names no geometry; a whole tag still drops its own pages only."""
     world = World(granules=64)
-    for page, namespace in enumerate((7 << 32 | 5, 8 << 32 | 5, 7 << 32 | 6), 1):
+    for page, namespace in enumerate((tag_of(5, 7), tag_of(5, 8), tag_of(6, 7)), 1):
         world.store(ALICE, [page], PAGE, namespace=namespace)
-    world.store(ALICE, [4], PAGE, namespace=9 << 32 | 5)
+    world.store(ALICE, [4], PAGE, namespace=tag_of(5, 9))
 
-    assert world.clear(9 << 32 | 5) == 1
+    assert world.clear(tag_of(5, 9)) == 1
     assert world.clear(5) == 2
     assert world.holds(1, 2, 3, 4) == [False, False, True, False]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from peercache.actors.mailboxes import NamespaceNamed
 from peercache.actors.pool.slots import Slot
 from peercache.actors.tenants import OTHERS, TENANTS_MAX, Tenant, Tenants
 from peercache.config.entries import parse_quotas, written_quotas
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, tags_of
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import REFUSED_FULL, Granted
 from tests.examples import examples
@@ -198,7 +197,7 @@ def test_tenants_of_a_batch_are_those_of_each(names: list[str]) -> None:
     tenants.named("b")
     tags = [Namespace(name, "geometry").tag() for name in names]
 
-    numbers = tenants.numbers(np.array(tags, np.uint64))
+    numbers = tenants.numbers(tags_of(tags))
 
     assert [tenants.all()[number] for number in numbers] == [tenants.of(tag) for tag in tags]
 

@@ -394,6 +394,19 @@ def test_restricted_certificate_reads_its_namespaces_only(
     assert got.seals["word"].tolist() == ([2] if expected == b"page" else [0])
 
 
+@pytest.mark.parametrize("bit", [0, 31, 32, 63])
+def test_restricted_certificate_reads_no_page_of_a_space_that_is_nearly_its_own(
+    memory: PlainMemory, server: PageServer, cluster: Cluster, bit: int
+) -> None:
+    """The serving thread compares 64 bits of the namespace's name."""
+    memory.seals["space"][0] ^= np.uint64(1 << bit)
+
+    got, page = read(server, cluster.client(f"near-{bit}", "mine"))
+
+    assert (got.failure, page) == ("", bytes(4))
+    assert got.seals["word"].tolist() == [0]
+
+
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
 def test_restricted_client_sees_no_byte_of_a_page_that_takes_the_slot(
     memory: PlainMemory, cluster: Cluster, step: int

@@ -36,10 +36,10 @@ def test_layout_gives_each_granule_its_seal_and_overlaps_nothing(
     assert layout.page_bytes == granules * granule
     assert layout.seals_count == granules
     assert layout.seals_offset >= HEADER_BYTES
-    assert layout.pages_offset >= layout.seals_offset + 32 * granules
+    assert layout.pages_offset >= layout.seals_offset + 64 * granules
     assert layout.total_bytes == layout.pages_offset + layout.page_bytes
     assert layout.pages_offset % (2 * 2**20 if layout.page_bytes >= 2 * 2**20 else 4096) == 0
-    assert layout.seals_offset % 32 == 0
+    assert layout.seals_offset % 64 == 0
 
 
 def test_header_survives_a_round_trip() -> None:

@@ -75,7 +75,7 @@ def test_store_words_stores_what_the_seals_name_before_the_words(shm_dir: Path) 
     """Key, space and length of each slot stand beside its word; an odd word leaves them."""
     segment = publish(shm_dir)
     named = np.zeros(2, SEAL)
-    named["key"], named["space"], named["length"] = [b"k" * 16, b"l" * 16], [7, 2**32 - 1], [1, 2]
+    named["key"], named["space"], named["length"] = [b"k" * 16, b"l" * 16], [7, 2**64 - 1], [1, 2]
 
     segment.store_words(np.array([6, 1]), np.array([12, 14], np.uint64), named)
     segment.store_words(np.array([6]), np.array([13], np.uint64))
@@ -83,7 +83,7 @@ def test_store_words_stores_what_the_seals_name_before_the_words(shm_dir: Path) 
     seals = segment.seals[[6, 1, 0]]
     assert seals["word"].tolist() == [13, 14, 0]
     assert seals["key"].tolist() == [b"k" * 16, b"l" * 16, bytes(16)]
-    assert (seals["space"].tolist(), seals["length"].tolist()) == ([7, 2**32 - 1, 0], [1, 2, 0])
+    assert (seals["space"].tolist(), seals["length"].tolist()) == ([7, 2**64 - 1, 0], [1, 2, 0])
     segment.close()
 
 

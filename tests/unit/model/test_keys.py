@@ -17,6 +17,8 @@ from peercache.model.keys import (
     from_bytes,
     page_keys,
     page_keys_of,
+    parts_of,
+    space_of,
 )
 
 NAMESPACE = Namespace("model", "dtype=bf16", "tp=0")
@@ -167,13 +169,13 @@ def test_other_facts_make_another_namespace(one: dict[str, str], other: dict[str
     assert same == (Namespace.of("m", {}, one).tag() == Namespace.of("m", {}, other).tag())
 
 
-def test_tags_of_one_name_share_their_low_half_and_no_other() -> None:
+def test_tags_of_one_name_share_their_space_tag_and_no_other() -> None:
     one, other = Namespace("model", "dtype=bf16", "tp=0"), Namespace("model", "dtype=bf16", "tp=1")
 
-    assert one.tag() & 0xFFFFFFFF == other.tag() & 0xFFFFFFFF == one.space_tag()
-    assert one.tag() >> 32 != other.tag() >> 32
+    assert space_of(one.tag()) == space_of(other.tag()) == one.space_tag()
+    assert parts_of(one.tag())[1] != parts_of(other.tag())[1]
     assert Namespace("model2", "dtype=bf16", "tp=0").space_tag() != one.space_tag()
-    assert 0 <= one.tag() < 1 << 64
+    assert 0 <= one.tag() < 1 << 96
 
 
 def test_one_batch_in_several_namespaces() -> None:

@@ -61,7 +61,7 @@ async def test_a_peer_below_the_oldest_version_spoken_is_refused(
 
 
 def test_every_message_came_with_a_released_version() -> None:
-    assert all(3 <= kind.declared.since <= WIRE_VERSION for kind in MESSAGES)
+    assert all(4 <= kind.declared.since <= WIRE_VERSION for kind in MESSAGES)
 
 
 @pytest.mark.parametrize("spoken", [WIRE_VERSION, NEXT])

@@ -16,7 +16,7 @@ import pytest
 SOURCE = Path(__file__).parents[3] / "src" / "peercache"
 READING = "paths/read.py"
 TAKING_OVER = "paths/takeover.py"
-TAKEN = "verified(records, namespace & SPACE_MASK, fetched.seals)"
+TAKEN = "verified(records, space_of(namespace), fetched.seals)"
 CALLERS = ("client/", "sglang/")
 SPECTATORS = (
     "cli/bench/", "cli/demo/", "cli/operate/", "http/dashboard.py", "model/status.py",

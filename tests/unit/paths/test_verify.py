@@ -52,7 +52,7 @@ def test_a_hit_is_an_even_generation_that_the_word_still_equals(
 @pytest.mark.parametrize(
     ("field", "value"),
     [("key", b"b" * 16), ("key", b"a" * 15 + b"b"), ("key", b"b" + b"a" * 15),
-     ("space", SPACE + 1), ("space", SPACE + 2**31), ("length", 101), ("length", 0)],
+     ("space", SPACE + 1), ("space", SPACE + 2**63), ("length", 101), ("length", 0)],
 )  # fmt: skip
 def test_a_seal_of_another_page_is_no_hit(field: str, value: bytes | int) -> None:
     """The word alone does not vouch for a page: its key, namespace and length must fit too."""

@@ -25,6 +25,7 @@ from peercache.actors.ports import (
     Spill,
     SpillDone,
 )
+from peercache.model.keys import tags_of
 from peercache.model.records import RECORD, RESIDENT
 from peercache.storage.mover import PoolMemory
 from peercache.storage.store import DiskStore
@@ -154,7 +155,7 @@ class Rig:
     ) -> int:  # fmt: skip
         keys = [key_of(number) for number in numbers]
         self.records = self.pool.commit(keys, [length] * len(keys))
-        spaces = np.full(len(keys), namespace, np.uint64)
+        spaces = tags_of([namespace] * len(keys))
         self.jobs += 1
         sequences = np.full(len(keys), self.jobs, np.uint64)
         lengths = np.full(len(keys), length, np.uint64)
@@ -195,7 +196,7 @@ class Rig:
         self.lengths = rows["length"].astype(np.uint64)
         offsets = self.pool.slots(self.lengths.tolist())
         self.jobs += 1
-        spaces = np.full(len(numbers), namespace, np.uint64)
+        spaces = tags_of([namespace] * len(numbers))
         self.perform(
             Load(
                 self.jobs, keys, spaces, self.lengths, rows["place"].copy(),

@@ -22,6 +22,7 @@ from peercache.actors.ports import (
     Spill,
     SpillDone,
 )
+from peercache.model.keys import tags_of
 from peercache.model.records import RECORD
 from peercache.observability.log import get_logger
 from peercache.storage import mover
@@ -135,7 +136,7 @@ def test_page_that_was_read_and_not_judged_is_late(rig: Rig) -> None:
     load = Load(
         1,
         b"".join(KEYS),
-        np.ones(2, np.uint64),
+        tags_of([1, 1]),
         np.full(2, BLOCK, np.uint64),
         np.array([BLOCK, 3 * BLOCK], np.uint64),
         np.array([0, BLOCK], np.uint64),
@@ -159,7 +160,7 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
     spill = Spill(
         1,
         records,
-        np.ones(2, np.uint64),
+        tags_of([1, 1]),
         np.array([BLOCK, 9 * BLOCK], np.uint64),
         np.array([1, 2], np.uint64),
         time.monotonic() + TIMEOUT_S,
@@ -206,7 +207,7 @@ def spilled(files: Files, pages: int, *, apart: int = 3) -> tuple[bytes, list[st
     records["offset"] = np.arange(pages) * BLOCK
     places = np.array([BLOCK * (1 + page * apart) for page in range(pages)], np.uint64)
     numbers = np.arange(pages, dtype=np.uint64)
-    effect = Spill(1, records, numbers, places, numbers, time.monotonic() + TIMEOUT_S)
+    effect = Spill(1, records, tags_of([1] * pages), places, numbers, time.monotonic() + TIMEOUT_S)
     unit = Unit(Job.of(effect, pages), range(pages), effect.until)
     mover_of(files, pages, reasons).perform(unit)
     return bytes(unit.outcomes), reasons
@@ -264,11 +265,12 @@ def test_pages_behind_a_block_at_which_a_read_ends_are_read_singly() -> None:
         return 2 * BLOCK
 
     files.read = until_bad  # type: ignore[method-assign]
-    zeros = np.zeros(3, np.uint64)
     places = np.array([BLOCK, 3 * BLOCK, 5 * BLOCK], np.uint64)
     offsets = np.arange(3, dtype=np.uint64) * np.uint64(BLOCK)
     lengths = np.full(3, BLOCK, np.uint64)
-    load = Load(1, bytes(48), zeros, lengths, places, offsets, time.monotonic() + TIMEOUT_S)
+    load = Load(
+        1, bytes(48), tags_of([0] * 3), lengths, places, offsets, time.monotonic() + TIMEOUT_S
+    )
     unit = Unit(Job.of(load, 3), range(3), load.until)
     mover_of(files, 3, []).perform(unit)
 

@@ -30,6 +30,7 @@ from peercache.wire.messages.directory import Put, Repair, RequestChanges
 from peercache.wire.messages.membership import Heartbeat, Join, OfferPages
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
+from tests.certificates import ALIKE
 from tests.contracts.frozen.record import sample
 
 ME, OTHER = 7, 8
@@ -119,7 +120,7 @@ def own(kind: type[Message]) -> Message:
     for field in attrs.fields(kind):
         if str(field.type) == "Member":
             changed[field.name] = member
-        elif field.name == "namespace" and str(field.type) == "int":
+        elif field.name == "namespace" and str(field.type) == "Tag":
             changed[field.name] = OURS.tag()
     result: Message = attrs.evolve(said, **changed)
     return result
@@ -182,6 +183,20 @@ def test_a_writer_changes_its_own_namespace_only(concerning: Any) -> None:
     assert refusal(writer, concerning(rank.tag())) == ""
     assert refusal(writer, concerning(THEIRS.tag())) == NAMESPACE
     assert refusal(writer, concerning(0)) == NAMESPACE
+
+
+def test_names_that_agree_in_32_bits_have_rights_of_their_own() -> None:
+    """Such a pair is found in a second: the tag of one is no right to pages of the other."""
+    for owner, stranger in (ALIKE, ALIKE[::-1]):
+        spaces = frozenset({Namespace(owner).space_tag()})
+        writer, node = session(Role.WRITER, changes=spaces), session(Role.NODE, changes=spaces)
+        for name, reason in ((owner, ""), (stranger, NAMESPACE)):
+            for tag in (Namespace(name, "layers=3").tag(), Namespace(name).space_tag()):
+                assert refusal(node, OfferPages(1, tag, records(ME))) == reason
+                for about in (Clear(1, tag), Remove(1, tag, b""), Retain(1, tag, b"", 1.0)):
+                    assert refusal(writer, about) == refusal(node, about) == reason
+                for about in (Reserve(1, 1, tag, b"", b""), ReserveMirror(1, 1, tag, b"", b"")):
+                    assert refusal(writer, about) == reason
 
 
 def test_a_nodes_certificate_says_what_it_may_clear() -> None:

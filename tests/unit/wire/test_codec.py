@@ -54,6 +54,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(allow_nan=False, allow_infinity=False),
     "str": TEXT,
     "bytes": st.binary(max_size=64),
+    "Tag": st.integers(0, 2**96 - 1),
     "Member": members,
     "tuple[int, ...]": st.lists(U64, max_size=5).map(tuple),
     "tuple[Member, ...]": st.lists(members, max_size=3).map(tuple),

@@ -63,7 +63,7 @@ from peercache.actors.ports import (
     NoteUse,
     SpillDone,
 )
-from peercache.model.keys import KEY, KEY_BYTES, split_keys
+from peercache.model.keys import KEY, KEY_BYTES, TAG, split_keys
 from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove
@@ -369,7 +369,7 @@ class DiskTier:
     def _find(self, sought: PagesSought) -> list[Effect]:
         """Tell the promote actor which pages are on disk."""
         count = len(sought.keys) // KEY_BYTES
-        lengths, namespaces = np.zeros(count, np.int64), np.zeros(count, np.uint64)
+        lengths, namespaces = np.zeros(count, np.int64), np.zeros(count, TAG)
         if self.index is not None:
             entries = self.index.find(sought.keys)
             there = entries >= 0

@@ -33,7 +33,7 @@ from peercache.actors.disk.key_table import NO_ROW, Halves, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, UNBOUND, Slab, SlabAllocator, slot_blocks
 from peercache.actors.ports import DISK_ENTRY
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.keys import COPIES, SPACE_BITS, space_of
+from peercache.model.keys import COPIES, TAG, Tag, Tags, parts_of, space_of
 from peercache.model.room import COLDER_FACTOR, DONOR_CHECK_EVERY
 from peercache.model.runs import I64, U64
 
@@ -48,7 +48,7 @@ FIELDS: Final = np.dtype(
         ("place", "<u8"),
         ("sequence", "<u8"),
         ("touched", "<u8"),
-        ("namespace", "<u8"),
+        ("namespace", TAG),
         ("length", "<u4"),
         ("written", "<u4"),
         ("state", "u1"),
@@ -100,7 +100,7 @@ class EntryRows:
 
     def can_go(self, entries: I64) -> npt.NDArray[np.bool_]:
         """Return which are HELD and not pinned."""
-        # Field by field: whole rows are 46 bytes each, to look at two of them.
+        # Field by field: whole rows are 50 bytes each, to look at two of them.
         states, pins = self.rows["state"][entries], self.rows["pins"][entries]
         free: npt.NDArray[np.bool_] = (states == HELD) & (pins == 0)
         return free
@@ -337,12 +337,12 @@ class Gone:
     """Entries that have ended.
 
     keys:       n packed keys; the pool is told of them.
-    namespaces: (n,) uint64, of their pages.
+    namespaces: (n,) TAG, of their pages.
     places:     whose index rows go: of pages that had been written. A pinned entry keeps its place.
     """
 
     keys: bytes
-    namespaces: U64
+    namespaces: Tags
     places: U64
 
     @property
@@ -469,23 +469,27 @@ class DiskIndex:
         recent = np.flatnonzero((rows["state"] == HELD) & (rows["touched"] > np.uint64(clock)))
         return recent[np.argsort(rows["touched"][recent], kind="stable")]
 
-    def of_namespaces(self, namespaces: Sequence[int]) -> I64:
+    def of_namespaces(self, namespaces: Sequence[Tag]) -> I64:
         """Return the entries of some namespaces, those being written included.
 
         As `model.keys.covers` says.
         """
         rows = self._entries.rows[: self._entries.end]
         live = (rows["state"] == HELD) | (rows["state"] == WRITING)
-        wanted, tags = np.array(namespaces, np.uint64), rows["namespace"]
-        spaces = tags & np.uint64(SPACE_BITS)
-        is_theirs = np.isin(tags, wanted) | np.isin(spaces, wanted)
-        named = np.isin(spaces, wanted & np.uint64(SPACE_BITS)) | np.any(wanted == COPIES)
-        is_theirs |= (tags == spaces) & named
+        spaces, variants = rows["namespace"]["space"], rows["namespace"]["variant"]
+        are_copies = variants == 0
+        is_theirs = are_copies & (COPIES in namespaces)
+        wanted: dict[int, set[int]] = {}
+        for space, variant in map(parts_of, namespaces):
+            wanted.setdefault(space, set()).add(variant)
+        for space, some in wanted.items():
+            named = are_copies | np.isin(variants, list(some)) | (0 in some)
+            is_theirs |= named & (spaces == np.uint64(space))
         return np.flatnonzero(live & is_theirs)
 
-    def are_of_space(self, entries: I64, namespace: int) -> npt.NDArray[np.bool_]:
+    def are_of_space(self, entries: I64, namespace: Tag) -> npt.NDArray[np.bool_]:
         """Return which entries are of the space of a namespace's tag: a get of it finds them."""
-        spaces = self._entries.rows["namespace"][entries] & np.uint64(SPACE_BITS)
+        spaces = self._entries.rows["namespace"]["space"][entries]
         are_theirs: npt.NDArray[np.bool_] = spaces == np.uint64(space_of(namespace))
         return are_theirs
 
@@ -497,7 +501,7 @@ class DiskIndex:
     # --- writing ----------------------------------------------------------------------------------
 
     def begin(
-        self, keys: bytes, namespaces: U64, lengths: U64, sequences: U64, unix_s: int
+        self, keys: bytes, namespaces: Tags, lengths: U64, sequences: U64, unix_s: int
     ) -> Begun:
         """Take a place for each page that is not known; the entries are WRITING and pinned."""
         halves = halves_of(keys)
@@ -640,7 +644,7 @@ class DiskIndex:
     # --- below -----------------------------------------------------------------------------------
 
     def _alike(
-        self, wanted: npt.NDArray[np.bool_], blocks: I64, namespaces: U64
+        self, wanted: npt.NDArray[np.bool_], blocks: I64, namespaces: Tags
     ) -> Iterator[tuple[Tenant, int, I64]]:
         """Yield the wanted pages of each tenant and slot size."""
         tenants = self.tenants.all()
@@ -714,9 +718,8 @@ def _first_of_each(keys: Halves) -> npt.NDArray[np.bool_]:
 
 
 def _together(parts: list[Gone]) -> Gone:
-    none = np.empty(0, np.uint64)
     return Gone(
         b"".join(part.keys for part in parts),
-        np.concatenate([part.namespaces for part in parts] or [none]),
-        np.concatenate([part.places for part in parts] or [none]),
+        np.concatenate([part.namespaces for part in parts] or [np.empty(0, TAG)]),
+        np.concatenate([part.places for part in parts] or [np.empty(0, np.uint64)]),
     )

@@ -41,7 +41,7 @@ from peercache.actors.ports import (
     LoadDone,
 )
 from peercache.actors.tenants import TenantMetrics, Tenants
-from peercache.model.keys import KEY, KEY_BYTES
+from peercache.model.keys import KEY, KEY_BYTES, Tag, tags_of
 from peercache.model.room import QuotaRule
 from peercache.model.runs import I64, U64
 from peercache.observability.metrics import Metrics
@@ -204,9 +204,9 @@ class PendingRemovals:
 class EarlyRemovals:
     """The removals from before the disk is open; none once it is, or has ended."""
 
-    _keys: dict[int, bytearray] = attrs.field(factory=dict)
+    _keys: dict[Tag, bytearray] = attrs.field(factory=dict)
     _keys_bytes: int = 0
-    _namespaces: dict[int, None] = attrs.field(factory=dict)
+    _namespaces: dict[Tag, None] = attrs.field(factory=dict)
     _is_over: bool = False
 
     def add(self, message: Remove | Clear) -> None:
@@ -292,7 +292,7 @@ class DiskLoads:
         load = Load(
             job,
             np.frombuffer(wanted.keys, KEY)[chosen].tobytes(),
-            np.full(len(chosen), wanted.namespace, np.uint64),
+            np.full(len(chosen), tags_of([wanted.namespace])),
             wanted.lengths[chosen].astype(np.uint64),
             np.ascontiguousarray(index.rows(entries)["place"]),
             wanted.offsets[chosen],

@@ -39,9 +39,9 @@ from peercache.actors.ports import (
     DISK_UNTRIED,
     Spill,
 )
-from peercache.model.keys import KEY
+from peercache.model.keys import KEY, Tag, Tags, tags_of
 from peercache.model.records import Records
-from peercache.model.runs import I64, U64
+from peercache.model.runs import I64
 
 SPILL_BYTES_MAX: Final = 16 * 2**20
 """Of one job: 10 ms of a fast disk, so that loads wait no longer behind it."""
@@ -90,7 +90,7 @@ class Spills:
     _waiting: deque[tuple[float, Records, int]] = attrs.field(factory=deque)
     """Since when it waits, records, and their namespace; oldest first."""
     _waiting_bytes: int = 0
-    _asked: dict[int, tuple[Records, U64]] = attrs.field(factory=dict)
+    _asked: dict[int, tuple[Records, Tags]] = attrs.field(factory=dict)
     """Pages of which the pool is asked whether they are in memory, and their namespaces."""
     _questions: int = 0
     _jobs: dict[int, _Job] = attrs.field(factory=dict)
@@ -236,10 +236,10 @@ class Spills:
         self._asked.clear()
         self._late.clear()
 
-    def _take(self, now: float) -> tuple[Records, U64]:
+    def _take(self, now: float) -> tuple[Records, Tags]:
         """Return the oldest pages of the queue, as many as one job takes, and their namespaces."""
         parts: list[Records] = []
-        namespaces: list[int] = []
+        namespaces: list[Tag] = []
         size = count = 0
         while self._waiting and size < SPILL_BYTES_MAX and count < SPILL_PAGES_MAX:
             if self._waiting[0][0] + self.delay_s > now:
@@ -258,9 +258,9 @@ class Spills:
             namespaces += [namespace] * len(part)
             if len(rest):
                 break
-        return np.concatenate(parts), np.array(namespaces, np.uint64)
+        return np.concatenate(parts), tags_of(namespaces)
 
-    def _begin(self, records: Records, tags: U64, now: float) -> list[Effect]:
+    def _begin(self, records: Records, tags: Tags, now: float) -> list[Effect]:
         shared = self.open_index
         assert shared.index is not None, "a question outlived the index"
         sequences = np.arange(1, len(records) + 1, dtype=np.uint64) + np.uint64(self._sequence)

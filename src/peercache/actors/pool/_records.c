@@ -8,10 +8,11 @@ enum { RESIDENT = 1, HAS_CHECKSUM = 4 }; /* flags, as in model/records.py */
 struct seal {
     uint64_t word;
     uint8_t key[KEY_BYTES];
-    uint32_t space, length;
+    uint64_t space, length;
+    uint8_t unused[24];
 };
 
-_Static_assert(sizeof(struct seal) == 32, "as in model/seal.py");
+_Static_assert(sizeof(struct seal) == 64, "as in model/seal.py");
 
 /* Return number `at` of packed ones, which may lie at any address. */
 static uint64_t number(const char *packed, uint64_t at)
@@ -56,7 +57,7 @@ int peercache_pool_publish(const char *keys, const char *offsets, const char *le
         record->checksum = checksum;
         seal->word = record->generation;
         memcpy(seal->key, record->key, KEY_BYTES);
-        seal->space = (uint32_t)space;
+        seal->space = space;
         seal->length = record->length;
         granules[at] = (int64_t)(offset / granule);
         stored[at] = words[offset / granule] = record->generation;

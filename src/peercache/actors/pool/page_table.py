@@ -43,7 +43,7 @@ from peercache.model.records import (
     Records,
 )
 from peercache.model.runs import U64
-from peercache.model.seal import SEAL, SEAL_BYTES, SPACE_MASK
+from peercache.model.seal import SEAL, SEAL_BYTES
 from peercache.wire.messages.pool import (
     HERE,
     NOT_HERE,
@@ -203,7 +203,7 @@ class PageTable:
         whole: Any = (ctypes.c_char * (count * _PUBLISHED_BYTES))()
         were_odd = _publish(
             batch.keys, batch.offsets, batch.lengths, batch.checksums, count, newest,
-            self._incarnation, self._granule, batch.namespace & SPACE_MASK,
+            self._incarnation, self._granule, space_of(batch.namespace),
             self._words_at, len(self._words), whole,
         )  # fmt: skip
         assert were_odd, "a slot was written to under an even word"

@@ -50,7 +50,7 @@ from peercache.actors.ports import (
     DiskEnded,
     LateEnded,
 )
-from peercache.model.keys import KEY_BYTES, split_keys
+from peercache.model.keys import KEY_BYTES, Tag, split_keys, tag_of
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     COMMITTED,
@@ -241,7 +241,7 @@ class WantedPage:
     """A page on disk, as the disk actor told it."""
 
     length: int
-    namespace: int
+    namespace: Tag
 
 
 @final
@@ -249,7 +249,7 @@ class WantedPage:
 class _Job:
     """One load. chosen: the positions in `keys` of pages that have a slot."""
 
-    namespace: int
+    namespace: Tag
     keys: list[bytes]
     lengths: list[int]
     written: bytearray
@@ -568,7 +568,7 @@ class Promoter:
         count = self.promotions.portion(on_disk, [lengths[at] for at in on_disk], bytes_max)
         wanted = on_disk[:count]
         for at in wanted:
-            page = WantedPage(lengths[at], int(found.namespaces[at]))
+            page = WantedPage(lengths[at], tag_of(*found.namespaces[at].item()))
             if self.promotions.want(keys[at], page) and is_wish:
                 self._allowance -= page.length
         if is_wish:

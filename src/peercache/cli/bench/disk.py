@@ -35,6 +35,7 @@ from peercache.actors.ports import (
 from peercache.cli.bench.engine import WorkingSet
 from peercache.cli.bench.limits import percentile
 from peercache.errors import ConfigError
+from peercache.model.keys import Namespace, tags_of
 from peercache.model.records import RECORD, RESIDENT
 from peercache.storage.mover import UNIT_BYTES, PoolMemory
 from peercache.storage.store import DiskStore
@@ -99,7 +100,8 @@ class Bench:
         ones = np.ones(page_count, np.uint64)
         self.lengths = ones * np.uint64(page_bytes)
         self.ones = ones
-        begun = self.index.begin(b"".join(self.keys), ones, self.lengths, ones, 0)
+        self.namespaces = np.full(page_count, tags_of([Namespace().tag()]))
+        begun = self.index.begin(b"".join(self.keys), self.namespaces, self.lengths, ones, 0)
         self.places = begun.places
         self.calls = self._raw_calls(folder / "raw")
 
@@ -191,12 +193,12 @@ class Bench:
         until = time.monotonic() + TIMEOUT_S
         effect: Spill | Load = (
             Spill(
-                self.jobs, self.records[pages], self.ones[pages], self.places[pages],
+                self.jobs, self.records[pages], self.namespaces[pages], self.places[pages],
                 self.ones[pages], until,
             )
             if write
             else Load(
-                self.jobs, b"".join(self.keys[pages]), self.ones[pages], self.lengths[pages],
+                self.jobs, b"".join(self.keys[pages]), self.namespaces[pages], self.lengths[pages],
                 self.places[pages], self.offsets[pages], until,
             )
         )  # fmt: skip

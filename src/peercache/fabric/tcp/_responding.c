@@ -32,7 +32,7 @@ uint32_t peercache_cut(const struct settings *settings, const struct request *re
     return last;
 }
 
-static int may_read(const struct connection *connection, uint32_t space)
+static int may_read(const struct connection *connection, uint64_t space)
 {
     for (uint64_t index = 0; index < connection->spaces_count; index++)
         if (connection->spaces[index] == space)
@@ -58,7 +58,7 @@ static int is_shown(const struct settings *settings, const struct connection *co
                     const struct entry *entry)
 {
     const struct seal *seal = seal_of(settings, entry);
-    uint32_t length, space;
+    uint64_t length, space;
 
     if (entry->generation == 0 || entry->generation & 1 ||
         word_of(settings, entry) != entry->generation)

@@ -382,7 +382,7 @@ void peercache_pages_run(struct server *server)
  * for all of its connections; 0: none. */
 int peercache_pages_take(struct server *server, int file, uint64_t name, uint64_t owner,
                          int64_t idle_ns, int64_t request_ns, int64_t stall_ns,
-                         struct peercache_tls *tls, const uint32_t *spaces, uint64_t spaces_count)
+                         struct peercache_tls *tls, const uint64_t *spaces, uint64_t spaces_count)
 {
     struct connection *connection =
         calloc(1, sizeof(*connection) + spaces_count * sizeof(*spaces));

@@ -43,11 +43,12 @@ struct entry {
 struct seal {
     uint64_t word;
     uint8_t key[16];
-    uint32_t space, length;
+    uint64_t space, length;
+    uint8_t unused[24];
 };
 
 _Static_assert(sizeof(struct head) == 24 && sizeof(struct entry) == 24, "as in wire.py");
-_Static_assert(sizeof(struct seal) == 32, "as in model/seal.py");
+_Static_assert(sizeof(struct seal) == 64, "as in model/seal.py");
 
 /* What was seen of a page: nothing yet, the seal that was asked for, or another one. */
 enum sight { UNSEEN, SHOWN, WITHHELD };
@@ -87,7 +88,7 @@ struct connection {
     struct peercache_tls *tls;
     /* The spaces whose pages it may read; none: all. */
     uint64_t spaces_count;
-    uint32_t spaces[];
+    uint64_t spaces[];
 };
 
 /* What the caller wants; serving.py declares the same. usable: called when a request goes beyond

@@ -90,7 +90,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "take": (
         ctypes.c_int,
         *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint64] * 5),
-        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64),
+        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64),
     ),
     "close_idle": (None, ctypes.c_void_p),
     "close_named": (None, ctypes.c_void_p, ctypes.c_uint64),
@@ -241,7 +241,7 @@ class ServingThread:
             0 if owner is None else hash(owner.serial) % 2**64 or 1,
             *(int(seconds * 1e9) for seconds in limits_s),
             handle,
-            (ctypes.c_uint32 * len(spaces))(*spaces),
+            (ctypes.c_uint64 * len(spaces))(*spaces),
             len(spaces),
         )
         if taken:

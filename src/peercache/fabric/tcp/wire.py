@@ -11,7 +11,7 @@ Then any number of requests, which may be sent ahead, each answered in its turn:
     request    magic "PCtr" · count u32 · incarnation meant u64 · total bytes u64 ·
                count × (offset u64 · length u64 · generation u64)
     response   magic "PCts" · code u32; after code 0, for each *portion* of the pages:
-               the portion's bytes · one seal of 32 bytes a page
+               the portion's bytes · one seal of 64 bytes a page
 
 The seal is that of the slot after the page's last byte (model/seal.py). Where the slot does not
 hold that generation, holds a shorter page, or one of a space that this client may not read, the
@@ -23,6 +23,7 @@ lengths, so nothing on the wire says where a portion ends. After a refusal the s
 Wire version history:
     1  the first.
     2  requests name generations, seals follow the pages, and the greeting has no proof.
+    3  seals of 64 bytes, with 64 bits of the page's space.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import numpy as np
 from peercache.errors import RemoteProtocolError
 from peercache.model.runs import U64
 
-TCP_WIRE_VERSION = 2
+TCP_WIRE_VERSION = 3
 
 COUNT_MAX = 4096
 """Pages of one request: 96 KiB of entries, all that a request may make the server buffer."""

@@ -69,7 +69,7 @@ class Declared:
     """What a message states.
 
     tag:     its number on the wire: each has its own, and keeps it for ever.
-    since:   the wire version that it came with; 3 is the first.
+    since:   the wire version that it came with; 4 is the first.
     to:      who receives it.
     of_node: who receives it from another node; None: the same.
     senders: the roles that may send it.
@@ -80,7 +80,7 @@ class Declared:
     to: Receiver
     senders: frozenset[Role]
     rules: tuple[Rule, ...] = ()
-    since: int = 3
+    since: int = 4
     of_node: Receiver | None = None
 
 

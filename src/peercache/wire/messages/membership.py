@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import attrs
 
+from peercache.model.keys import Tag
 from peercache.model.member import Member
 from peercache.wire.messages.declared import (
     EVERYONE,
@@ -181,7 +182,7 @@ class OfferPages:
     )
 
     number: int
-    namespace: int
+    namespace: Tag
     records: bytes
 
 

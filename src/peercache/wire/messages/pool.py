@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import attrs
 
+from peercache.model.keys import Tag
 from peercache.wire.messages.declared import (
     CLIENTS,
     NO_ROLE,
@@ -53,7 +54,7 @@ class Reserve:
 
     request: int
     sequence: int
-    namespace: int
+    namespace: Tag
     keys: bytes
     lengths: bytes
 
@@ -158,7 +159,7 @@ class Remove:
     )
 
     request: int
-    namespace: int
+    namespace: Tag
     keys: bytes
     timeout_s: float = 0.0
 
@@ -167,7 +168,7 @@ class Remove:
 class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
-    namespace:  its tag; a space tag, of 32 bits, is every geometry, rank and weights of a name.
+    namespace:  its tag; a space tag, of 64 bits, is every geometry, rank and weights of a name.
                 Pages that came from other nodes are known by their name only, and go with each of
                 them.
     timeout_s: how long the home node may wait for the other members; a holder: how long it does.
@@ -178,7 +179,7 @@ class Clear:
     )
 
     request: int
-    namespace: int
+    namespace: Tag
     timeout_s: float = 0.0
 
 
@@ -208,7 +209,7 @@ class ReserveMirror:
 
     request: int
     sequence: int
-    namespace: int
+    namespace: Tag
     keys: bytes
     lengths: bytes
 
@@ -271,7 +272,7 @@ class Retain:
     )
 
     request: int
-    namespace: int
+    namespace: Tag
     keys: bytes
     seconds: float
     timeout_s: float = 0.0
