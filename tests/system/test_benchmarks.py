@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import peers, peers_engine, peers_report, set_pages
+from benchmarks import eviction, peers, peers_engine, peers_report, set_pages
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
@@ -271,3 +271,27 @@ def test_peers_measures_ours_alone(tmp_path: Path) -> None:
     for name in ("get", "set", "set full"):
         cells = figures["rows"][f"{name} {figures['sizes'][0]['name']}"]
         assert {cell["share"] for cell in cells.values()} == {1.0}, (name, cells)
+
+
+def test_eviction_replays_a_trace_through_the_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two long prompts in turns, in a pool that has room for one: LRU keeps nothing of use."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": 10_000 * turn,
+            "hash_ids": list(range(1000 * (turn % 2), 1000 * (turn % 2) + 300)),
+        }
+        for turn in range(8)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+
+    assert eviction.main([str(trace), "--blocks", "320", "700"]) == 0
+
+    titles, small, large = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert titles == ["blocks", "pool", "LRU", "deepest", "pool/LRU"]
+    assert small[0] == "320"
+    assert float(small[1]) > 0.05
+    assert float(small[2]) == 0
+    assert large[:4] == ["700", "0.750", "0.750", "0.750"], "six of eight find all"

@@ -112,6 +112,7 @@ class World:
         """What clients may still write to."""
         self.sequences: dict[int, int] = {}
         self.drop_batches: list[np.ndarray] = []
+        self.now = 0.0
         self._told: dict[str, list[RecordsChanged]] = {"directory": [], "publisher": []}
         self._rubbish = 0
 
@@ -280,7 +281,7 @@ class World:
 
     def say(self, client: int, message: object) -> list[Effect]:
         """Hand a message over and do what the pool wants, in its order."""
-        effects = self.pool.on_message(Origin(client, 3), message, 0.0)
+        effects = self.pool.on_message(Origin(client, 3), message, self.now)
         self.pool.check()
         self.perform(effects, client, message)
         return effects

@@ -117,9 +117,12 @@ def test_least_recently_touched_page_is_evicted() -> None:
     """What readers tell decides who goes."""
     world = World(granules=16)
     for number in range(4):
+        world.now = 2.0 * number
         world.store(ALICE, [number], PAGE)
+    world.now = 8.0
     world.touch(0)
 
+    world.now = 10.0
     world.store(ALICE, [10], PAGE)
 
     assert world.holds(0, 1, 2, 3, 10) == [True, False, True, True, True]
@@ -129,7 +132,9 @@ def test_touch_under_an_old_generation_counts_for_nothing() -> None:
     """A touch of the previous page does not count for the page that is there now."""
     world = World(granules=16)
     for number in range(4):
+        world.now = 2.0 * number
         world.store(ALICE, [number], PAGE)
+    world.now = 8.0
     world.touch(0, stale=True)
 
     world.store(ALICE, [10], PAGE)
@@ -141,11 +146,67 @@ def test_chain_loses_its_tail_first_after_commit() -> None:
     """The first key of a batch is its hottest page."""
     world = World(granules=16)
     world.store(ALICE, [1, 2], PAGE)
+    world.now = 2.0
     world.store(ALICE, [3, 4], PAGE)
 
     world.store(BOB, [10], PAGE)
 
     assert world.holds(1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_prompt_loses_its_deepest_pages_first_however_many_batches_it_came_in() -> None:
+    """What comes within a second is one prompt: pages are useless without those before them."""
+    world = World(granules=24)
+    for first in (1, 3, 5):
+        world.now += 0.2
+        world.store(ALICE, [first, first + 1], PAGE)
+
+    world.now += 0.2
+    world.store(BOB, [10, 11], PAGE)
+
+    assert world.holds(1, 2, 3, 4, 5, 6) == [True, True, True, True, False, False]
+
+
+def test_prompt_that_was_read_again_loses_its_deepest_pages_first() -> None:
+    """The batches of a prompt are read one after the other, the deepest one last."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.store(ALICE, [3, 4], PAGE)
+    world.now = 5.0
+    world.touch(2, 1)
+    world.touch(4, 3)
+
+    world.now = 7.0
+    world.store(BOB, [10], PAGE)
+    world.store(BOB, [11], PAGE)
+
+    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
+
+
+def test_pages_of_a_later_second_outlive_those_of_an_earlier_one() -> None:
+    """Whatever was stored first."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.now = 2.0
+    world.store(ALICE, [3, 4], PAGE)
+    world.now = 4.0
+    world.touch(2, 1)
+
+    world.now = 6.0
+    world.store(BOB, [10, 11], PAGE)
+
+    assert world.holds(1, 2, 3, 4, 10, 11) == [True, True, False, False, True, True]
+
+
+def test_batch_that_is_partly_here_evicts_none_of_its_own_pages() -> None:
+    """Not even if all of the pool was stored within this second."""
+    world = World(granules=16)
+    world.store(ALICE, [1, 2], PAGE)
+    world.store(ALICE, [3, 4], PAGE)
+
+    world.store(BOB, [4, 10, 11], PAGE)
+
+    assert world.holds(1, 2, 3, 4, 10, 11) == [True, False, False, True, True, True]
 
 
 def test_chain_loses_its_tail_first_after_touch() -> None:

@@ -202,6 +202,7 @@ class Pool:
 
     def on_message(self, sender: Origin, message: PoolMessage, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
+        self._slots.pass_time(now)
         match message:
             case Reserve():
                 return self._reserve(sender, message)

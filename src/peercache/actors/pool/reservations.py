@@ -598,6 +598,7 @@ def commit_pages(
     lengths: list[int] = np.frombuffer(reservation.lengths, "<u8").tolist()
     checksums: list[int] = np.frombuffer(commit.checksums, "<u8").tolist()
     last_first = [slot for slot in reversed(reservation.slots) if slot is not None]
+    slots.begin_batch()
     is_whole = len(last_first) == len(keys) == commit.written.count(1)
     if is_whole and pages.are_new(keys):
         # What nearly every batch is, in a third of the time.

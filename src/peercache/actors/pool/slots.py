@@ -17,13 +17,18 @@ than a share of the pool, never the place of what was touched lately, and age fa
 A *retained* page is not evicted before its time, and blocks its extent for other sizes and tenants
 (`page_table` says for how long, and `actors.tenants` how much of it there may be).
 
-Pure: no words, no keys, no time. Age is counted in touches: `clock` advances with each.
+Pages are evicted least recently touched first, but what was touched within one second counts as
+touched at once: of it the pages stored last go first (ADR 0036). So a prompt loses its deepest
+pages first, however many batches it came in: they are useless without those before them.
+
+Pure: no words, no keys. Age is counted in touches: `clock` advances with each.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, final
 
@@ -49,6 +54,7 @@ class Slot:
     """Room for one page. first: its first granule, which is also the index of its word.
 
     retained_until: 0 while its page is retained no longer than others.
+    batch: the number of the batch that stored its page.
     """
 
     first: int
@@ -57,6 +63,7 @@ class Slot:
     touched: int = NEVER_TOUCHED
     is_mirror: bool = False
     retained_until: float = 0.0
+    batch: int = 0
 
 
 @final
@@ -91,11 +98,13 @@ class SizeClass:
     free: deque[Slot] = attrs.field(factory=deque)
     """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
     held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """By first granule, least recently touched first; without mirrored and retained ones."""
+    """By first granule, the next to be evicted first: without those of the next three."""
+    recent: dict[int, Slot] = attrs.field(factory=dict)
+    """Those that were touched since the second began; all are hotter than `held`."""
     mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """The same of mirrored pages."""
+    """Of mirrored pages, the least recently touched first."""
     retained: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """The same of retained pages, which are not evicted: nothing that looks for room meets them."""
+    """Of retained pages, which are not evicted: nothing that looks for room meets them."""
     cutting: Extent | None = None
     """The newest extent, while it has slots that were never used."""
     evictions: int = 0
@@ -107,7 +116,7 @@ class SizeClass:
 
         The least recently touched; mirrored pages count as older than they are.
         """
-        own = next(iter(self.held.values()), None)
+        own = next(iter((self.held or self.recent).values()), None)
         if own is not None and own.touched > untouched_since:
             own = None
         if not self.mirrors:
@@ -120,11 +129,35 @@ class SizeClass:
         )
         return mirror if is_older else own
 
-    def held_as(self, slot: Slot) -> OrderedDict[int, Slot]:
+    def held_as(self, slot: Slot) -> dict[int, Slot]:
         """Return where a held slot stands."""
         if slot.retained_until:
             return self.retained
-        return self.mirrors if slot.is_mirror else self.held
+        if slot.is_mirror:
+            return self.mirrors
+        return self.recent if slot.first in self.recent else self.held
+
+    def settle(self, upto: int) -> None:
+        """Put recent slots, touched until the clock showed `upto`, behind `held`, in order.
+
+        They share their times of touch among themselves, so that those rise from slot to slot.
+        """
+        settled = _in_order([slot for slot in self.recent.values() if slot.touched <= upto])
+        for slot, touched in zip(settled, sorted([s.touched for s in settled]), strict=True):
+            slot.touched = touched
+            slot.extent.touched = max(slot.extent.touched, touched)
+            del self.recent[slot.first]
+            self.held[slot.first] = slot
+
+    def in_order(self) -> Iterator[Slot]:
+        """Iterate over the slots that may be evicted, the next one first, without mirrors."""
+        yield from self.held.values()
+        yield from _in_order(self.recent.values())
+
+
+def _in_order(touched_at_once: Iterable[Slot]) -> list[Slot]:
+    """Return slots that were touched within one second: the batch stored last, its last page."""
+    return sorted(touched_at_once, key=lambda slot: (-slot.batch, slot.touched))
 
 
 def colder_classes(
@@ -190,6 +223,10 @@ UNITS_ABOUT: Final = 256
 WASTE_DIVISOR: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
 
+SECOND_S: Final = 1.0
+"""How long what is touched counts as touched at once. A prompt is read, or reported as read, within
+about a second; by public traces (ADR 0036) up to five seconds are as good."""
+
 _BLOCKED: Final = 2**62
 
 
@@ -225,6 +262,8 @@ class SlotAllocator:
         self.tenants: Final = tenants or Tenants(whole=granules)
         self._classes: dict[tuple[Tenant, int], SizeClass] = {}
         self._units: list[Extent | None] = []
+        self._batch = 0
+        self._second_ends = -math.inf
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it became unassigned, _BLOCKED while a class has it."""
         self._unassigned = 0
@@ -389,6 +428,18 @@ class SlotAllocator:
         self.mirror_granules += granules
         return coldest
 
+    def pass_time(self, now: float) -> None:
+        """Note what time it is (s): a second that is over settles the order of what it touched."""
+        if now >= self._second_ends:
+            self._second_ends = now + SECOND_S
+            for size_class in self._classes.values():
+                if size_class.recent:
+                    size_class.settle(self.clock)
+
+    def begin_batch(self) -> None:
+        """Note that the slots held from now on hold pages that were stored together."""
+        self._batch += 1
+
     def adopt(self, slot: Slot) -> None:
         """Let a mirrored page be like any other: a client of this node has set it."""
         assert slot.state == HELD, f"slot {slot.first} adopted in state {slot.state}"
@@ -431,7 +482,7 @@ class SlotAllocator:
 
     def hold(self, slots: Sequence[Slot]) -> None:
         """Let reserved slots have pages: the last of them the hottest one."""
-        clock, granules = self.clock, 0
+        clock, batch, granules = self.clock, self._batch, 0
         for slot in slots:
             assert slot.state == RESERVED, f"slot {slot.first} held from state {slot.state}"
             extent = slot.extent
@@ -441,8 +492,9 @@ class SlotAllocator:
             extent.held += 1
             clock += 1
             slot.touched = extent.touched = clock
+            slot.batch = batch
             granules += size_class.granules
-            (size_class.mirrors if slot.is_mirror else size_class.held)[slot.first] = slot
+            (size_class.mirrors if slot.is_mirror else size_class.recent)[slot.first] = slot
         self.clock = clock
         self.reserved_granules -= granules
         self.held_granules += granules
@@ -453,7 +505,13 @@ class SlotAllocator:
         assert slot.state == HELD, f"slot {slot.first} touched in state {slot.state}"
         self.clock += 1
         slot.touched = slot.extent.touched = self.clock
-        slot.extent.size_class.held_as(slot).move_to_end(slot.first)
+        size_class = slot.extent.size_class
+        if slot.retained_until:
+            size_class.retained.move_to_end(slot.first)
+        elif slot.is_mirror:
+            size_class.mirrors.move_to_end(slot.first)
+        elif slot.first not in size_class.recent:
+            size_class.recent[slot.first] = size_class.held.pop(slot.first)
 
     def release(self, slot: Slot) -> None:
         """Free a reserved or held slot; an extent that is wholly free is unassigned again."""
@@ -474,7 +532,7 @@ class SlotAllocator:
 
     def coldest_first(self) -> list[Iterable[Slot]]:
         """Return the slots of each size that may be evicted, coldest first, without mirrors."""
-        return [size_class.held.values() for size_class in self._classes.values()]
+        return [size_class.in_order() for size_class in self._classes.values()]
 
     def own_coldest_first(self) -> list[Iterable[Slot]]:
         """Return the held slots of each size, coldest first, no mirrors; retained ones first."""
@@ -485,7 +543,7 @@ class SlotAllocator:
         """Return how many pages each tenant has."""
         pages = dict.fromkeys(self.tenants.all(), 0)
         for size_class in self._classes.values():
-            some = (size_class.held, size_class.mirrors, size_class.retained)
+            some = size_class.held, size_class.recent, size_class.mirrors, size_class.retained
             pages[size_class.tenant] += sum(map(len, some))
         return pages
 
@@ -517,6 +575,8 @@ class SlotAllocator:
         """Return a free slot of the class: in unassigned units, another's place, or its own."""
         if self._assign_free(size_class):
             return self._free_slot(size_class)
+        if not size_class.held:
+            size_class.settle(untouched_since)
         own = size_class.coldest(self.clock, untouched_since)
         if own is None:
             # This size has nothing that can go: without a donor it could fail for ever.
