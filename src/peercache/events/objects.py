@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from peercache.errors import LocalProtocolError
-from peercache.events.publishing import Publisher
+from peercache.events.publishing import EventPublisher
 
 SEQUENCE: Final = struct.Struct(">Q")
 
@@ -62,7 +62,7 @@ class ObjectNames:
 
 
 @final
-class ObjectPublisher(Publisher[tuple[str, bool]]):
+class ObjectPublisher(EventPublisher[tuple[str, bool]]):
     """One publisher of object events, with a thread that owns its socket.
 
     Its queue has pages, and whether each is stored or removed. With one message more than

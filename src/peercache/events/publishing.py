@@ -205,7 +205,7 @@ POLL_MS: Final = 50
 """How long a batch waits for more where few come, and how soon a reader or a close is seen."""
 
 
-class Publisher(Generic[Item]):
+class EventPublisher(Generic[Item]):
     """A queue, a socket for readers, and the thread that owns it. Subclasses say what is sent.
 
     What the queue has no room for, and what could not be sent, is a loss: `_send_some` then sends
@@ -358,7 +358,7 @@ class PublisherFigures:
 
 
 @final
-class BlockPublisher(Publisher[BlockEvent]):
+class BlockPublisher(EventPublisher[BlockEvent]):
     """One publisher of block events, with a thread that owns its sockets."""
 
     def __init__(

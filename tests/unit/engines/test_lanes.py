@@ -98,7 +98,7 @@ def test_work_that_waited_too_long_is_refused(told: Told) -> None:
 
 
 def test_work_behind_a_call_that_hangs_is_refused_at_its_deadline(told: Told) -> None:
-    """Whoever waits for its answer waits no longer."""
+    """A caller that waits for its answer gets it then."""
     clock = Clock()
     hung = lane(timeout_s=0.05, clock=clock)
     told.submit(hung, "hangs", waits=True)
