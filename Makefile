@@ -129,7 +129,7 @@ sglang-engines: $(STAMP)
 # in the user's cache folder) that tests/integration/install_engine.sh makes; without it they are
 # skipped.
 lmcache vllm dynamo: $(STAMP)
-	$(PYTEST) -q -o faulthandler_timeout=400 -m $@ tests/integration $(PYTEST_FLAGS)
+	$(PYTEST) -q -m $@ tests/integration $(PYTEST_FLAGS)
 
 # The figures of docs/explanation/performance.md, with SGLang's environment, on a quiet machine: four
 # minutes. A run that fails leaves the old figures.

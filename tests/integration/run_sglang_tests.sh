@@ -28,4 +28,4 @@ for argument in "$@"; do
     # Tests that are named: only these.
     case $argument in tests/*) all=() ;; esac
 done
-exec "$venv/bin/python" -m pytest -m sglang -o faulthandler_timeout=400 "${all[@]}" "$@"
+exec "$venv/bin/python" -m pytest -m sglang "${all[@]}" "$@"
