@@ -67,39 +67,27 @@ NOT_OPENED = "not_opened"
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Tables:
-    """The tables that a client can read. `look` may be called from any thread."""
+    """The tables that a client can read. `look` may be called from any thread.
 
-    def __init__(
-        self,
-        *,
-        boot_id: str,
-        shm_dir: str,
-        folders: Container[str],
-        sharing: Sharing,
-        asker: int,
-        clock: Callable[[], float],
-        metrics: Metrics,
-        log: Any,
-    ) -> None:
-        """Open none yet.
+    shm_dir: where nodes of this host keep their tables, as far as this client's own settings
+             say; elsewhere a table lies beside its segment, in one of `folders`.
+    asker:   a number of this client's own.
+    clock:   CLOCK_MONOTONIC.
+    """
 
-        shm_dir: where nodes of this host keep their tables, as far as this client's own settings
-                 say; elsewhere a table lies beside its segment, in one of `folders`.
-        asker:   a number of this client's own.
-        clock:   CLOCK_MONOTONIC.
-        """
-        self._boot_id = boot_id
-        self._shm_dir = shm_dir
-        self._folders = folders
-        self._sharing = sharing
-        self._asker = asker
-        self._clock = clock
-        self._metrics = metrics
-        self._log = log
-        self._opened: dict[int, AttachedTable] = {}
-        self._addresses: dict[int, str] = {}
-        """HOST:PORT of the nodes of this host, for the log."""
+    _boot_id: str
+    _shm_dir: str
+    _folders: Container[str]
+    _sharing: Sharing
+    _asker: int
+    _clock: Callable[[], float]
+    _metrics: Metrics
+    _log: Any
+    _opened: dict[int, AttachedTable] = attrs.field(factory=dict, init=False)
+    _addresses: dict[int, str] = attrs.field(factory=dict, init=False)
+    """HOST:PORT of the nodes of this host, for the log."""
 
     def nodes(self) -> Iterable[int]:
         """Return the nodes whose tables can be read now."""
@@ -178,32 +166,26 @@ AtOnce: TypeAlias = Ask | ReadTable | Post | Greet | Drain | Fetch | Place | Che
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Bridge:
-    """Performs the steps of a path with blocking calls in the caller's thread. Thread-safe."""
+    """Performs the steps of a path with blocking calls in the caller's thread. Thread-safe.
 
-    def __init__(
-        self,
-        *,
-        asker: Asker,
-        fabrics: tuple[Fabric, ...],
-        breakers: Breakers,
-        clock: Callable[[], float],
-        log: Any,
-        tables: Tables | None = None,
-    ) -> None:
-        """Read through the first of `fabrics` that reaches a holder; tables: None reads none."""
-        self.renew: Callable[[float], Cluster] | None = None
-        """Has the view asked for: that of the home node, whose questions go through this bridge."""
-        self._tables = tables
-        self._asker = asker
-        self._fabrics = fabrics
-        self._breakers = breakers
-        self._clock = clock
-        self._log = log
-        self._chosen: dict[int, str] = {}
-        self._threads: ThreadPoolExecutor | None = None
-        self._is_closed = False
-        self._lock = Lock()
+    fabrics: a holder is read through the first that reaches it.
+    tables:  None reads none.
+    renew:   has the view asked for: that of the home node, whose questions go through this bridge.
+    """
+
+    _asker: Asker
+    _fabrics: tuple[Fabric, ...]
+    _breakers: Breakers
+    _clock: Callable[[], float]
+    _log: Any
+    _tables: Tables | None = None
+    renew: Callable[[float], Cluster] | None = attrs.field(default=None, init=False)
+    _chosen: dict[int, str] = attrs.field(factory=dict, init=False)
+    _threads: ThreadPoolExecutor | None = attrs.field(default=None, init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
+    _lock: Lock = attrs.field(factory=Lock, init=False)
 
     def run(
         self, path: Generator[Step, Any, Result], home_segment: AttachedSegment | None = None

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+import attrs
 import trio
 
 from peercache.net.peers import ControlTls, Peer
@@ -84,39 +85,33 @@ DIAL_AGAIN_S = 1.0
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Link:
-    """One directed link to an address."""
+    """One directed link to an address, which it dials on `run`.
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        hello: Callable[[], bytes],
-        on_answer: Callable[[bytes], None],
-        on_dropped: Callable[[int], None],
-        accepts: Callable[[Peer], bool],
-        tls: ControlTls | None = None,
-    ) -> None:
-        """Dial on `run`; `hello()` makes the greeting, `on_answer` takes the peer's messages.
+    hello:     makes the greeting.
+    on_answer: takes the peer's messages.
+    accepts:   judges the process that has answered, on a thread of nng.
+    """
 
-        accepts: judges the process that has answered, on a thread of nng.
-        """
-        self.url = url
-        self._accepts = accepts
-        self._tls = tls
-        self._hello = hello
-        self._on_answer = on_answer
-        self._on_dropped = on_dropped
-        self._outbox = Outbox()
-        self._greeted = False
-        self._has_sent = False  # Since it last received something.
-        self._received_at = 0.0
-        self._asked_at: float | None = None  # When it said the Hello that waits for an answer.
-        self._wake = trio.Event()
-        self._connected = False
-        self._is_usable = True
-        self._scope = trio.CancelScope()
-        self._dialer: Dialer | None = None
+    url: str = attrs.field(kw_only=False)
+    _hello: Callable[[], bytes]
+    _on_answer: Callable[[bytes], None]
+    _on_dropped: Callable[[int], None]
+    _accepts: Callable[[Peer], bool]
+    _tls: ControlTls | None = None
+    _outbox: Outbox = attrs.field(factory=Outbox, init=False)
+    _greeted: bool = attrs.field(default=False, init=False)
+    _has_sent: bool = attrs.field(default=False, init=False)
+    """Since it last received something."""
+    _received_at: float = attrs.field(default=0.0, init=False)
+    _asked_at: float | None = attrs.field(default=None, init=False)
+    """When it said the Hello that waits for an answer."""
+    _wake: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _connected: bool = attrs.field(default=False, init=False)
+    _is_usable: bool = attrs.field(default=True, init=False)
+    _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    _dialer: Dialer | None = attrs.field(default=None, init=False)
 
     def send(self, raw: bytes) -> None:
         """Send at once, or queue behind earlier messages; never blocks, may drop the oldest."""

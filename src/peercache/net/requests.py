@@ -101,51 +101,43 @@ Kind = TypeVar("Kind", bound=Connection)
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Connections(Generic[Kind]):
-    """The connections of one client, and its messages over them. Thread-safe."""
+    """The connections of one client, and its messages over them. Thread-safe.
 
-    def __init__(
-        self,
-        *,
-        identity: int,
-        cluster: str,
-        hello_for: Callable[[int], Hello],
-        url_of: Callable[[int], str | None],
-        connect: Callable[[str, int], Kind | None],
-        breakers: Breakers,
-        clock: Callable[[], float],
-        on_refused: Callable[[int, Refused], None],
-        on_unasked: Callable[[int, Message], None],
-        kept_max: int = KEPT_MAX,
-        slice_s: float = SLICE_S,
-    ) -> None:
-        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
+    hello_for: returns what is said on a new connection to `url_of(peer)`; peer 0 is any listener.
+    connect:   dials an address to reach a peer, without waiting; None where that cannot be.
+    unasked:   takes each message that answers no pending question.
+    kept_max:  idle connections that are kept.
+    slice_s:   longest wait between two looks at the connections.
+    other_cluster: of a node that has answered from another cluster.
+    """
 
-        connect:    dials an address to reach a peer, without waiting; None where that cannot be.
-        on_unasked: takes each message that answers no pending question.
-        kept_max:   idle connections that are kept.
-        slice_s:    longest wait between two looks at the connections.
-        """
-        self.breakers = breakers
-        self.clock = clock
-        self.refused = on_refused
-        self.unasked = on_unasked
-        self.slice_s = slice_s
-        self._identity = identity
-        self._cluster = cluster
-        self.hello_for = hello_for
-        self._url_of = url_of
-        self._connect = connect
-        self._kept_max = kept_max
-        # Each with when it was given back. The peer that was used last stands last.
-        self._idle: OrderedDict[int, deque[tuple[Kind, float]]] = OrderedDict()
-        self._idle_count = 0
-        self.at_once_max = max(1, kept_max // AT_ONCE_DIVISOR)
-        self._lock = Lock()
-        self._numbers = itertools.count(1)
-        self._is_closed = False
-        self.other_cluster = ""
-        """The cluster of a node that has answered from another one."""
+    _identity: int
+    _cluster: str
+    hello_for: Callable[[int], Hello]
+    _url_of: Callable[[int], str | None]
+    _connect: Callable[[str, int], Kind | None]
+    breakers: Breakers
+    clock: Callable[[], float]
+    refused: Callable[[int, Refused], None] = attrs.field(alias="on_refused")
+    unasked: Callable[[int, Message], None] = attrs.field(alias="on_unasked")
+    _kept_max: int = KEPT_MAX
+    slice_s: float = SLICE_S
+    # Each with when it was given back. The peer that was used last stands last.
+    _idle: OrderedDict[int, deque[tuple[Kind, float]]] = attrs.field(
+        factory=OrderedDict, init=False
+    )
+    _idle_count: int = attrs.field(default=0, init=False)
+    _lock: Lock = attrs.field(factory=Lock, init=False)
+    _numbers: itertools.count[int] = attrs.field(factory=lambda: itertools.count(1), init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
+    other_cluster: str = attrs.field(default="", init=False)
+
+    @property
+    def at_once_max(self) -> int:
+        """How many questions of one `ask` are under way at once."""
+        return max(1, self._kept_max // AT_ONCE_DIVISOR)
 
     def post(self, messages: Sequence[tuple[int, Message]]) -> None:
         """Send without expecting an answer; a message to a peer without a connection is dropped."""

@@ -68,7 +68,9 @@ class NodeActors:
             rng=rng,
             metrics=metrics,
         )
-        self.ring = RingActor(virtual_nodes=config.virtual_nodes, replicas=_replicas(config))
+        self.ring = RingActor(
+            virtual_nodes=config.virtual_nodes, replicas=config.directory_replicas
+        )
         self.directory = _shard(me.incarnation, metrics, table_file)
         self.publisher = Publisher(
             incarnation=me.incarnation,
@@ -116,10 +118,6 @@ class NodeActors:
             nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)
-
-
-def _replicas(config: Config) -> int | str:
-    return config.directory_replicas
 
 
 def _disk(config: Config, metrics: Metrics) -> DiskTier:

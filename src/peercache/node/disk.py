@@ -95,24 +95,19 @@ class NodeDisk:
 
 
 @final
+@attrs.define(eq=False)
 class DiskTroubles:
-    """Logs that pages begin not to get to a disk that is open, and that they do again."""
+    """Logs that pages begin not to get to a disk that is open, and that they do again.
 
-    def __init__(
-        self,
-        trouble: Callable[[], str],
-        *,
-        path: str,
-        log: Any,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """trouble: returns why they do not now, "" if they do. path: `disk_path`."""
-        self._trouble = trouble
-        self._path = path
-        self._log = log
-        self._clock = clock
-        self._told = ""
-        self._seen_at = 0.0
+    trouble: returns why they do not now, "" if they do. path: `disk_path`.
+    """
+
+    _trouble: Callable[[], str]
+    _path: str = attrs.field(kw_only=True)
+    _log: Any = attrs.field(kw_only=True)
+    _clock: Callable[[], float] = attrs.field(default=time.monotonic, kw_only=True)
+    _told: str = attrs.field(default="", init=False)
+    _seen_at: float = attrs.field(default=0.0, init=False)
 
     def look(self) -> None:
         """Log what has changed; housekeeping looks once a second."""

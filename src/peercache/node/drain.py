@@ -153,30 +153,25 @@ CHANNELS_MAX: Final = 2
 
 
 @final
+@attrs.define(eq=False)
 class Puller:
-    """Performs what the handover actor asks for. Its threads begin with the first offers."""
+    """Performs what the handover actor asks for. Its threads begin with the first offers.
 
-    def __init__(
-        self,
-        config: Config,
-        segment: PublishedSegment,
-        *,
-        tls: LiveTls | None,
-        sharing: Sharing,
-        tell: Callable[[PullDone], None],
-        log: Any,
-    ) -> None:
-        """Read into `segment`; `tell` hears of each Pull once, on the loop. Call on the loop."""
-        self._config = config
-        self._segment = segment
-        self._tls = tls
-        self._sharing = sharing
-        self._tell = tell
-        self._log = log
-        self._token = trio.lowlevel.current_trio_token()
-        self._fabrics: tuple[ShmFabric | TcpFabric, ...] = ()
-        self._opening = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+    It is made on the loop, reads into `segment`, and `tell` hears of each Pull once, on the loop.
+    """
+
+    _config: Config
+    _segment: PublishedSegment
+    _tls: LiveTls | None = attrs.field(kw_only=True)
+    _sharing: Sharing = attrs.field(kw_only=True)
+    _tell: Callable[[PullDone], None] = attrs.field(kw_only=True)
+    _log: Any = attrs.field(kw_only=True)
+    _token: trio.lowlevel.TrioToken = attrs.field(
+        factory=trio.lowlevel.current_trio_token, init=False
+    )
+    _fabrics: tuple[ShmFabric | TcpFabric, ...] = attrs.field(default=(), init=False)
+    _opening: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _threads: ThreadPoolExecutor | None = attrs.field(default=None, init=False)
 
     def perform(self, pull: Pull) -> None:
         """Begin to read; never blocks."""

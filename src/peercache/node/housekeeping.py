@@ -112,50 +112,40 @@ SOONEST_S = 0.01
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Housekeeping:
-    """The periodic work of one node."""
+    """The periodic work of one node.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        own_address: Callable[[], str],
-        admission: Admission,
-        listener: Listener,
-        links: Links,
-        tell: Callable[[Tell], None],
-        members: Callable[[], Sequence[Member]],
-        dialled: Callable[[], frozenset[str]],
-        looks: Sequence[Callable[[], None]],
-        shares: Callable[[], DescriptorShares] = lambda: DescriptorShares.of(descriptors_max()),
-        metrics: Metrics,
-        log: Any,
-    ) -> None:
-        """Take the parts of the node that it looks after.
+    looks:  called each time, to log and count what has changed.
+    shares: how many connections of each kind there may be now.
+    """
 
-        looks:  called each time, to log and count what has changed.
-        shares: how many connections of each kind there may be now.
-        """
-        self._config = config
-        self._own_address = own_address
-        self._admission = admission
-        self._listener = listener
-        self._links = links
-        self._tell = tell
-        self._members = members
-        self._dialled = dialled
-        self._looks = looks
-        self._shares = shares
-        self._metrics = metrics
-        self._log = log
-        self._failed = FailedHandshakes() if config.has_tls else None
-        self._warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
-        self._known: dict[int, int] = {}
-        """The state of each member at the last look."""
+    _config: Config = attrs.field(kw_only=False)
+    _own_address: Callable[[], str]
+    _admission: Admission
+    _listener: Listener
+    _links: Links
+    _tell: Callable[[Tell], None]
+    _members: Callable[[], Sequence[Member]]
+    _dialled: Callable[[], frozenset[str]]
+    _looks: Sequence[Callable[[], None]]
+    _shares: Callable[[], DescriptorShares] = lambda: DescriptorShares.of(descriptors_max())
+    _metrics: Metrics
+    _log: Any
+    _failed: FailedHandshakes | None = attrs.field(init=False)
+    _warn_once: WarnOnce = attrs.field(init=False)
+    _known: dict[int, int] = attrs.field(factory=dict, init=False)
+    """The state of each member at the last look."""
+    _alone_at: float = attrs.field(init=False)
+    """When a node that knows no other says that it is alone."""
+    last_at: float = attrs.field(factory=time.monotonic, init=False)
+    """When the last round ended: a loop that is late shows here."""
+
+    def __attrs_post_init__(self) -> None:
+        """Count failed handshakes from now on."""
+        self._failed = FailedHandshakes() if self._config.has_tls else None
+        self._warn_once = WarnOnce(self._log, repeat_s=WARN_AGAIN_S)
         self._alone_at = time.monotonic() + ALONE_S
-        """When a node that knows no other says that it is alone."""
-        self.last_at = time.monotonic()
-        """When the last round ended: a loop that is late shows here."""
 
     async def run(self) -> None:
         """Work until cancelled."""

@@ -24,7 +24,7 @@ up as they come, and it waits no longer for a member that has left the view.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias, final
@@ -189,28 +189,25 @@ class _Gathered:
 
 
 @final
+@attrs.frozen(eq=False, kw_only=True)
 class Gathering:
-    """Asks members for their status, on the node's loop."""
+    """Asks members for their status, on the node's loop.
 
-    def __init__(
-        self,
-        *,
-        own: int,
-        status: Callable[..., Status],
-        members: Callable[[], Sequence[Member]],
-        broker: MemberBroker,
-    ) -> None:
-        """Ask for node `own`, whose status is `status(detail=…)`.
+    own:     this node, whose status is `status(detail=…)`.
+    members: the view, ended ones included.
+    """
 
-        members: the view, ended ones included.
-        """
-        self._own = own
-        self._status = status
-        self._members = members
-        self._broker = broker
-        self._kept = {False: _Gathered(), True: _Gathered()}
-        """By whether it is with details."""
-        self._limit = trio.CapacityLimiter(AT_ONCE)
+    _own: int
+    _status: Callable[..., Status]
+    _members: Callable[[], Sequence[Member]]
+    _broker: MemberBroker
+    _kept: defaultdict[bool, _Gathered] = attrs.field(
+        factory=lambda: defaultdict(_Gathered), init=False
+    )
+    """By whether it is with details."""
+    _limit: trio.CapacityLimiter = attrs.field(
+        factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False
+    )
 
     def ask(self, sender: Origin, asked: RequestCluster) -> Message | None:
         """Take an operator's question, which is answered once the members have; or refuse it."""
@@ -299,22 +296,17 @@ Places = npt.NDArray[np.intp]
 
 
 @final
+@attrs.frozen(eq=False, kw_only=True)
 class Overlaps:
-    """Answers which members hold which pages, on the node's loop."""
+    """Answers which members hold which pages, on the node's loop.
 
-    def __init__(
-        self,
-        *,
-        shard: DirectoryShard,
-        ring: Callable[[], HashRing],
-        member_of: Callable[[int], Member | None],
-        broker: MemberBroker,
-    ) -> None:
-        """Read `shard`, and ask other owners on the ring."""
-        self._shard = shard
-        self._ring = ring
-        self._member_of = member_of
-        self._broker = broker
+    shard: of this node; ring: whose other owners are asked.
+    """
+
+    _shard: DirectoryShard
+    _ring: Callable[[], HashRing]
+    _member_of: Callable[[int], Member | None]
+    _broker: MemberBroker
 
     def ask(self, sender: Origin, asked: RequestOverlap) -> Message | None:
         """Take a question, which is answered when it is known; or refuse it."""

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import final
 
+import attrs
 import trio
 
 from peercache.actors.effects import Send
@@ -38,36 +39,31 @@ TAKE_S = 0.5
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class RevocationSpread:
-    """Tells other nodes the lists that this node knows, and takes newer ones."""
+    """Tells other nodes the lists that this node knows, and takes newer ones.
 
-    def __init__(
-        self,
-        tls: LiveTls,
-        *,
-        own: int,
-        members: Callable[[], Sequence[Member]],
-        perform: Callable[[Send], None],
-        tell_clients: Callable[[ReportRevocations], None],
-        rng: random.Random,
-        metrics: Metrics,
-        clock: Callable[[], float] = trio.current_time,
-    ) -> None:
-        """Spread what `tls` knows. own: this node's incarnation."""
-        self._tls = tls
-        self._own = own
-        self._members = members
-        self._perform = perform
-        self._tell_clients = tell_clients
-        self._rng = rng
-        self._dropped = metrics.messages_dropped
-        self._clock = clock
-        self._numbers = tls.revocations.numbers
-        self._is_taking = False
-        self._next_take_at = 0.0
-        self._serials = frozenset[int]()
+    own: this node's incarnation.
+    """
+
+    _tls: LiveTls = attrs.field(kw_only=False)
+    _own: int
+    _members: Callable[[], Sequence[Member]]
+    _perform: Callable[[Send], None]
+    _tell_clients: Callable[[ReportRevocations], None]
+    _rng: random.Random
+    _metrics: Metrics
+    _clock: Callable[[], float] = trio.current_time
+    _numbers: tuple[int, ...] = attrs.field(init=False)
+    _is_taking: bool = attrs.field(default=False, init=False)
+    _next_take_at: float = attrs.field(default=0.0, init=False)
+    _serials: frozenset[int] = attrs.field(default=frozenset(), init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Spread what `tls` knows."""
+        self._numbers = self._tls.revocations.numbers
         self._drop_copies()
-        tls.on_change(self._changed)
+        self._tls.on_change(self._changed)
 
     async def run(self) -> None:
         """Tell one member now and then, until cancelled."""
@@ -82,14 +78,14 @@ class RevocationSpread:
         if message.lists == self._tls.revocations.pem.encode():
             return
         if self._clock() < self._next_take_at:
-            self._dropped.labels("revocations_often").inc()
+            self._metrics.messages_dropped.labels("revocations_often").inc()
             return
         self._next_take_at = self._clock() + TAKE_S
         self._is_taking = True
         try:
             self._tls.take_list(message.lists.decode("ascii"))
         except (Rejected, UnicodeDecodeError):
-            self._dropped.labels("revocation_list").inc()
+            self._metrics.messages_dropped.labels("revocation_list").inc()
         finally:
             self._is_taking = False
 

@@ -92,17 +92,23 @@ WARN_AGAIN_S = 60.0
 
 
 @final
+@attrs.frozen(eq=False, kw_only=True)
 class Envelopes:
-    """Makes and reads envelopes for both directions; drops are counted and logged here."""
+    """Makes and reads envelopes for both directions; drops are counted and logged here.
 
-    def __init__(self, *, incarnation: int, cluster: str, metrics: Metrics, log: Any) -> None:
-        """Send as the node of this incarnation."""
-        self.incarnation = incarnation
-        self.cluster = cluster
-        self.metrics = metrics
-        self.log = log
+    incarnation: of this node, which sends.
+    """
+
+    incarnation: int
+    cluster: str
+    metrics: Metrics
+    log: Any
+    warn_once: WarnOnce = attrs.field(init=False)
+
+    @warn_once.default
+    def _seldom(self) -> WarnOnce:
         # A refused node says Hello again every second.
-        self.warn_once = WarnOnce(log, repeat_s=WARN_AGAIN_S)
+        return WarnOnce(self.log, repeat_s=WARN_AGAIN_S)
 
     def encode(self, target: int, message: Message) -> bytes:
         """Return the bytes of a message; none of one that is too large for any peer."""

@@ -60,50 +60,37 @@ class Attached(Generic[Memory]):
     reservations: ClientReservations
 
 
+@attrs.define(eq=False, kw_only=True)
 class Tie(Generic[Memory]):
     """What a client knows of its home node, and of the cluster from it.
 
+    open_memory: maps the memory of a home node; None if that fails now and may work later.
+    on_attached: takes the new tie, and the one that it replaces.
+    on_rejected: takes the reason why a home node that was lost refuses us now.
+    on_view:     takes the cluster before and after a new view.
     attached: the home incarnation that the client writes to, None while there is none.
     cluster:  the latest view. Both are replaced, never changed: any thread may read them.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        config: Config,
-        boot_id: str,
-        breakers: Breakers,
-        touches: Touches,
-        report: ClientReport | None,
-        clock: Callable[[], float],
-        open_memory: Callable[[Member], Memory | None],
-        on_attached: Callable[[Attached[Memory], Attached[Memory] | None], None],
-        on_rejected: Callable[[PeerCacheError], None],
-        on_view: Callable[[Cluster, Cluster], None],
-    ) -> None:
-        """Know no node yet.
+    _url: str
+    _config: Config
+    _boot_id: str
+    _breakers: Breakers
+    _touches: Touches
+    _report: ClientReport | None
+    _clock: Callable[[], float]
+    _open_memory: Callable[[Member], Memory | None]
+    _on_attached: Callable[[Attached[Memory], Attached[Memory] | None], None]
+    _on_rejected: Callable[[PeerCacheError], None]
+    _on_view: Callable[[Cluster, Cluster], None]
+    _view: View = attrs.field(factory=View.of, init=False)
+    _newcomer: Member | None = attrs.field(default=None, init=False)
+    """The attached home node, until a view has named it."""
+    attached: Attached[Memory] | None = attrs.field(default=None, init=False)
+    cluster: Cluster = attrs.field(init=False)
 
-        open_memory: maps the memory of a home node; None if that fails now and may work later.
-        on_attached: takes the new tie, and the one that it replaces.
-        on_rejected: takes the reason why a home node that was lost refuses us now.
-        on_view:     takes the cluster before and after a new view.
-        """
-        self._url = url
-        self._config = config
-        self._boot_id = boot_id
-        self._breakers = breakers
-        self._touches = touches
-        self._report = report
-        self._clock = clock
-        self._open_memory = open_memory
-        self._on_attached = on_attached
-        self._on_rejected = on_rejected
-        self._on_view = on_view
-        self._view = View.of()
-        # The attached home node, until a view has named it.
-        self._newcomer: Member | None = None
-        self.attached: Attached[Memory] | None = None
+    def __attrs_post_init__(self) -> None:
+        """Know no node yet."""
         self.cluster = self._cluster(0, 0.0)
 
     @property

@@ -535,33 +535,24 @@ only shortens the get that follows."""
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Locator:
-    """Finds the nearest reachable holder of each page of a batch."""
+    """Finds the nearest reachable holder of each page of a batch.
 
-    def __init__(
-        self,
-        *,
-        cache: LocationCache,
-        breakers: Breakers,
-        clock: Callable[[], float],
-        cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
-        tables: Callable[[], Iterable[int]] = tuple,
-        removals: Callable[[int], int] = lambda _: 0,
-    ) -> None:
-        """Share the cache and the breakers with the reader and the writer.
+    cache, breakers: those of the reader and the writer.
+    cost_of:  which of two holders that are equally far to read from: the one that costs less.
+    tables:   returns the nodes of this host whose directory tables can be read.
+    removals: returns how often a node of this host knows pages to have been removed; 0: never,
+              or it cannot be read.
+    """
 
-        cost_of: which of two holders that are equally far to read from: the one that costs less.
-        tables:  returns the nodes of this host whose directory tables can be read.
-        removals: returns how often a node of this host knows pages to have been removed; 0: never,
-                  or it cannot be read.
-        """
-        self._cost_of = cost_of
-        self._tables = tables
-        self._removals = removals
-        self._removed = (0, 0)
-        self._cache = cache
-        self._breakers = breakers
-        self._clock = clock
+    _cache: LocationCache
+    _breakers: Breakers
+    _clock: Callable[[], float]
+    _cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
+    _tables: Callable[[], Iterable[int]] = tuple
+    _removals: Callable[[int], int] = lambda _: 0
+    _removed: tuple[int, int] = attrs.field(default=(0, 0), init=False)
 
     def locate(
         self,

@@ -175,30 +175,27 @@ class HolderLoad:
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Reader:
-    """Reads batches of pages out of their holders' memory."""
+    """Reads batches of pages out of their holders' memory.
 
-    def __init__(
-        self,
-        *,
-        locator: Locator,
-        cache: LocationCache,
-        verify: str,
-        space: int,
-        clock: Callable[[], float],
-        mirrorer: Mirrorer | None = None,
-        loads: HolderLoad | None = None,
-    ) -> None:
-        """Read with `verify` = generation, sampled or full checksums, pages of one space only."""
-        self._locator = locator
-        self._cache = cache
-        self._verify = verify
-        self._space = space
-        self._clock = clock
-        self.mirrorer = mirrorer
-        self._loads = loads or HolderLoad(salt=0, clock=clock)
-        self.touches = Touches()
-        self._strangers = Strangers()
+    verify: generation, sampled or full checksums.
+    space:  of which pages are read, and no others.
+    """
+
+    _locator: Locator
+    _cache: LocationCache
+    _verify: str
+    _space: int
+    _clock: Callable[[], float]
+    mirrorer: Mirrorer | None = None
+    _loads: HolderLoad = attrs.field()
+    touches: Touches = attrs.field(factory=Touches, init=False)
+    _strangers: Strangers = attrs.field(factory=Strangers, init=False)
+
+    @_loads.default
+    def _no_loads(self) -> HolderLoad:
+        return HolderLoad(salt=0, clock=self._clock)
 
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
@@ -635,7 +632,10 @@ class Awaited:
             for holder in self.holders()
         ]
         return tuple(
-            (int(records["holder"][group[0]]), Promote(0, _packed(records, group), timeout_s))
+            (
+                int(records["holder"][group[0]]),
+                Promote(0, records["key"][group].tobytes(), timeout_s),
+            )
             for group in self._asked
         )
 
@@ -683,10 +683,6 @@ def wishes(keys: PageKeys, where: Whereabouts) -> tuple[tuple[int, Promote], ...
         (holder, Promote(0, keys[on_disk[holders == holder][:WISHES_MAX]].tobytes(), 0.0))
         for holder in dict.fromkeys(holders.tolist())
     )
-
-
-def _packed(records: Records, group: Places) -> bytes:
-    return records["key"][group].tobytes()
 
 
 def _is_same(told: np.void, believed: np.void) -> bool:

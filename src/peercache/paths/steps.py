@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 import attrs
@@ -123,4 +123,3 @@ class Renew:
 Step: TypeAlias = (
     Ask | ReadTable | Post | Submit | Collect | Greet | Drain | Fetch | Place | Checksum | Renew
 )
-Answers: TypeAlias = Sequence[Message | None]

@@ -310,26 +310,16 @@ class _Portion:
 
 
 @final
+@attrs.define(eq=False, kw_only=True)
 class Writer:
-    """Writes batches of pages into the home node's pool."""
+    """Writes batches of pages into the home node's pool, with checksums as `verify` says."""
 
-    def __init__(
-        self,
-        *,
-        cache: LocationCache,
-        breakers: Breakers,
-        verify: str,
-        namespace_tag: int,
-        clock: Callable[[], float],
-        portion_bytes: int = PORTION_BYTES,
-    ) -> None:
-        """Write pages under `namespace_tag`, with checksums as `verify` says."""
-        self._portion_bytes = portion_bytes
-        self.cache = cache
-        self.breakers = breakers
-        self.verify = verify
-        self.namespace_tag = namespace_tag
-        self.clock = clock
+    cache: LocationCache
+    breakers: Breakers
+    verify: str
+    namespace_tag: int
+    clock: Callable[[], float]
+    _portion_bytes: int = PORTION_BYTES
 
     def set(
         self,
