@@ -25,17 +25,15 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
     port: 0 takes a free one. Raises AddressTaken if the port is in use, OSError if the host is not
     ours.
     """
-    for _ in range(PORT_TRIES_MAX):
+    taken: OSError | None = None
+    for _ in range(1 if port else PORT_TRIES_MAX):
         try:
-            first = await _listen(host, port)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                if port:
-                    raise AddressTaken("data_port", format_address(host, port)) from error
-                continue
-            raise
-        return first
-    raise AddressTaken("data_port", format_address(host, port))
+            return await _listen(host, port)
+        except OSError as error:  # noqa: PERF203 - a few tries
+            if error.errno != errno.EADDRINUSE:
+                raise
+            taken = error
+    raise AddressTaken("data_port", format_address(host, port)) from taken
 
 
 async def _listen(host: str, port: int) -> list[trio.SocketListener]:
