@@ -380,7 +380,6 @@ class Block:
     address: int
     key: int
     memory: npt.NDArray[np.uint8]
-    region: Region
 
 
 @final
@@ -472,7 +471,7 @@ class Blocks:
             return None
         found = self._regions.find(region.address, self.block_bytes)
         if len(found) == 1:
-            return Block(region.address, found[0][2], region.owner, region)
+            return Block(region.address, found[0][2], region.owner)
         # Regions has logged the failure; a later read tries again.
         self._regions.remove(region)
         self._count -= 1

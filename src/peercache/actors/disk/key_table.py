@@ -62,10 +62,6 @@ class KeyTable:
         """Return the packed keys of rows; a row keeps its key until it gets another."""
         return self._keys[rows].tobytes()
 
-    def halves_of(self, rows: I64) -> Halves:
-        """Return the keys of rows as two words each."""
-        return self._keys[rows]
-
     def find(self, keys: Halves) -> I64:
         """Return the row of each key, NO_ROW where there is none."""
         if len(keys) <= FEW_KEYS:
