@@ -6,7 +6,8 @@ every hit is checked. One byte here stands for SCALE: a page of 256 bytes for on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
@@ -27,6 +28,21 @@ NETWORK = 25e9 / 8
 
 SETTLED_S = 5.0
 """When all nodes know each other, and mirror."""
+
+
+@asynccontextmanager
+async def settled(world: World) -> AsyncIterator[trio.Nursery]:
+    """Run a node on each host, with a client next to it, without faults, until this is left."""
+    world.network.heal()
+    async with trio.open_nursery() as nursery:
+        world.nursery = nursery
+        nursery.start_soon(world.network.run)
+        for name in world.host_of:
+            nursery.start_soon(world.run_node, name, 0.0)
+            nursery.start_soon(world.run_reader, f"c-{name}", name)
+        await trio.sleep(SETTLED_S)
+        yield nursery
+        nursery.cancel_scope.cancel()
 
 
 @attrs.frozen(kw_only=True)
@@ -96,14 +112,7 @@ class Crowd:
 
     async def _run(self, world: World) -> Report:
         names = list(world.host_of)
-        world.network.heal()
-        async with trio.open_nursery() as nursery:
-            world.nursery = nursery
-            nursery.start_soon(world.network.run)
-            for name in names:
-                nursery.start_soon(world.run_node, name, 0.0)
-                nursery.start_soon(world.run_reader, f"c-{name}", name)
-            await trio.sleep(SETTLED_S)
+        async with settled(world):
             producer, *readers = (world.clients[f"c-{name}"] for name in names)
             prompt = list(range(self.pages))
             rng = world.stream("crowd")
@@ -125,7 +134,6 @@ class Crowd:
             async with trio.open_nursery() as crowd:
                 for number in range(self.readers):
                     crowd.start_soon(read, number)
-            nursery.cancel_scope.cancel()
         sent = sorted((memory.sent_bytes for memory in world.memories.values()), reverse=True)
         return Report(
             pulls=self.pulls,

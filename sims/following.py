@@ -23,7 +23,7 @@ from peercache.wire.messages.directory import ALL_ROWS, ReportChanges
 from peercache.wire.messages.pool import Remove
 from sims import determinism
 from sims.clock import VirtualClock
-from sims.crowd import SETTLED_S, Crowd
+from sims.crowd import SETTLED_S, Crowd, settled
 from sims.play import explained
 from sims.trace import Trace, Violation
 from sims.world import WALL_LIMIT_S, World, address_of
@@ -120,14 +120,7 @@ class Router:
 
 
 async def _run(world: World) -> None:
-    world.network.heal()
-    async with trio.open_nursery() as nursery:
-        world.nursery = nursery
-        nursery.start_soon(world.network.run)
-        for name in world.host_of:
-            nursery.start_soon(world.run_node, name, 0.0)
-            nursery.start_soon(world.run_reader, f"c-{name}", name)
-        await trio.sleep(SETTLED_S)
+    async with settled(world) as nursery:
         router, rng = Router(world), world.stream("follow")
         for name in world.host_of:
             nursery.start_soon(router.follow, name)
@@ -135,7 +128,6 @@ async def _run(world: World) -> None:
             await _round(world, router, number, rng)
         assert router.compared > ROUNDS, "the index was hardly ever compared"
         assert router.again > ROUNDS // 2, "followers never had to begin again"
-        nursery.cancel_scope.cancel()
 
 
 async def _round(world: World, router: Router, number: int, rng: random.Random) -> None:

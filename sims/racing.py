@@ -19,7 +19,7 @@ from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
 from sims import determinism
 from sims.clock import VirtualClock
-from sims.crowd import SETTLED_S, Crowd
+from sims.crowd import Crowd, settled
 from sims.play import explained
 from sims.trace import Trace
 from sims.world import WALL_LIMIT_S, World
@@ -73,14 +73,7 @@ async def _drain(world: World, page: int, rng: random.Random) -> None:
 
 async def _run(world: World, copy: Copies) -> None:
     names = list(world.host_of)
-    world.network.heal()
-    async with trio.open_nursery() as nursery:
-        world.nursery = nursery
-        nursery.start_soon(world.network.run)
-        for name in names:
-            nursery.start_soon(world.run_node, name, 0.0)
-            nursery.start_soon(world.run_reader, f"c-{name}", name)
-        await trio.sleep(SETTLED_S)
+    async with settled(world):
         producer, _, remover = (world.clients[f"c-{name}"] for name in names)
         rng = world.stream("race")
         for page in range(ROUNDS):
@@ -94,4 +87,3 @@ async def _run(world: World, copy: Copies) -> None:
             # Until a removal's deadline nothing of its namespace is mirrored.
             await trio.sleep(remover.config.op_timeout_s + 0.5)
         assert world.calls.counts["mirrored"], "no page was copied: there was no race"
-        nursery.cancel_scope.cancel()

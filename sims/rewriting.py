@@ -14,7 +14,7 @@ import trio
 from sims import determinism
 from sims.client import SimClient
 from sims.clock import VirtualClock
-from sims.crowd import SETTLED_S, Crowd
+from sims.crowd import Crowd, settled
 from sims.forging import Liar
 from sims.play import explained
 from sims.swarm import GRANULE
@@ -55,14 +55,7 @@ def rewrite(seed: int) -> str:
 
 
 async def _run(world: World) -> None:
-    world.network.heal()
-    async with trio.open_nursery() as nursery:
-        world.nursery = nursery
-        nursery.start_soon(world.network.run)
-        for name in world.host_of:
-            nursery.start_soon(world.run_node, name, 0.0)
-            nursery.start_soon(world.run_reader, f"c-{name}", name)
-        await trio.sleep(SETTLED_S)
+    async with settled(world) as nursery:
         writer, away = world.clients["c-n0"], world.clients["c-n1"]
         for number in range(WRITERS):
             nursery.start_soon(_write, world, writer, world.stream(f"write/{number}"))
@@ -72,7 +65,6 @@ async def _run(world: World) -> None:
         nursery.start_soon(_lie, world, world.stream("lie"))
         await trio.sleep(REWRITTEN_S)
         assert world.truth.hits > 10, "nothing was read: no slot was rewritten under a reader"
-        nursery.cancel_scope.cancel()
 
 
 async def _write(world: World, writer: SimClient, rng: random.Random) -> None:
