@@ -19,19 +19,19 @@ COMMIT = (Path(__file__).parent / "previous_build.txt").read_text().strip()
 CLIENT = Path(__file__).parent / "build_client.py"
 
 
-def make_previous_build(folder: Path) -> str:
-    """Return a Python that has the build before installed; skip the test where git has no history.
+def make_previous_build(folder: Path, commit: str = COMMIT) -> str:
+    """Return a Python that has an earlier build installed; skip the test where git has no history.
 
-    It is an environment of its own: the sources of that commit, compiled there, and beside them
-    the libraries that this environment has.
+    By default it is the build before. It is an environment of its own: the sources of that commit,
+    compiled there, and beside them the libraries that this environment has.
     """
-    known = _git("cat-file", "-e", f"{COMMIT}^{{commit}}")
+    known = _git("cat-file", "-e", f"{commit}^{{commit}}")
     if known.returncode:
-        pytest.skip(f"this checkout has no commit {COMMIT[:12]}, of which the build before is made")
+        pytest.skip(f"this checkout has no commit {commit[:12]}, of which the build before is made")
     sources = folder / "sources"
     sources.mkdir(parents=True)
     packed = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", COMMIT],
+        ["git", "-C", str(ROOT), "archive", commit],
         check=True,
         capture_output=True,
     )

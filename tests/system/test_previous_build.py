@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import LocalCluster, NodeProcess
 from tests.system.previous import BuildClient, build_client, make_previous_build
 
@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("previous")]
 
 PAGES = 24
 ROOM_FOR_ALL = "32MiB"
+
+REFUSED = "6204e9fcad99e1811bc2b6657da59cbcf7c25a1d"
+"""A build of wire version 3, data port 2, segment layout 2."""
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,25 @@ def test_what_one_build_stores_the_other_reads(previous: str, order: str, tmp_pa
         assert [complaints(node) for node in cluster.nodes] == [[], []]
         said = {name: client.said() for name, client in clients.items()}
         assert [name for name, log in said.items() if "error" in log.lower()] == [], said
+
+
+def test_a_build_whose_tags_have_32_bits_of_a_name_is_refused(tmp_path: Path) -> None:
+    """As a member and as a client; neither build reads what the other has stored."""
+    older = make_previous_build(tmp_path / "older", REFUSED)
+    with LocalCluster() as cluster, contextlib.ExitStack() as stack:
+
+        def client_of(python: str, node: NodeProcess, name: str) -> BuildClient:
+            home, log = node.ready["home"], tmp_path / name
+            return stack.enter_context(build_client(python, cluster.name, home, log))
+
+        node, old = cluster.start(), cluster.start(python=older)
+        own, others = client_of(sys.executable, node, "own"), client_of(older, old, "others")
+        for client, name in ((own, "new"), (others, "old")):
+            assert client.ask(do="set", keys=keys_by(name)) == [True] * PAGES
+        for client, name in ((own, "old"), (others, "new")):
+            assert client.ask(do="get", keys=keys_by(name)) == [False] * PAGES
+            assert client.ask(do="stats")["home_members_alive"] == 1
+        assert "node.peer_refused" in complaints(node)
+        stranger = client_of(older, node, "stranger")
+        assert stranger.process.wait(TIMEOUT_S) == 1
+        assert "upgrade the older side" in stranger.said()

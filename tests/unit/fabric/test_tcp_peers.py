@@ -89,7 +89,7 @@ def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None
     assert got.seals["word"].tolist() == [int(ODD)]
 
 
-@pytest.mark.parametrize("missing", [1, 7, 31, 32])
+@pytest.mark.parametrize("missing", [1, 7, 31, 32, 64])
 def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
     """A connection that ends within a seal leaves no even value in its place."""
 
