@@ -215,7 +215,7 @@ def say(publisher: Publisher, message: object, truth: Truth, *, sender: int = HO
 
 def committed(truth: Truth) -> tuple[Publisher, list[Effect]]:
     """Return HOLDER's publisher, which waits for the owners of a page, and what it has sent."""
-    publisher = publisher_in(RING)
+    publisher = publisher_in(RING).actor
     commit = commit_of(records_of(HOLDER, [1], [GENERATION]))
     stored.note_heard(publisher, HOLDER, commit, truth)
     effects = publisher.on_message(Origin(HOLDER), commit, 0.0)
@@ -288,7 +288,7 @@ def test_what_a_holder_withdraws_it_has_not_told() -> None:
     """The owner may forget it."""
     truth = known_to_all()
     committed(truth)
-    publisher = publisher_in(RING)
+    publisher = publisher_in(RING).actor
     delete = Send(OWNER, Delete(9, drops_of([1], [GENERATION]).tobytes()))
 
     stored.note_said(publisher, [delete], truth)

@@ -82,7 +82,7 @@ def keys_in(blob: bytes) -> list[bytes]:
 
 
 def publisher() -> Publisher:
-    return publisher_in(ring_of(ME, A))
+    return publisher_in(ring_of(ME, A)).actor
 
 
 def test_who_begins_is_told_what_is_there() -> None:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import random
-
 import attrs
 import pytest
 
-from peercache.actors.effects import TellDirectory, TellPool
+from peercache.actors.effects import Effect, TellDirectory, TellPool
 from peercache.actors.mailboxes import (
     CommitAnswered,
     PagesCommitted,
     RecordsChanged,
+    RemovalDone,
     ReserveAhead,
     RingChanged,
 )
 from peercache.actors.publisher import actor as publisher_module
 from peercache.actors.publisher import waiters as waiting
 from peercache.actors.publisher.actor import Publisher
+from peercache.actors.publisher import actor as publisher
+from peercache.actors.publisher import pending
+from peercache.actors.publisher.streams import ASK_FIRST_S
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import Records, from_bytes
-from peercache.wire.messages.directory import Acknowledged, Delete, Put, Repair, SummaryMatches
-from peercache.wire.messages.pool import Committed, Reserve
+from peercache.wire.messages.directory import (
+    Acknowledged,
+    Delete,
+    HandedOver,
+    Put,
+    Repair,
+    RequestSummary,
+    SummaryMatches,
+)
+from peercache.wire.messages.pool import Committed, Removed, Reserve
 from tests.unit.actors.lone_publisher import (
     CLIENT,
     ME,
@@ -29,6 +39,7 @@ from tests.unit.actors.lone_publisher import (
     A,
     B,
     C,
+    LonePublisher,
     acknowledge,
     answers,
     commit_of,
@@ -55,7 +66,7 @@ from tests.unit.actors.record_cluster import (
 # --- commits ------------------------------------------------------------------------------------
 
 
-def published(made: Publisher, records: Records) -> None:
+def published(made: LonePublisher, records: Records) -> None:
     """Let every owner know these records."""
     acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
 
@@ -103,19 +114,6 @@ def test_our_own_shard_is_no_owner_that_has_acknowledged() -> None:
     assert set(puts(effects)) == {A, B}
 
 
-def test_commit_waits_for_every_record() -> None:
-    """An acknowledgement from one owner does not speak for records that it does not own."""
-    ring = ring_of(A, B, C)
-    made = publisher_in(ring)
-    heard(made, ME, commit_of(records_of(ME, list(range(50)), 2)), 0.0)
-
-    early = [answers(heard(made, owner, Acknowledged(1), 0.0)) for owner in (A, B)]
-    last = heard(made, C, Acknowledged(1), 0.0)
-
-    assert early == [[], []]
-    assert [a.published for a in answers(last)] == [50]
-
-
 def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows_all() -> None:
     """A stopped owner costs one timeout once; what it does not know counts as unpublished."""
     made = publisher_in(ring_of(A, B))
@@ -130,8 +128,8 @@ def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows
     ((_, summary),) = summaries
     heard(made, B, SummaryMatches(summary.number), 4.0)
     heard(made, ME, commit_of(records_of(ME, [3], 6), request=3), 4.1)
-    waits = answers(heard(made, A, Acknowledged(made._streams[A].number), 4.1))
-    (whole,) = answers(heard(made, B, Acknowledged(made._streams[B].number), 4.2))
+    waits = answers(heard(made, A, Acknowledged(made.numbers[A]), 4.1))
+    (whole,) = answers(heard(made, B, Acknowledged(made.numbers[B]), 4.2))
 
     assert [a.published for a in (late, quick, whole)] == [0, 0, 1]
     assert waits == []
@@ -319,7 +317,7 @@ def test_commit_without_timeout_is_answered_at_once() -> None:
 
 def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
     """Without owners nothing is published; once they are known they are told."""
-    made = Publisher(incarnation=ME, republish_rate=1e4, summary_s=2.0, rng=random.Random(1))
+    made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
     heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.5), 0.0)
 
     late = ticked(made, 0.5)
@@ -331,7 +329,7 @@ def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
 
 def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One too many is answered as unpublished at once; its records are sent all the same."""
-    monkeypatch.setattr(waiting, "WAITERS_MAX", 2)
+    monkeypatch.setattr(pending, "WAITERS_MAX", 2)
     made = publisher_in(ring_of(A, B))
     for request in (1, 2):
         heard(made, ME, commit_of(records_of(ME, [request], 2), request=request), 0.0)
@@ -344,7 +342,7 @@ def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_puts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch goes in several messages, each of which must be acknowledged."""
-    monkeypatch.setattr(publisher_module, "RECORDS_A_MESSAGE_MAX", 10)
+    monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 10)
     made = publisher_in(ring_of(A))
 
     effects = heard(made, ME, commit_of(records_of(ME, list(range(25)), 2)), 0.0)
@@ -416,3 +414,138 @@ def test_changed_record_replaces_the_old_one_in_the_digest() -> None:
 
     cluster.assert_whole()
     assert not any(isinstance(m, Repair) for m in seen)
+
+
+# --- commits --------------------------------------------------------------------------------------
+
+
+def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
+    """It is late, and speaks for itself: the answer waits for those that were awaited."""
+    made = publisher_in(ring_of(A, B, C, replicas=3))
+    patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.1)
+    heard(made, ME, patient, 0.0)
+    for owner in (A, B):
+        heard(made, owner, Acknowledged(1), 0.01)
+    assert [a.published for a in answers(ticked(made, 0.1))] == [0]
+    assert made.actor.lagging() == {C}
+
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
+    seen = [answers(heard(made, owner, Acknowledged(2), 0.21)) for owner in (C, A)]
+    (last,) = answers(heard(made, B, Acknowledged(2), 0.22))
+
+    assert seen == [[], []]
+    assert (last.request, last.published) == (2, 1)
+
+
+def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
+    """Also not by those that have timeout left: a stopped owner costs one timeout."""
+    made = publisher_in(ring_of(A, B))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 0.05)
+    for number in (1, 2):
+        assert answers(heard(made, A, Acknowledged(number), 0.06)) == []
+
+    told = answers(ticked(made, 0.1))
+
+    assert [(a.request, a.published) for a in told] == [(1, 0), (2, 0)]
+
+
+def test_no_commit_waits_for_more_than_a_minute() -> None:
+    """Whatever its client says: a timeout without end would be a waiter for ever."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
+
+    early = answers(ticked(made, pending.TIMEOUT_MAX_S - 0.1))
+    (late,) = answers(ticked(made, pending.TIMEOUT_MAX_S))
+
+    assert early == []
+    assert late.published == 0
+
+
+# --- owners ---------------------------------------------------------------------------------------
+
+
+def test_a_page_that_came_and_went_within_a_batch_is_held_by_no_owner() -> None:
+    """Its drop is of the same generation: it ends the record, whichever is named first."""
+    made = publisher_in(ring_of(A))
+
+    changed = RecordsChanged(records_of(ME, [1, 2], [10, 12]), drops_of([1], [10]))
+    effects = heard(made, ME, changed, 0.0)
+    numbers = [m.number for _, m in sent(effects, (Put, Delete))]  # type: ignore[attr-defined]
+    ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
+
+    assert isinstance(summary, HandedOver)
+    assert numbers == [1, 2], "a message that is overtaken is not applied"
+    assert summary.count == 1
+
+
+def test_an_owner_that_wants_a_summary_gets_it_soon() -> None:
+    """Not with the next regular one: it has no authority until then."""
+    made = publisher_in(ring_of(A), summary_s=100.0)
+    ((_, first),) = sent(ticked(made, made.deadline()), SUMMARIES)
+    assert isinstance(first, HandedOver)
+    heard(made, A, SummaryMatches(first.number), 1.0)
+    assert ticked(made, 1.5) == []
+    assert made.deadline() > 10.0
+
+    heard(made, A, RequestSummary(), 2.0)
+
+    assert made.deadline() <= 2.0 + ASK_FIRST_S
+    ((_, again),) = sent(ticked(made, 2.0 + ASK_FIRST_S), SUMMARIES)
+    assert isinstance(again, HandedOver)
+
+
+# --- removals -------------------------------------------------------------------------------------
+
+
+def removed_from(made: LonePublisher, *, timeout_s: float) -> list[Effect]:
+    """Remove a page that both owners know, at 1 s."""
+    records = records_of(ME, [1], 2)
+    acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 1.0)
+    return heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), timeout_s), 1.0)
+
+
+def test_removal_is_answered_when_all_owners_know_it() -> None:
+    """A lookup that begins afterwards finds nothing."""
+    made = publisher_in(ring_of(A, B))
+
+    at_once = removed_from(made, timeout_s=1.0)
+    first = heard(made, A, Acknowledged(2), 1.01)
+    second = heard(made, B, Acknowledged(2), 1.02)
+
+    assert at_once == first == []
+    assert second == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+
+
+def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
+    """It waits for a part of its timeout: the answer has to come back."""
+    made = publisher_in(ring_of(A, B))
+    removed_from(made, timeout_s=1.0)
+    heard(made, A, Acknowledged(2), 1.01)
+
+    early, late = (ticked(made, at) for at in (1.2, 1.25))
+
+    answer = TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (B,))))
+    assert answer not in early
+    assert answer in late
+
+
+def test_removal_waits_for_no_owner_that_is_lagging() -> None:
+    """A stopped owner would cost each of them its timeout; it is named."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
+    ticked(made, 0.1)
+
+    told = heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
+
+    assert told == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
+
+
+def test_removal_without_timeout_or_owners_is_answered_at_once() -> None:
+    """Of a node that is alone, and for a client that does not wait."""
+    alone = removed_from(publisher_in(ring_of(ME)), timeout_s=1.0)
+    hasty = removed_from(publisher_in(ring_of(A)), timeout_s=0.0)
+
+    assert alone == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+    assert hasty == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]

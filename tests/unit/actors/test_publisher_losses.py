@@ -7,15 +7,23 @@ import pytest
 
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, Send
-from peercache.actors.mailboxes import RecordsChanged, Republish
+from peercache.actors.mailboxes import (
+    PagesCommitted,
+    RecordsChanged,
+    Republish,
+)
 from peercache.actors.origin import Origin
-from peercache.actors.publisher import actor as publisher_module
+from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
 from peercache.actors.publisher.streams import ASK_FIRST_S, NUMBER_MAX
 from peercache.actors.publisher.waiters import LAGGING_S
 from peercache.model.member import DEAD
 from peercache.model.records import NUMBERS_AHEAD_MAX
 from peercache.paths.write import PUBLISH_TIMEOUT_S
+from peercache.actors.publisher.pending import LAGGING_S
+from peercache.actors.publisher.streams import ASK_FIRST_S
+from peercache.model.records import BUCKETS, NUMBERS_AHEAD_MAX, Content, Records
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,
@@ -23,41 +31,54 @@ from peercache.wire.messages.directory import (
     Put,
     Repair,
     RequestFreshSummary,
+    RequestSummary,
     StreamSummary,
     SummaryDiffers,
     SummaryMatches,
     VerifyRecords,
 )
+from tests.record_digests import flip
 from tests.unit.actors.lone_publisher import (
+    CLIENT,
     ME,
     SUMMARIES,
     A,
     B,
     C,
     acknowledge,
+    acknowledged,
     answers,
+    check_books,
     commit_of,
     heard,
+    held_by,
     keys,
     publisher_in,
+    put_records,
     puts,
     ring_of,
     sent,
+    summary_to,
     ticked,
-    two_nodes,
 )
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
     Cluster,
     drops_of,
-    held_of,
     key_of,
     located,
-    member,
     records_of,
     view,
 )
+
+
+def digests_of(records: Records) -> bytes:
+    """Return what an owner says that holds these records."""
+    content = Content()
+    flip(content, records)
+    return content.buckets.tobytes()
+
 
 # --- what is lost -------------------------------------------------------------------------------
 
@@ -107,8 +128,7 @@ def test_put_that_is_lost_twice_is_repaired_by_buckets() -> None:
     assert repair.buckets == bytes([key_of(200)[0]])
     assert puts(effects) == {A: keys(200)}
     assert [a.published for a in answers(done)] == [1]
-    assert made.metrics is not None
-    assert made.metrics.repairs._value.get() == 1
+    assert made.figure("repairs_total") == 1
 
 
 def test_a_page_that_is_gone_is_not_sent_again_and_its_commit_is_answered() -> None:
@@ -120,46 +140,28 @@ def test_a_page_that_is_gone_is_not_sent_again_and_its_commit_is_answered() -> N
     assert isinstance(summary, (StreamSummary, HandedOver))
 
     effects = heard(made, A, SummaryDiffers(summary.number, bytes(2048)), 0.1)
-    done = heard(made, A, Acknowledged(made._streams[A].number), 0.1)
+    done = heard(made, A, Acknowledged(made.numbers[A]), 0.1)
 
     assert puts(effects) == {A: keys(2)}
     assert [a.published for a in answers(effects) + answers(done)] == [2]
 
 
-def test_lost_delete_is_repaired() -> None:
-    """A lie about a page lives no longer than until the next summary."""
-    cluster = two_nodes()
-    cluster.commit(ME, [1, 2, 3])
-    cluster.run(0.1)
-
-    cluster.drop(ME, [2])
-    cluster.flying.clear()
-    cluster.run(ASK_FIRST_S + 0.05)
-
-    cluster.assert_whole()
-    assert len(located(cluster.nodes[A].shard, [2])) == 0
-
-
-def test_lost_acknowledgement_is_made_good_by_the_summary() -> None:
-    """A matching summary answers the commit as well: everything before it is in force."""
+@pytest.mark.parametrize(
+    ("answer", "answered"),
+    [(SummaryMatches(2), [1, 2]), (SummaryMatches(1), [1]), (Acknowledged(2), [2])],
+    ids=["a lost acknowledgement", "a later message may be lost", "an earlier one may be lost"],
+)
+def test_a_match_speaks_for_all_before_it_and_an_acknowledgement_for_its_own_message(
+    answer: SummaryMatches | Acknowledged, answered: list[int]
+) -> None:
+    """Everything before a summary that matches is in force; what was sent after it may be lost."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
     heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.0)
 
-    effects = heard(made, A, SummaryMatches(2), 0.1)
+    effects = heard(made, A, answer, 0.1)
 
-    assert [a.request for a in answers(effects)] == [1, 2]
-
-
-def test_acknowledgement_speaks_for_its_own_message_only() -> None:
-    """An earlier message may be lost though a later one arrived."""
-    made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.0)
-
-    effects = heard(made, A, Acknowledged(2), 0.1)
-
-    assert [a.request for a in answers(effects)] == [2]
+    assert [a.request for a in answers(effects)] == answered
 
 
 def test_summary_that_differs_is_repaired_once() -> None:
@@ -184,9 +186,7 @@ def test_summary_that_differs_is_judged_by_what_was_asked() -> None:
     acknowledge(made, heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0), 0.0)
     ((_, summary),) = sent(ticked(made, 4.0), SUMMARIES)
     assert isinstance(summary, SUMMARIES)
-    without_2 = publisher_in(ring_of(A))
-    heard(without_2, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    theirs = without_2._streams[A].content.buckets.tobytes()
+    theirs = digests_of(records_of(ME, [1], 2))
     heard(made, ME, commit_of(records_of(ME, list(range(100, 140)), 20)), 4.0)
 
     ((_, repair),) = sent(heard(made, A, SummaryDiffers(summary.number, theirs), 4.0), Repair)
@@ -202,26 +202,19 @@ def test_malformed_digests_are_ignored_and_counted() -> None:
     ticked(made, ASK_FIRST_S)
 
     assert heard(made, A, SummaryDiffers(1, bytes(1000)), 0.3) == []
-    assert made.metrics is not None
-    assert made.metrics.messages_dropped.labels("malformed")._value.get() == 1
+    assert made.figure("messages_dropped_total", reason="malformed") == 1
 
 
-def test_answers_of_strangers_are_ignored() -> None:
-    """Who is no owner of ours has nothing to acknowledge."""
+@pytest.mark.parametrize(("sender", "number"), [(C, 1), (A, 10**6)])
+def test_answers_of_strangers_and_to_what_was_never_sent_are_ignored(
+    sender: int, number: int
+) -> None:
+    """Who is no owner has nothing to acknowledge; a number above the last settles nothing."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
 
-    assert heard(made, C, Acknowledged(1), 0.0) == []
-    assert heard(made, C, SummaryMatches(1), 0.0) == []
-
-
-def test_answers_to_what_was_never_sent_are_ignored() -> None:
-    """A number above the last one settles nothing."""
-    made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-
-    assert heard(made, A, Acknowledged(10**6), 0.0) == []
-    assert heard(made, A, SummaryMatches(10**6), 0.0) == []
+    assert heard(made, sender, Acknowledged(number), 0.0) == []
+    assert heard(made, sender, SummaryMatches(number), 0.0) == []
 
 
 def test_unacknowledged_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,12 +222,15 @@ def test_unacknowledged_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(streams, "PENDING_MAX", 3)
     made = publisher_in(ring_of(A))
     for at in range(10):
-        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at)), 0.0)
-    stream = made._streams[A]
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), request=at), 0.0)
+    here = records_of(ME, list(range(10)), 2)
 
-    assert len(stream.pending) == 3
-    heard(made, A, SummaryMatches(10), 0.1)
-    assert (stream.state(np.flatnonzero(made._table.live)) == streams.CONFIRMED).all()
+    remembered = answers(heard(made, A, SummaryMatches(10), 0.1))
+    again = PagesCommitted(CLIENT, 99, 3, b"s", NO_RECORDS, here, 1.0)
+    (settled,) = answers(heard(made, ME, again, 0.2))
+
+    assert [a.request for a in remembered] == [7, 8, 9]
+    assert (settled.request, settled.published) == (99, 10)
 
 
 def test_quiet_cluster_exchanges_only_summaries() -> None:
@@ -272,26 +268,9 @@ def test_republish_asks_until_every_owner_has_answered() -> None:
     assert (first, second, third) == ([A, B], [A], [])
 
 
-def test_node_that_was_found_dead_is_found_again() -> None:
-    """Its peer drops all of its records, hears that it lives, and has all of them again."""
-    cluster = two_nodes()
-    cluster.commit(ME, list(range(50)))
-    cluster.run(0.1)
-    cluster.show(A, view(member(ME, DEAD), A))
-    assert held_of(cluster.nodes[A].shard, ME) == {}
-
-    cluster.tell(ME, "publisher", Republish())
-    cluster.run(0.5)
-    cluster.show(A, view(ME, A))
-    cluster.run(0.6)
-
-    cluster.assert_whole()
-    assert len(located(cluster.nodes[A].shard, list(range(50)))) == 50
-
-
 def test_owner_that_lost_everything_gets_the_hottest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large shard is filled by generation and at the rate of a hand-over, not by bucket."""
-    monkeypatch.setattr(publisher_module, "RECORDS_A_MESSAGE_MAX", 100)
+    monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 100)
     made = publisher_in(ring_of(A), rate=1000.0)
     acknowledge(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
     ((_, summary),) = sent(ticked(made, 5.0), SUMMARIES)
@@ -313,7 +292,7 @@ def test_large_repair_is_cut_and_keeps_to_the_rate() -> None:
     effects = heard(made, A, SummaryDiffers(summary.number, bytes([1]) * 2048), 5.0)
     first = sent(effects, Repair)
     now = 5.0
-    while made._streams[A].repairing:
+    while sum(len(m.buckets) for _, m in sent(effects, Repair) if isinstance(m, Repair)) < BUCKETS:
         now = made.deadline()
         effects += ticked(made, now)
 
@@ -331,16 +310,14 @@ def test_a_bucket_larger_than_a_message_is_replaced_and_the_rest_is_put(
 ) -> None:
     """No message is too large, and the owner ends up with all of the bucket."""
     monkeypatch.setattr(streams, "RECORDS_A_MESSAGE_MAX", 4)
-    monkeypatch.setattr(publisher_module, "RECORDS_A_MESSAGE_MAX", 4)
+    monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 4)
     made = publisher_in(ring_of(ME, A), summary_s=1.0)
     names = [name for name in range(9000) if key_of(name)[0] == key_of(1)[0]][:10]
     held = records_of(ME, names, 10)
-    heard(made, ME, RecordsChanged(held, NO_DROPS), 0.0)
+    acknowledged(made, heard(made, ME, RecordsChanged(held, NO_DROPS), 0.0), 0.0)
     shard = DirectoryShard(incarnation=A)
     shard.on_message(Origin(A), view(A, ME), 0.0)
     shard.on_message(Origin(ME), Put(1, held[:1].tobytes()), 0.0)
-    heard(made, A, Acknowledged(made._streams[A].number), 0.0)
-    made._streams[A].pending.clear()
     ((_, summary),) = sent(ticked(made, 10.0), SUMMARIES)
     (differs,) = shard.on_message(Origin(ME), summary, 10.0)  # type: ignore[arg-type]
     assert isinstance(differs, Send)
@@ -389,7 +366,7 @@ def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_f
 
     assert (summary.number, summary.count) == (1000, 1)
     assert [m.number for _, m in sent(effects, Put) if isinstance(m, Put)] == [1001]
-    assert made._streams[A].complete == ring_of(A).version
+    assert isinstance(summary_to(made, A, 20.0), StreamSummary), "all is handed over"
 
 
 @pytest.mark.parametrize("number", [NUMBERS_AHEAD_MAX + 100, 2**64 - 1])
@@ -404,13 +381,150 @@ def test_a_number_that_no_owner_asks_for_is_passed_over(number: int) -> None:
     assert summary.number < 100
 
 
-def test_numbers_are_left_however_often_an_owner_asks_for_higher_ones() -> None:
+def test_numbers_are_left_however_often_an_owner_asks_for_higher_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By as much as it may each time."""
+    monkeypatch.setattr(streams, "NUMBER_MAX", 1000)
     made = publisher_in(ring_of(A))
-    stream = made._streams[A]
-    stream.number = NUMBER_MAX - 10
 
-    heard(made, A, RequestFreshSummary(NUMBER_MAX), 0.1)
-    heard(made, A, RequestFreshSummary(NUMBER_MAX + 1), 0.1)
+    heard(made, A, RequestFreshSummary(1000), 0.1)
+    heard(made, A, RequestFreshSummary(1001), 0.1)
 
-    assert stream.number == NUMBER_MAX
+    assert summary_to(made, A, made.deadline()).number == 1000
+
+
+def test_an_owner_that_lost_everything_is_published_to_again_before_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it holds matches an empty stream: it must not hear that this is all. Commits do not wait
+    for it until it has everything.
+    """
+    monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 100)
+    made = publisher_in(ring_of(A), rate=1000.0, summary_s=0.05)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
+    ticked(made, 5.0)
+    heard(made, ME, commit_of(records_of(ME, [900], 2000), request=7, timeout_s=50.0), 5.0)
+    now, said = 5.0, list[list[Effect]]()
+    for _ in range(2):  # What it has not acknowledged is put again once, first.
+        now = max(now + 0.06, made.deadline())
+        asked = summary_to(made, A, now)
+        said.append(heard(made, A, SummaryDiffers(asked.number, bytes(2048)), now))
+    ((_, put_again),), effects = sent(said[0], Put), said[1]
+    answered = [(a.request, a.published) for a in answers(effects)]
+    lagging = made.actor.lagging()
+    made.held[A].clear()
+    made.held[A].update((bytes(r["key"]), r.tobytes()) for r in put_records(effects))
+    made.handed_over.clear()
+    heard(made, ME, commit_of(records_of(ME, [901], 2002), request=8, timeout_s=50.0), now)
+    heard(made, A, Acknowledged(put_again.number), now)  # type: ignore[attr-defined]
+    here = PagesCommitted(CLIENT, 9, 3, b"s", NO_RECORDS, records_of(ME, [900], 2000), 50.0)
+    lost = [(a.request, a.published) for a in answers(heard(made, ME, here, now))]
+    seen = []
+    while A not in made.handed_over:
+        now = max(made.deadline(), now + 0.001)
+        seen += [type(message) for _, message in sent(ticked(made, now), SUMMARIES)]
+
+    assert answered == [(7, 0)]
+    assert lost == [(9, 0)], "what was acknowledged before it lost everything counts no more"
+    assert lagging == {A}
+    assert len(seen) > 1
+    assert held_by(made, A) == set(keys(*range(300), 900, 901))
+    check_books(made, now)
+
+
+def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
+    """One of those is lost still: its commit waits, and is not told that its page is known."""
+    made = publisher_in(ring_of(A))
+    name = next(other for other in range(2, 99) if keys(other)[0][0] != keys(1)[0][0])
+    theirs = digests_of(records_of(ME, [1], 2))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=50.0), 0.0)
+    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2, timeout_s=50.0), 0.0)
+    asked = summary_to(made, A, made.deadline())
+    again = heard(made, A, SummaryDiffers(asked.number, theirs), 0.2)
+    first = next(m for _, m in sent(again, Put) if keys(1)[0] in m.records)  # type: ignore[attr-defined]
+    asked = summary_to(made, A, made.deadline())
+    ((_, repair),) = sent(heard(made, A, SummaryDiffers(asked.number, theirs), 0.8), Repair)
+    assert isinstance(repair, Repair)
+    assert isinstance(first, Put)
+    assert repair.buckets == keys(name)[0][:1]
+
+    told = answers(heard(made, A, Acknowledged(repair.number), 0.9))
+
+    assert [(a.request, a.published) for a in told] == [(2, 1)]
+    assert [a.request for a in answers(heard(made, A, Acknowledged(first.number), 1.0))] == [1]
+
+
+def test_a_hand_over_has_a_number_of_its_own() -> None:
+    """The answer to a summary of before does not stand for it."""
+    made = publisher_in(ring_of(A))
+    heard(made, A, SummaryMatches(summary_to(made, A, 1.0).number), 1.0)
+    regular = summary_to(made, A, 10.0)
+    heard(made, A, RequestSummary(), 10.0)
+
+    handed_over = summary_to(made, A, made.deadline())
+    heard(made, A, SummaryMatches(regular.number), 10.5)
+
+    assert isinstance(regular, StreamSummary)
+    assert (type(handed_over), handed_over.number) == (HandedOver, regular.number + 1)
+    assert isinstance(summary_to(made, A, 20.0), HandedOver)
+
+
+def test_rows_of_a_repair_are_not_known_before_it_is_acknowledged() -> None:
+    """A commit of pages that are here waits for it, and former owners keep them until then."""
+    made = publisher_in(ring_of(A))
+    here = records_of(ME, [1], 2)
+    acknowledged(made, heard(made, ME, commit_of(here), 0.0), 0.0)
+    asked = summary_to(made, A, 4.0)
+    ((_, repair),) = sent(heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 4.0), Repair)
+    assert isinstance(repair, Repair)
+
+    again = PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, here, 50.0)
+    during = answers(heard(made, ME, again, 4.1) + heard(made, A, Acknowledged(1), 4.1))
+    (after,) = answers(heard(made, A, Acknowledged(repair.number), 4.2))
+
+    assert during == []
+    assert (after.request, after.published) == (2, 1)
+
+
+def test_only_the_answer_to_the_last_summary_sends_again_and_only_once() -> None:
+    """An earlier one speaks of what has been acknowledged since, or is on its way."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=50.0), 0.0)
+    first = summary_to(made, A, 1.0)
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 1.0)
+    second = summary_to(made, A, 2.0)
+
+    late = heard(made, A, SummaryDiffers(first.number, bytes(2048)), 2.1)
+    right = heard(made, A, SummaryDiffers(second.number, bytes(2048)), 2.2)
+    again = heard(made, A, SummaryDiffers(second.number, bytes(2048)), 2.3)
+
+    assert (late, again) == ([], [])
+    assert puts(right) == {A: keys(1, 2)}
+
+
+def test_much_that_is_lost_is_repaired_by_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate, and not all at once."""
+    monkeypatch.setattr(streams, "SENT_AGAIN_MAX", 2)
+    made = publisher_in(ring_of(A))
+    for at in range(3):
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), request=at), 0.0)
+    asked = summary_to(made, A, 1.0)
+
+    effects = heard(made, A, SummaryDiffers(asked.number, bytes(2048)), 1.1)
+
+    assert puts(effects) == {}
+    assert [owner for owner, _ in sent(effects, Repair)] == [A]
+
+
+def test_a_late_acknowledgement_brings_no_withdrawn_row_back_into_the_books() -> None:
+    """Another page has the row by then."""
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.1)
+    heard(made, A, Acknowledged(1), 0.2)
+
+    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.3)
+
+    assert held_by(made, A) == set(keys(2))
+    check_books(made, 0.4)

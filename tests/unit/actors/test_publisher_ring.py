@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from peercache.actors.effects import Effect, Send
 from peercache.actors.mailboxes import RecordsChanged, RingChanged
-from peercache.actors.publisher.actor import SLICE_S
+from peercache.actors.origin import Origin
+from peercache.actors.publisher import actor as publisher
+from peercache.actors.publisher import streams
+from peercache.actors.publisher.actor import FORMER_MIN_S, SLICE_S
+from peercache.actors.publisher.streams import RecordTable, RingHandover
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import BUCKETS
 from peercache.wire.messages.directory import (
@@ -25,9 +30,13 @@ from tests.unit.actors.lone_publisher import (
     A,
     B,
     C,
+    LonePublisher,
     acknowledge,
+    acknowledged,
+    check_books,
     commit_of,
     heard,
+    held_by,
     keys,
     owned_by,
     publisher_in,
@@ -90,7 +99,7 @@ def test_hand_over_keeps_to_its_rate() -> None:
 
     slices = [puts(heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)).get(A, [])]
     now = 1.0
-    while len(made._turning):
+    while A not in made.handed_over:
         now = made.deadline()
         slices.append(puts(ticked(made, now)).get(A, []))
 
@@ -213,22 +222,28 @@ def test_an_owner_that_differed_is_told_again_that_all_is_handed_over() -> None:
 
 def test_owner_of_nothing_is_still_asked() -> None:
     """It may hold what it once owned: an empty summary finds that."""
-    made = publisher_in(ring_of(ME, A, B))
+    ring = ring_of(ME, A, B)
+    made = publisher_in(ring)
 
     ((first, summary), (second, _)) = sent(ticked(made, 10.0), SUMMARIES)
 
     assert (first, second) == (A, B)
-    assert summary == HandedOver(0, 0, 0, made._ring.version)
+    assert summary == HandedOver(0, 0, 0, ring.version)
 
 
 def test_summaries_of_many_streams_do_not_come_in_step() -> None:
     """Each is due at a time of its own."""
     made = publisher_in(ring_of(ME, *range(100, 120)))
+    asked_at: dict[int, list[float]] = {}
+    while (now := made.deadline()) < 4.0:
+        for owner, summary in sent(ticked(made, now), SUMMARIES):
+            asked_at.setdefault(owner, []).append(now)
+            heard(made, owner, SummaryMatches(summary.number), now)  # type: ignore[attr-defined]
 
-    due = {stream.summary_at for stream in made._streams.values()}
+    pauses = {round(second - first, 6) for first, second, *_ in asked_at.values()}
 
-    assert len(due) == 20
-    assert all(1.0 <= at <= 3.0 for at in due)
+    assert len(pauses) == 20
+    assert all(2.25 <= pause <= 2.75 for pause in pauses)
 
 
 def story() -> list[object]:
@@ -252,17 +267,18 @@ def story() -> list[object]:
     said += heard(made, B, SummaryDiffers(asked[B], bytes(8 * BUCKETS)), 0.201)
     said += acknowledge(made, said, 0.202)
     said += ticked(made, 1.5)
-    for stream in made._streams.values():
-        rows = np.flatnonzero(made._table.live)
-        said.append((stream.owner, stream.state(rows).tobytes(), stream.content.digest()))
-        said.append((made._table.moving.tobytes(), stream.content.count))
+    # What each owner is asked about, and what former owners are told to drop in the end.
+    check_books(made, 2.0)
+    for now in (2.5, 4.0, 61.0, 62.0):
+        said += acknowledge(made, ticked(made, now), now)
+        said += [{owner: dict(held) for owner, held in made.held.items()}, dict(made.numbers)]
     return said
 
 
 def test_where_every_node_owns_every_page_the_short_way_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same messages in the same order, and the same books: it leaves out what all share."""
+    """The same messages in the same order: it leaves out what all share."""
     short = story()
     monkeypatch.setattr(HashRing, "is_everywhere", False)
 
@@ -281,3 +297,290 @@ def test_where_every_node_owns_every_page_no_key_is_looked_for_on_the_ring(
 
     assert puts(came) == {A: keys(1, 2), B: keys(1, 2)}
     assert [owner for owner, _ in sent(went, Delete)] == [A, B]
+
+
+def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows stand for a million."""
+    monkeypatch.setattr(streams, "LOOKED_AT_MAX", 64)
+    monkeypatch.setattr(streams, "BIN_ROWS", 50)
+    monkeypatch.setattr(publisher, "HAND_OVER_ROWS_MAX", 64)
+
+
+def finished(made: LonePublisher, effects: list[Effect], now: float) -> list[Effect]:
+    """Acknowledge all until each owner hears that it has everything; return all that was sent."""
+    seen = [*effects, *acknowledged(made, effects, now)]
+    for _ in range(2000):
+        if made.handed_over == set(made.owners()):
+            return seen
+        now = max(made.deadline(), now + 0.001)
+        effects = ticked(made, now)
+        seen += [*effects, *acknowledged(made, effects, now)]
+    raise AssertionError("a hand-over without end")
+
+
+def test_no_step_looks_at_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that a step looks at and the rows that it hands over are bounded."""
+    in_slices(monkeypatch)
+    made = publisher_in(ring_of(A, B))
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+    looked: list[int] = []
+    owners = HashRing.owners
+
+    def counting(ring: object, asked: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        looked.append(len(asked))
+        return owners(ring, asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HashRing, "owners", counting)
+    effects = heard(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
+    finished(made, effects, 1.0)
+
+    assert sum(looked) > 900
+    assert max(looked) <= 64
+
+
+def test_rows_are_handed_over_hottest_first_though_looked_at_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is sent before all was looked at: the hottest row may be the last one."""
+    in_slices(monkeypatch)
+    made = publisher_in(ring_of(ME))
+    names = np.random.default_rng(3).permutation(700).tolist()
+    generations = [2 + 2 * name for name in names]
+    heard(made, ME, commit_of(records_of(ME, names, generations)), 0.0)
+
+    told = puts(finished(made, heard(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0))
+
+    assert told == {A: keys(*reversed(range(700)))}
+
+
+def test_a_ring_that_turns_while_rows_are_looked_at_leaves_no_row_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some rows were told by the first ring, some by the second; all end at the third's owners."""
+    in_slices(monkeypatch)
+    made = publisher_in(ring_of(A, B))
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+
+    first = heard(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
+    acknowledged(made, first, 1.0)
+    assert not puts(first), "the rows are still looked at"
+    last = ring_of(A, C, 14)
+    finished(made, heard(made, ME, RingChanged(last), 1.01), 1.01)
+
+    for owner in (A, C, 14):
+        assert held_by(made, owner) == set(keys(*owned_by(last, owner, range(900))))
+
+
+def test_a_page_dropped_while_it_moves_is_withdrawn_from_former_owners_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the former rings remembered, and with too many of them to remember."""
+    for rings_max in (16, 0):
+        in_slices(monkeypatch)
+        monkeypatch.setattr(streams, "RINGS_MAX", rings_max)
+        before, after = ring_of(A, B, C, replicas=1), ring_of(B, C, A, 14, replicas=1)
+        made = publisher_in(before)
+        commit = heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0)
+        acknowledged(made, commit, 0.0)
+        moved = owned_by(after, 14, range(300))
+        heard(made, ME, RingChanged(after), 1.0)  # The new owner never acknowledges.
+
+        drops = drops_of(moved, [2 + 2 * name for name in moved])
+        effects = heard(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
+
+        told = {owner for owner, _ in sent(effects, Delete)}
+        assert told >= {
+            owner for owner in (A, B, C) if set(owned_by(before, owner, range(300))) & set(moved)
+        }
+        for owner in (A, B, C, 14):
+            assert not held_by(made, owner) & set(keys(*moved))
+
+
+def test_bins_are_parted_by_heat_and_what_is_on_disk_is_coldest() -> None:
+    table = RecordTable()
+    records = records_of(ME, list(range(100)), 2)
+    records["flags"][50:] = 0  # On disk only.
+    table.store(keys(*range(100)), np.full(100, -1), records)
+    turn = RingHandover(table)
+    turn.begin(None)
+    while turn.is_looking:
+        turn.look(ring_of(A))
+
+    taken = table.records["generation"][turn.take(100)]
+
+    assert taken.tolist() == [*range(100, 0, -2), *range(200, 100, -2)]
+    assert len(turn) == 0
+    assert len(turn.take(1)) == 0
+
+
+def test_summaries_of_many_streams_do_not_grow_with_the_cluster() -> None:
+    """Eight owners are asked every two seconds each; of two hundred, eight in a second."""
+    rates: dict[int, float] = {}
+    for others in (8, 200):
+        made = publisher_in(ring_of(ME, *range(100, 100 + others)))
+        asked, now = 0, 0.0
+        while now < 90.0:
+            now = max(now, made.deadline()) + 1e-6
+            for effect in ticked(made, now):
+                assert isinstance(effect, Send)
+                if isinstance(effect.message, SUMMARIES):
+                    asked += now > 40.0
+                    heard(made, int(effect.to), SummaryMatches(effect.message.number), now)  # type: ignore[arg-type]
+        rates[others] = asked / 50.0
+    assert 3.5 < rates[8] < 4.5
+    assert 7.0 < rates[200] < 9.0
+
+
+def test_a_lost_message_is_asked_about_soon_however_many_streams_there_are() -> None:
+    """The rarer regular summaries are not what finds it."""
+    made = publisher_in(ring_of(ME, *range(100, 500)))
+    for at in range(60):
+        ticked(made, 10.0 + at)
+    effects = heard(made, ME, commit_of(records_of(ME, [1], 2)), 100.0)
+    lost = {owner for owner, _ in sent(effects, Put)}
+    assert lost
+
+    asked: set[int] = set()
+    now = 100.0
+    while now < 100.3:
+        now = max(now, made.deadline())
+        asked |= (
+            {owner for owner, _ in sent(ticked(made, now), SUMMARIES)} if now < 100.3 else set()
+        )
+
+    assert lost <= asked
+    assert Origin(ME).identity not in asked
+
+
+def test_a_page_dropped_before_it_was_looked_at_is_withdrawn_from_former_owners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its owners are others already, though no step has found that out; the next one is soon."""
+    in_slices(monkeypatch)
+    made = publisher_in(ring_of(A, B, replicas=1))
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
+    heard(made, ME, RingChanged(ring_of(A, C, replicas=1)), 1.0)
+    last = ring_of(A, B, C, replicas=1)
+    assert not puts(heard(made, ME, RingChanged(last), 1.0)), "the rows are still looked at"
+    assert made.deadline() <= 1.0 + publisher.STEP_S
+    unseen = [n for n in range(64, 300) if key_of(n) in held_by(made, A)]
+    moved = [n for n in unseen if n not in owned_by(last, A, range(300))]
+    assert moved
+
+    drops = drops_of(moved, [2 + 2 * name for name in moved])
+    effects = heard(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
+
+    assert A in {owner for owner, _ in sent(effects, Delete)}
+    assert not held_by(made, A) & set(keys(*moved))
+
+
+def test_no_summary_says_handed_over_while_rows_wait() -> None:
+    """It may come between two slices, and what it covers is what was sent: not all."""
+    made = publisher_in(ring_of(ME), rate=1000.0, summary_s=0.05)
+    heard(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
+    said = heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)
+    acknowledge(made, said, 1.0)
+
+    while A not in made.handed_over:
+        now = made.deadline()
+        effects = ticked(made, now)
+        said += effects
+        acknowledge(made, effects, now)
+        for owner, message in sent(effects, SUMMARIES):
+            heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+
+    kinds = [type(effect.message) for effect in said if isinstance(effect, Send)]
+    before_all_was_put = kinds[: len(kinds) - kinds[::-1].index(Put)]
+    assert before_all_was_put.count(StreamSummary) > 3
+    assert HandedOver not in before_all_was_put
+    assert held_by(made, A) == set(keys(*range(500)))
+
+
+def test_former_owners_are_not_left_before_all_rows_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their time may be over while a large holder still looks: it would begin again with the rows
+    that move already, and forget the others.
+    """
+    in_slices(monkeypatch)
+    ring = ring_of(A, B, C)
+    made = publisher_in(ring_of(A, B), former_s=0.01)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+
+    effects = heard(made, ME, RingChanged(ring), 1.0)
+    effects += ticked(made, 1.02)
+    assert not puts(effects), "the rows are still looked at"
+    finished(made, effects, 1.02)
+
+    for owner in (A, B, C):
+        assert held_by(made, owner) == set(keys(*owned_by(ring, owner, range(900))))
+
+
+def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
+    """Its new owner was never told of it, and is not told that it has gone."""
+    made = publisher_in(ring_of(A, replicas=1), rate=20.0)
+    commit = heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
+    acknowledged(made, commit, 0.0)
+    first = heard(made, ME, RingChanged(ring_of(A, B, replicas=1)), 1.0)
+    assert len(puts(first)[B]) < 10
+
+    gone = drops_of(list(range(90)), [2 + 2 * name for name in range(90)])
+    effects = heard(made, ME, RecordsChanged(NO_RECORDS, gone), 1.0)
+
+    check_books(made, 1.0)
+    withdrawn = sum(len(m.drops) // 24 for o, m in sent(effects, Delete) if o == B)  # type: ignore[attr-defined]
+    assert withdrawn <= len(puts(first)[B])
+
+
+def test_a_page_stored_again_is_put_to_each_owner_once() -> None:
+    """To those that have the older record, and to those that own the new one."""
+    made = publisher_in(ring_of(A, B))
+    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+
+    effects = heard(made, ME, commit_of(records_of(ME, [1], 4), request=2), 0.1)
+
+    assert puts(effects) == {A: keys(1), B: keys(1)}
+    check_books(made, 0.2)
+
+
+def withdrawn_until(made: LonePublisher, now: float, until: float) -> int:
+    """Tick until then, answering as owners do; return how many records were withdrawn."""
+    count = 0
+    while (now := max(made.deadline(), now + 0.001)) < until:
+        effects = ticked(made, now)
+        for owner, message in sent(effects, SUMMARIES):
+            effects += heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+        effects += acknowledged(made, effects, now)
+        count += sum(len(m.drops) // 24 for _, m in sent(effects, Delete))  # type: ignore[attr-defined]
+    return count
+
+
+def test_former_owners_keep_records_for_their_whole_time() -> None:
+    """A host that comes back within it costs no second hand-over; a late change prolongs it."""
+    names = list(range(100))
+    made = publisher_in(ring_of(A, B, replicas=1), summary_s=20.0, former_s=600.0)
+    acknowledged(made, heard(made, ME, commit_of(records_of(ME, names, 2)), 0.0), 0.0)
+
+    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, replicas=1)), 1.0), 1.0)
+    first = withdrawn_until(made, 1.0, 595.0)
+    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, 14, replicas=1)), 595.0), 595.0)
+    second = withdrawn_until(made, 595.0, 595.0 + FORMER_MIN_S)
+    last = withdrawn_until(made, 595.0 + FORMER_MIN_S, 640.0)
+
+    assert (first, second) == (0, 0)
+    assert last > 30
+    check_books(made, 640.0)
+
+
+def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
+    """Also where there was none before: a reader with an older view asks them."""
+    before, after = ring_of(A, B, replicas=1), ring_of(A, B, C, replicas=1)
+    made = publisher_in(before, former_s=600.0)
+    heard(made, ME, RingChanged(after), 1.0)
+    withdrawn_until(made, 1.0, 5.0)
+
+    told = puts(heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
+
+    for owner in (A, B, C):
+        owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}
+        assert sorted(told[owner]) == sorted(keys(*owned))
