@@ -111,9 +111,14 @@ def located(shard: DirectoryShard, names: Sequence[int], asker: int = 10**6) -> 
     return from_bytes(effect.message.records)
 
 
+def holdings_of(shard: DirectoryShard) -> dict[int, Any]:
+    """Return the books of a shard by holder, those included that are not served."""
+    return shard._held
+
+
 def held_of(shard: DirectoryShard, holder: int) -> dict[bytes, bytes]:
     """Return the packed records that a shard keeps of a holder, by key."""
-    held = shard._held.get(holder)
+    held = holdings_of(shard).get(holder)
     packed = b"" if held is None else held.records()
     rows = [packed[at : at + RECORD_BYTES] for at in range(0, len(packed), RECORD_BYTES)]
     return {row[:KEY_BYTES]: row for row in rows}
@@ -279,7 +284,7 @@ class Cluster:
         for owner, node in self.nodes.items():
             for holder in self.nodes:
                 assert held_of(node.shard, holder) == self.expected(owner, holder)
-            assert set(node.shard._held) <= set(self.nodes)
+            assert set(holdings_of(node.shard)) <= set(self.nodes)
 
     def _perform(self, node: Node, effects: list[Effect]) -> None:
         node.shard.check()

@@ -1,33 +1,39 @@
-"""The directory shard: what it believes, what it serves, and what it lets go."""
+"""The directory shard: what it believes and serves, its streams, and what it lets go."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 
 from peercache.actors.directory import actor as directory
+from peercache.actors.directory import holdings
 from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.effects import Send
-from peercache.actors.mailboxes import RecordsChanged
+from peercache.actors.mailboxes import RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin
-from peercache.model.member import DEAD
+from peercache.model.member import DEAD, LEFT, SUSPECT
 from peercache.model.records import Records, from_bytes
 from peercache.observability.metrics import Metrics
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import (
     Acknowledged,
+    Delete,
     Located,
     Lookup,
     Put,
     Repair,
     ReportStale,
+    SummaryDiffers,
     SummaryMatches,
     VerifyRecords,
 )
 from peercache.wire.messages.session import Refused
+from tests.record_digests import digest_of
 from tests.unit.actors.lone_shard import (
     ME,
     A,
@@ -45,6 +51,7 @@ from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
     drops_of,
+    held_of,
     key_of,
     located,
     member,
@@ -225,8 +232,7 @@ def test_a_holder_is_asked_once_a_second_about_a_record(monkeypatch: pytest.Monk
     assert first == [(A, stale[:2].tobytes())]
     assert again == []
     assert later == [(A, stale[2:].tobytes())]
-    assert shard.metrics is not None
-    assert shard.metrics.records_refused.labels("disputes")._value.get() == 2
+    assert refused(shard, "disputes") == 2
 
 
 def test_dispute_cannot_drop_the_own_pools_records() -> None:
@@ -257,9 +263,7 @@ def test_a_member_has_its_share_of_the_records_and_leaves_the_others_theirs() ->
 
     assert honest == [[Acknowledged(2)]] * 7
     assert shard.record_count == 2 * 80 // 9 + 14
-    assert shard.metrics is not None
-    refused = shard.metrics.records_refused.labels("too_many")._value.get()
-    assert refused == 50 - 2 * 80 // 9
+    assert refused(shard, "too_many") == 50 - 2 * 80 // 9
 
 
 def test_a_repair_of_a_full_share_replaces_its_buckets() -> None:
@@ -300,7 +304,7 @@ def test_ticks_complete_a_growth_of_the_table() -> None:
     """A shard that hears nothing more does not keep two indices."""
     shard = shard_of(A)
     heard(shard, A, put(1, A, list(range(3000)), 10))
-    assert shard._table.is_growing
+    assert shard.table.is_growing
 
     ticks = 0
     while shard.deadline() < math.inf:
@@ -309,7 +313,7 @@ def test_ticks_complete_a_growth_of_the_table() -> None:
         ticks += 1
 
     assert ticks >= 1
-    assert not shard._table.is_growing
+    assert not shard.table.is_growing
     assert len(located(shard, [1, 2, 2999])) == 3
 
 
@@ -339,3 +343,476 @@ def test_the_answer_to_the_longest_question_fits_into_a_message() -> None:
     told = from_bytes(answer.records)
     assert len(told) == directory.LOCATED_MAX
     assert len(set(told["key"].tolist())) == len(names)
+
+
+# --- the order of a stream ----------------------------------------------------------------------
+
+
+def test_late_put_does_not_resurrect() -> None:
+    """A put overtaken by the delete of its record is dropped when it arrives at last."""
+    shard = shard_of(A)
+    heard(shard, A, delete(2, [1], [10]))
+
+    answers = heard(shard, A, put(1, A, [1], 10))
+
+    assert answers == []
+    assert len(located(shard, [1])) == 0
+
+
+def test_repeated_message_is_acknowledged_and_not_applied() -> None:
+    """A duplicate changes nothing; its holder may have missed the first acknowledgement."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, [1], 10))
+    heard(shard, A, delete(2, [1], [10]))
+
+    first = heard(shard, A, put(1, A, [1], 10))
+    again = heard(shard, A, delete(2, [1], [10]))
+
+    assert (first, again) == ([], [Acknowledged(2)])
+    assert len(located(shard, [1])) == 0
+
+
+def test_gap_is_applied_and_told_by_the_summary() -> None:
+    """A lost message holds nothing up; the summary after it differs."""
+    shard = shard_of(A)
+    lost, came = records_of(A, [1], 10), records_of(A, [2], 12)
+
+    answers = heard(shard, A, Put(2, came.tobytes()))
+    differs = heard(shard, A, summary_of(2, lost, came))
+
+    assert answers == [Acknowledged(2)]
+    assert len(located(shard, [2])) == 1
+    (answer,) = differs
+    assert isinstance(answer, SummaryDiffers)
+    theirs = np.frombuffer(answer.buckets, "<u8")
+    assert theirs[key_of(2)[0]] == digest_of(came)[0]
+    assert np.count_nonzero(theirs) == 1
+
+
+def test_summary_that_matches_ends_what_is_late() -> None:
+    """Once holder and owner agree at a number, nothing numbered below may change it."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, [1], 10))
+    heard(shard, A, delete(2, [1], [10]))
+
+    answers = heard(shard, A, summary_of(7))
+    late = heard(shard, A, put(6, A, [3], 16))
+
+    assert answers == [SummaryMatches(7)]
+    assert late == []
+    assert len(located(shard, [3])) == 0
+
+
+def test_late_summary_is_not_answered() -> None:
+    """A summary of the past would call a repair for what has changed since."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, [1], 10))
+    heard(shard, A, put(2, A, [2], 12))
+
+    assert heard(shard, A, summary_of(1, records_of(A, [1], 10))) == []
+
+
+def test_repair_replaces_exactly_its_buckets() -> None:
+    """In the buckets it names, what it does not name goes; the other buckets stay."""
+    shard = shard_of(A)
+    by_bucket = sorted(range(200), key=lambda name: (key_of(name)[0], name))
+    first, other = by_bucket[0], by_bucket[-1]
+    heard(shard, A, put(1, A, [first, other], 10))
+    fresh = next(n for n in range(200, 10**5) if key_of(n)[0] == key_of(first)[0])
+    held = records_of(A, [fresh], 8)
+
+    answers = heard(shard, A, Repair(2, bytes([key_of(first)[0]]), held.tobytes()))
+
+    assert answers == [Acknowledged(2)]
+    assert {name for name, _ in names_and_holders(
+        located(shard, [first, other, fresh]), [first, other, fresh]
+    )} == {other, fresh}  # fmt: skip
+    assert heard(shard, A, summary_of(2, held, records_of(A, [other], 12))) == [SummaryMatches(2)]
+
+
+def test_repair_puts_nothing_into_buckets_it_does_not_name() -> None:
+    """A record outside of the named buckets is passed over."""
+    shard = shard_of(A)
+
+    heard(shard, A, Repair(1, bytes([key_of(1)[0] ^ 1]), records_of(A, [1], 10).tobytes()))
+
+    assert held_of(shard, A) == {}
+
+
+# --- streams that others have forged, and owners that are behind ----------------------------------
+
+
+def test_a_number_that_no_holder_sends_does_not_end_its_stream() -> None:
+    """The next summary resets it, and the holder repairs what the forged message removed."""
+    shard = shard_of(A)
+    held = records_of(A, [1, 2], 10)
+    heard(shard, A, Put(7, held.tobytes()))
+    heard(shard, A, Repair(2**64 - 1, bytes(range(256)), b""))
+
+    (differs,) = heard(shard, A, summary_of(7, held))
+    repaired = heard(shard, A, Repair(8, bytes({key_of(1)[0], key_of(2)[0]}), held.tobytes()))
+
+    assert isinstance(differs, SummaryDiffers)
+    assert repaired == [Acknowledged(8)]
+    assert len(located(shard, [1, 2])) == 2
+
+
+def test_a_number_slightly_too_high_is_reset_after_a_while() -> None:
+    """One late summary may have been overtaken; for seconds none is."""
+    shard = shard_of(A)
+    held = records_of(A, [1], 10)
+    heard(shard, A, Put(7, held.tobytes()))
+    heard(shard, A, Delete(60, drops_of([1], [10]).tobytes()))
+
+    late = heard(shard, A, summary_of(7, held), 1.0)
+    soon = heard(shard, A, summary_of(7, held), 3.0)
+    (differs,) = heard(shard, A, summary_of(7, held), 1.0 + directory.STREAM_LATE_S)
+
+    assert late == soon == []
+    assert isinstance(differs, SummaryDiffers)
+    assert heard(shard, A, Put(8, held.tobytes())) == [Acknowledged(8)]
+
+
+def test_a_late_summary_resets_no_number_that_the_holder_sends_on_from() -> None:
+    """Each message in order shows that the number held is true."""
+    shard = shard_of(A)
+    held = records_of(A, [1, 2, 3], 10)
+    heard(shard, A, Put(7, held[:1].tobytes()))
+    heard(shard, A, summary_of(6), 1.0)
+    heard(shard, A, Put(8, held[1:2].tobytes()), 3.0)
+
+    late = heard(shard, A, summary_of(6), 4.5)
+
+    assert late == []
+    assert heard(shard, A, Put(8, held[2:].tobytes()), 4.6) == [Acknowledged(8)]
+    assert len(located(shard, [3])) == 0
+
+
+def is_behind(shard: DirectoryShard, now: float = 0.0) -> bool:
+    """Ask for a page; return whether the shard says that it lacks records."""
+    (answer,) = heard(shard, 77, Lookup(1, key_of(9)), now)
+    assert isinstance(answer, Located)
+    return answer.behind
+
+
+def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
+    """Until a summary matches, for a bounded time, or until the holder has gone."""
+    shard = shard_of(A, B)
+    held = records_of(A, [1], 10)
+
+    before = is_behind(shard)
+    heard(shard, A, summary_of(1, held), 1.0)
+    differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + holdings.BEHIND_S)
+    heard(shard, A, Put(2, held.tobytes()), 3.0)
+    heard(shard, A, summary_of(2, held), 3.0)
+    repaired = is_behind(shard, 3.0)
+    heard(shard, B, summary_of(1, held), 4.0)
+    again = is_behind(shard, 4.0)
+    heard(shard, ME, view(ME, A, member(B, DEAD)), 5.0)
+
+    assert (before, differing, long_after, repaired, again) == (False, True, False, False, True)
+    assert not is_behind(shard, 5.0)
+
+
+def test_an_owner_is_behind_a_member_that_was_dead_until_it_has_its_records_again() -> None:
+    """It let go of them at the death."""
+    shard = shard_of(A)
+    held = records_of(A, [1], 10)
+    heard(shard, A, Put(1, held.tobytes()))
+    heard(shard, ME, view(ME, member(A, DEAD)), 1.0)
+    heard(shard, ME, view(ME, A), 2.0)
+    heard(shard, A, Put(2, b""), 2.0)
+
+    behind = is_behind(shard, 2.0)
+    heard(shard, A, Put(3, held.tobytes()), 2.0)
+    heard(shard, A, summary_of(3, held), 2.1)
+
+    assert (behind, is_behind(shard, 2.1)) == (True, False)
+
+
+@pytest.mark.parametrize("state", [DEAD, LEFT])
+def test_records_of_an_ended_holder_are_never_served(state: int) -> None:
+    """From the view that has it dead or left, before anything is swept."""
+    shard = shard_of(A, B)
+    heard(shard, A, put(1, A, [1], 10))
+    heard(shard, B, put(1, B, [1], 10))
+
+    heard(shard, ME, view(ME, member(A, state), B))
+
+    assert names_and_holders(located(shard, [1]), [1]) == [(1, B)]
+
+
+def test_messages_of_a_dead_holder_are_ignored() -> None:
+    """What was queued for us before it died cannot bring its records back."""
+    shard = shard_of(A)
+    heard(shard, ME, view(ME, member(A, DEAD)))
+
+    assert heard(shard, A, put(1, A, [1], 10)) == []
+    assert heard(shard, A, summary_of(1)) == []
+    assert len(located(shard, [1])) == 0
+    assert refused(shard, "not_a_member") == 1
+
+
+def test_sweeping_is_bounded_and_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick takes so many keys and no more; in the end nothing of the dead is left."""
+    monkeypatch.setattr(directory, "SWEEP_KEYS_MAX", 10)
+    shard = shard_of(A, B)
+    one_bucket = [name for name in range(10**4) if key_of(name)[0] == key_of(3)[0]][:15]
+    heard(shard, A, put(1, A, one_bucket + list(range(10**5, 10**5 + 10)), 10))
+    heard(shard, B, put(1, B, [3], 10))
+    heard(shard, ME, view(ME, member(A, DEAD), B))
+
+    left, now = [], 0.0
+    while shard.deadline() < math.inf:
+        now = shard.deadline()
+        shard.on_tick(now)
+        shard.check()
+        assert shard.deadline() > now
+        left.append(shard.table.figures().records - len(held_of(shard, B)))
+
+    assert left == [15, 5, 0]
+    assert list(held_of(shard, B)) == [key_of(3)]
+
+
+def test_refuted_holder_is_repaired_by_its_next_summary() -> None:
+    """Its records were dropped with it: its summary differs, its repair is served, keys and all."""
+    shard = shard_of(A)
+    held = records_of(A, [1, 2], 10)
+    heard(shard, A, Put(1, held.tobytes()))
+    heard(shard, ME, view(ME, member(A, DEAD)))
+    heard(shard, ME, view(ME, member(A, counter=1)))
+
+    (answer,) = heard(shard, A, summary_of(1, held))
+    assert isinstance(answer, SummaryDiffers)
+    heard(shard, A, Repair(2, bytes(range(256)), held.tobytes()))
+    for _ in range(3):
+        shard.on_tick(shard.deadline())
+
+    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A), (2, A)]
+    assert heard(shard, A, summary_of(2, held)) == [SummaryMatches(2)]
+
+
+def test_refuted_holders_old_messages_stay_late() -> None:
+    """The numbers of its stream outlive its records: what was late before is late still."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, [1], 10))
+    heard(shard, A, delete(2, [1], [10]))
+    heard(shard, ME, view(ME, member(A, DEAD)))
+    heard(shard, ME, view(ME, member(A, counter=1)))
+
+    heard(shard, A, put(1, A, [1], 10))
+
+    assert len(located(shard, [1])) == 0
+
+
+def test_new_incarnation_begins_a_new_stream() -> None:
+    """Numbers start again with a node; the records of its former self are not served."""
+    shard = shard_of(A)
+    heard(shard, A, put(50, A, [1, 2], 10))
+    heard(shard, ME, view(ME, member(A, DEAD), B))
+
+    answers = heard(shard, B, put(1, B, [1], 4))
+
+    assert answers == [Acknowledged(1)]
+    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, B)]
+
+
+def test_what_is_not_served_yet_is_not_acknowledged() -> None:
+    """Its holder would count it as published, and no answer names it."""
+    shard = shard_of()
+    summary = summary_of(1, records_of(A, [1], 10))
+
+    early = [*heard(shard, A, put(1, A, [1], 10)), *heard(shard, A, summary)]
+    heard(shard, ME, view(ME, A))
+    late = heard(shard, A, summary)
+
+    assert early == []
+    assert late == [SummaryMatches(1)]
+
+
+def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invented holders do not fill this node, nor do many records for one."""
+    monkeypatch.setattr(directory, "UNKNOWN_HOLDERS_MAX", 2)
+    monkeypatch.setattr(directory, "UNKNOWN_RECORDS_MAX", 3)
+    shard = shard_of()
+
+    heard(shard, A, put(1, A, [1, 2, 3], 10))
+    too_many = heard(shard, A, put(2, A, [4], 20))
+    heard(shard, B, put(1, B, [1], 10))
+    one_more = heard(shard, C, put(1, C, [1], 10))
+
+    assert too_many == one_more == []
+    assert (len(held_of(shard, A)), len(held_of(shard, C))) == (3, 0)
+    assert (refused(shard, "too_many"), refused(shard, "not_a_member")) == (1, 1)
+
+
+def test_unknown_holder_is_given_up_in_time() -> None:
+    """What no view ever names does not stay."""
+    shard = shard_of()
+    heard(shard, A, put(1, A, [1], 10), now=5.0)
+
+    assert shard.deadline() == 5.0 + directory.UNKNOWN_S
+    shard.on_tick(shard.deadline())
+    shard.on_tick(shard.deadline())
+    shard.check()
+
+    assert held_of(shard, A) == {}
+    assert shard.table.figures().records == 0
+    assert shard.deadline() == math.inf
+
+
+@pytest.mark.parametrize("seen", [view(ME), ViewChanged(())], ids=["others", "no members"])
+def test_member_that_the_view_forgets_is_let_go(seen: ViewChanged) -> None:
+    """Views forget their dead some day; nothing of them stays, not even a number."""
+    shard = shard_of(A)
+    heard(shard, A, put(3, A, [1], 10))
+
+    heard(shard, ME, seen)
+    gone = len(located(shard, [1]))
+    heard(shard, ME, view(ME, A))
+
+    assert gone == 0
+    assert heard(shard, A, put(1, A, [2], 10)) == [Acknowledged(1)]
+
+
+def test_count_of_records_is_told() -> None:
+    """The gauge follows what is held, the own pool and the dead included rightly."""
+    shard = shard_of(A)
+    heard(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
+    heard(shard, A, put(1, A, [1, 2, 3], 10))
+    heard(shard, A, delete(2, [3], [99]))
+    assert shard.metrics is not None
+    gauge = partial(shard.metrics.registry.get_sample_value, "peercache_directory_records")
+
+    before = gauge()
+    heard(shard, ME, view(ME, member(A, DEAD)))
+
+    assert (before, gauge()) == (3, 1)
+
+
+def test_summaries_that_are_behind_are_counted_from_the_last_true_one() -> None:
+    """Two that were overtaken, minutes apart, say nothing of the number held."""
+    shard = shard_of(A)
+    held = records_of(A, [1], 10)
+    heard(shard, A, Put(7, held.tobytes()))
+
+    first = heard(shard, A, summary_of(6), 1.0)
+    heard(shard, A, summary_of(7, held), 2.0)
+    second = heard(shard, A, summary_of(6), 60.0)
+
+    assert first == second == []
+    assert heard(shard, A, put(7, A, [2], 12), 60.0) == [Acknowledged(7)]
+    assert len(located(shard, [2])) == 0
+
+
+# --- holders --------------------------------------------------------------------------------------
+
+
+def test_a_suspects_pages_are_found() -> None:
+    """Suspicion is often wrong, and the pages are still there."""
+    shard = shard_of(A)
+    heard(shard, A, put(1, A, [1], 10))
+
+    heard(shard, ME, view(ME, member(A, SUSPECT)))
+
+    assert len(located(shard, [1])) == 1
+    assert heard(shard, A, put(2, A, [2], 12)) == [Acknowledged(2)]
+    assert len(located(shard, [1, 2])) == 2
+
+
+def test_a_newcomer_is_kept_and_served_once_the_view_has_it() -> None:
+    """Its records may be here before the view is, and a view without it does not end it."""
+    shard = shard_of(A)
+    heard(shard, C, put(1, C, [1], 10))
+
+    heard(shard, ME, view(ME, A, B))
+    before = len(located(shard, [1]))
+    heard(shard, ME, view(ME, A, B, C))
+
+    assert (before, len(located(shard, [1]))) == (0, 1)
+
+
+def test_a_dispute_about_a_holder_that_no_view_knows_asks_no_node() -> None:
+    """An inventor of holders does not have this node write to them."""
+    shard = shard_of(A)
+    heard(shard, C, put(1, C, [1], 10))
+
+    assert shard.on_message(Origin(77), ReportStale(records_of(C, [1], 10).tobytes()), 0.0) == []
+
+
+def test_a_holder_for_which_there_is_no_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has so many and no more."""
+    shard = shard_of(A)
+    monkeypatch.setattr(DirectoryTable, "begin", lambda *_, **__: None)
+
+    answers = heard(shard, A, put(1, A, [1, 2], 10))
+
+    assert answers == heard(shard, A, summary_of(1)) == []
+    assert refused(shard, "not_a_member") == 2
+    assert held_of(shard, A) == {}
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def shard_for(records_max: int, *members: int) -> DirectoryShard:
+    shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=records_max)
+    heard(shard, ME, view(ME, *members))
+    for holder in members:
+        heard(shard, holder, Put(1, b""))
+    return shard
+
+
+def test_a_holder_whose_share_is_full_withdraws() -> None:
+    """A delete needs no room: it makes some."""
+    shard = shard_for(8, A)
+    heard(shard, A, put(2, A, [1, 2, 3, 4], 10))
+    full = heard(shard, A, put(3, A, [5], 20))
+
+    answers = heard(shard, A, delete(4, [1, 2, 3, 4], [10, 12, 14, 16]))
+
+    assert (full, answers) == ([], [Acknowledged(4)])
+    assert heard(shard, A, put(5, A, [5], 20)) == [Acknowledged(5)]
+
+
+def test_the_own_pool_takes_no_room_of_others() -> None:
+    """It is bounded by its own memory."""
+    shard = shard_for(8, A)
+    own = records_of(ME, list(range(100, 200)), 10)
+    heard(shard, ME, RecordsChanged(own, NO_DROPS))
+
+    assert heard(shard, A, put(2, A, [1, 2, 3, 4], 10)) == [Acknowledged(2)]
+
+
+def test_all_shares_together_are_no_more_than_there_may_be() -> None:
+    """Each has twice an even one; only so many members may have all of it."""
+    members = range(100, 108)
+    shard = shard_for(80, *members)
+
+    answers = [
+        heard(shard, holder, put(2, holder, list(range(17)), 10 + 40 * at))
+        for at, holder in enumerate(members)
+    ]
+
+    assert answers == [[Acknowledged(2)]] * 4 + [[]] * 4
+    assert shard.record_count == 4 * 17
+    assert refused(shard, "too_many") == 4 * 17
+
+
+def test_a_repair_that_brings_no_more_is_taken_though_the_share_is_less_by_now() -> None:
+    """With each new member the share is smaller; what is there may get right all the same."""
+    shard = shard_for(40, A)
+    names = list(range(20))
+    heard(shard, A, put(2, A, names, 10))
+    heard(shard, ME, view(ME, A, *range(100, 120)))
+    for holder in range(100, 120):
+        heard(shard, holder, Put(1, b""))
+    buckets = bytes(sorted({key_of(name)[0] for name in names}))
+
+    answers = heard(shard, A, Repair(3, buckets, records_of(A, names, 60).tobytes()))
+
+    assert heard(shard, A, put(4, A, list(range(30, 50)), 200)) == [], "a share of less than 20"
+    assert answers == [Acknowledged(3)]
+    assert np.array_equal(
+        located(shard, names)["generation"], records_of(A, names, 60)["generation"]
+    )

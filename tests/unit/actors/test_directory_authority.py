@@ -1,19 +1,34 @@
-"""When an absent key is no page: a shard's authority, and every doubt that ends it."""
+"""When an absent key is no page: a shard's authority, all that ends it, and whom it asks."""
 
 from __future__ import annotations
+
+import math
+from itertools import pairwise
 
 import attrs
 import pytest
 
+from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.directory.holdings import HEARD_MAX_S, TICK_S, WANTED_FIRST_S
-from peercache.actors.effects import Effect, Send
+from peercache.actors.directory.holdings import (
+    BEHIND_S,
+    HEARD_MAX_S,
+    HEARD_MEMBER_S,
+    RETRIED_MAX,
+    RETRY_S,
+    TICK_S,
+    WANTED_FIRST_S,
+    WANTED_MAX_S,
+)
+from peercache.actors.effects import Send
 from peercache.actors.mailboxes import CommitAnswered, RecordsChanged, RingChanged
 from peercache.actors.origin import Origin
-from peercache.model.member import SUSPECT
+from peercache.model.member import DEAD, SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import DOUBTED_NUMBERS, Records
 from peercache.paths.write import PUBLISH_TIMEOUT_S
+from peercache.model.records import DOUBTED_NUMBERS, from_bytes
+from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     HandedOver,
     Located,
@@ -22,13 +37,30 @@ from peercache.wire.messages.directory import (
     RequestFreshSummary,
     RequestSummary,
     StreamSummary,
+    SummaryDiffers,
     SummaryMatches,
 )
 from peercache.wire.messages.pool import Committed
 from tests.unit.actors.lone_publisher import ring_of
+from tests.unit.actors.lone_shard import (
+    ME,
+    RING,
+    A,
+    B,
+    has_authority,
+    hear,
+    heard,
+    refused,
+    shard_in_sync,
+    shard_of,
+    summary_of,
+    tick,
+)
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
+    NO_RECORDS,
     Cluster,
+    drops_of,
     key_of,
     located,
     member,
@@ -36,58 +68,7 @@ from tests.unit.actors.record_cluster import (
     view,
 )
 
-ME, A, B = 5, 11, 12
-RING = ring_of(ME, A, B)
 assert TICK_AGE_MAX_S < PUBLISH_TIMEOUT_S, "a stopped owner's table counts when a set gives it up"
-
-
-def shard_in_sync(now: float = 0.0) -> DirectoryShard:
-    """Return a shard that lacks nothing of A and B, which have no records."""
-    shard = DirectoryShard(incarnation=ME)
-    hear(shard, ME, view(ME, A, B), now)
-    hear(shard, ME, RingChanged(RING), now)
-    for holder in (A, B):
-        hear(shard, holder, HandedOver(0, 0, 0, RING.version), now)
-    return shard
-
-
-def hear(shard: DirectoryShard, sender: int, message: object, now: float) -> list[Effect]:
-    effects = shard.on_message(Origin(sender), message, now)  # type: ignore[arg-type]
-    shard.check()
-    return effects
-
-
-def tick(shard: DirectoryShard, until: float) -> list[tuple[int, object]]:
-    """Tick in time until then; return what was sent to whom."""
-    sent: list[tuple[int, object]] = []
-    while shard.deadline() <= until:
-        for effect in shard.on_tick(shard.deadline()):
-            assert isinstance(effect, Send)
-            assert isinstance(effect.to, int)
-            sent.append((effect.to, effect.message))
-    return sent
-
-
-def has_authority(shard: DirectoryShard, now: float) -> bool:
-    """Return what readers of the table see, after checking that answers say the same."""
-    (answer,) = hear(shard, 77, Lookup(1, key_of(9)), now)
-    assert isinstance(answer, Send)
-    assert isinstance(answer.message, Located)
-    word = shard._table.authority
-    assert word in (None, RING.version)
-    assert answer.message.behind == (word is None)
-    return word is not None
-
-
-def summary_of(number: int, records: Records, ring: bytes = b"") -> StreamSummary | HandedOver:
-    content = Cluster().add(1).publisher._table  # A table of its own digests the records.
-    keys = [bytes(record["key"]) for record in records]
-    rows = content.store(keys, content.find(keys), records)
-    digest = 0
-    for value in content.digests[rows].tolist():
-        digest ^= value
-    stated = (number, len(records), digest)
-    return HandedOver(*stated, ring) if ring else StreamSummary(*stated)
 
 
 def test_authority_comes_with_the_last_holder_that_has_handed_over() -> None:
@@ -118,8 +99,8 @@ def test_a_lone_node_has_authority_and_ticks() -> None:
 
     tick(shard, 3.1)
 
-    assert shard._table.authority == ring.version
-    assert shard._table.figures().tick_ns == int(77.5e9)
+    assert shard.table.authority == ring.version
+    assert shard.table.figures().tick_ns == int(77.5e9)
     assert 0 < shard.deadline() - 3.1 <= TICK_S
 
 
@@ -136,7 +117,7 @@ def test_a_gap_in_the_numbers_ends_authority_until_all_is_handed_over_again() ->
     after_gap = has_authority(shard, 0.01)
     hear(shard, A, summary_of(3, records), 0.01)
     after_summary = has_authority(shard, 0.01)
-    hear(shard, A, summary_of(3, records, RING.version), 0.01)
+    hear(shard, A, summary_of(3, records, ring=RING.version), 0.01)
 
     assert (contiguous, after_gap, after_summary) == (True, False, False)
     assert has_authority(shard, 0.01)
@@ -153,23 +134,40 @@ def test_a_holder_in_doubt_is_asked_until_it_has_handed_over_again() -> None:
     assert set(asked) == {A}
 
 
-def test_a_summary_that_differs_ends_authority() -> None:
-    """The holder has what this shard has not."""
+@pytest.mark.parametrize(
+    "summary",
+    [
+        summary_of(1),
+        summary_of(1, records_of(A, [1, 2], 10)),
+        summary_of(1, records_of(A, [2], 10)),
+        # Two equal records have no digest together: XOR takes both away.
+        attrs.evolve(summary_of(1, records_of(A, [1], 10)), count=3),
+    ],
+    ids=["fewer", "more", "as many with another content", "a count alone"],
+)
+def test_a_summary_that_differs_ends_authority(summary: StreamSummary) -> None:
+    """The holder has what this shard has not, or the other way."""
     shard = shard_in_sync()
+    hear(shard, A, Put(1, records_of(A, [1], 10).tobytes()), 0.01)
     before = has_authority(shard, 0.01)
 
-    hear(shard, A, summary_of(0, records_of(A, [1], 10)), 0.01)
+    (answer,) = heard(shard, A, summary, 0.01)
 
+    assert isinstance(answer, SummaryDiffers)
     assert (before, has_authority(shard, 0.01)) == (True, False)
 
 
-def test_a_refused_batch_ends_authority() -> None:
-    """What there is no room for is lacking."""
+@pytest.mark.parametrize(("records_max", "rows_max"), [(4, 10**6), (10**6, 4200)])
+def test_a_refused_batch_ends_authority(
+    records_max: int, rows_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is no room for is lacking: its holder has its share, or the host no memory."""
+    monkeypatch.setattr(directory, "ROWS_MAX", rows_max)
     shard = shard_in_sync()
-    shard.records_max = 4
+    shard.records_max = records_max
     before = has_authority(shard, 0.01)
 
-    hear(shard, A, Put(1, records_of(A, list(range(9)), 10).tobytes()), 0.01)
+    hear(shard, A, Put(1, records_of(A, list(range(4300)), [10] * 4300).tobytes()), 0.01)
 
     assert (before, has_authority(shard, 0.01)) == (True, False)
 
@@ -368,7 +366,7 @@ def test_a_newcomer_has_authority_soon_after_its_hand_over() -> None:
     cluster.run(0.5)
 
     version = cluster.nodes[B].ring.current.version
-    assert {node.shard._table.authority for node in cluster.nodes.values()} == {version}
+    assert {node.shard.table.authority for node in cluster.nodes.values()} == {version}
     cluster.assert_whole()
 
 
@@ -388,7 +386,7 @@ def test_a_set_that_all_owners_know_is_known_wherever_there_is_authority() -> No
     assert len(lost) == 1
     assert [answer.published for _, answer in cluster.answers] == [1]
     for node in cluster.nodes.values():
-        assert node.shard._table.authority == node.ring.current.version
+        assert node.shard.table.authority == node.ring.current.version
         assert len(located(node.shard, [1])) == 1
 
 
@@ -455,3 +453,325 @@ def show_on_hosts(cluster: Cluster) -> None:
     members = tuple(attrs.evolve(m, boot_id=f"host {m.incarnation}") for m in seen.members)
     for incarnation in list(cluster.nodes):
         cluster.show(incarnation, attrs.evolve(seen, members=members))
+
+
+def shard_on(*members: int) -> DirectoryShard:
+    """Return a shard that has just come to a ring of these members, and has heard of none."""
+    shard = DirectoryShard(incarnation=ME)
+    hear(shard, ME, view(*members), 0.0)
+    hear(shard, ME, RingChanged(ring_of(*members)), 0.0)
+    return shard
+
+
+def wanted_of(shard: DirectoryShard, until: float) -> list[int]:
+    """Return who is asked until then, in order."""
+    return [peer for peer, _ in tick(shard, until)]
+
+
+def test_a_holder_that_leaves_the_ring_unheard_is_waited_for_no_more() -> None:
+    """It has died before it said a word: nothing is lacking, and there is nothing to ask."""
+    shard, ring = shard_on(ME, A, B), ring_of(ME, A)
+    tick(shard, 0.1)
+
+    hear(shard, ME, view(ME, A, member(B, DEAD)), 0.1)
+    hear(shard, ME, RingChanged(ring), 0.1)
+    hear(shard, A, HandedOver(0, 0, 0, ring.version), 0.1)
+
+    assert shard.authority.ring == ring.version
+    assert not shard.authority.is_behind(0.1)
+    assert wanted_of(shard, 3.0) == []
+
+
+def test_a_holder_that_differs_again_and_again_is_one_delay() -> None:
+    """Its first difference counts: it must not double all questions for ever."""
+    shard = shard_in_sync()
+    told = records_of(A, [1], 10)
+
+    for second in range(int(BEHIND_S) + 2):
+        behind = shard.authority.is_behind(float(second))
+        hear(shard, A, summary_of(0, told), float(second))
+
+    assert not shard.authority.is_behind(BEHIND_S + 1.0)
+    assert behind is False
+    assert shard.authority.ring == b""
+
+
+def test_a_stranger_that_differs_again_and_again_is_one_delay() -> None:
+    """Also one that the ring has not, or not yet."""
+    shard = shard_in_sync()
+    hear(shard, ME, view(ME, A, B, 55), 0.0)
+
+    for second in range(int(BEHIND_S) + 2):
+        hear(shard, 55, summary_of(0, records_of(55, [1], 10)), float(second))
+        if second == 1:
+            early = shard.authority.is_behind(1.0)
+
+    assert early
+    assert not shard.authority.is_behind(BEHIND_S + 1.0)
+
+
+def test_a_holder_that_matches_without_handing_over_is_one_delay() -> None:
+    """Its summaries match, one after the other, and its hand-over takes for ever."""
+    shard, ring = shard_in_sync(), ring_of(ME, A)
+    hear(shard, ME, RingChanged(ring), 0.0)
+    assert shard.authority.is_behind(0.0)
+
+    for second in range(int(BEHIND_S) + 2):
+        hear(shard, A, StreamSummary(0, 0, 0), float(second))
+
+    assert not shard.authority.is_behind(BEHIND_S + 1.0)
+    assert shard.authority.ring == b""
+
+
+def test_a_holder_that_is_whole_tells_by_itself() -> None:
+    """A new ring is no reason to ask all its members for what they are about to say."""
+    shard = shard_in_sync()
+
+    hear(shard, ME, RingChanged(ring_of(ME, A, B, 99)), 0.01)
+
+    assert set(wanted_of(shard, 1.0)) == {99}
+
+
+def test_a_holder_of_which_nothing_was_heard_is_asked() -> None:
+    """Its word that it has handed over may be lost."""
+    assert set(wanted_of(shard_on(ME, A), 1.0)) == {A}
+
+
+def test_pauses_between_questions_have_a_bound() -> None:
+    """A holder that comes back after an hour is not in doubt for another one."""
+    shard = shard_on(ME, A)
+    asked_at = []
+    while shard.deadline() <= 30.0:
+        at = shard.deadline()
+        if shard.on_tick(at):
+            asked_at.append(at)
+
+    pauses = [later - earlier for earlier, later in pairwise(asked_at)]
+    assert len(pauses) > 5
+    assert max(pauses) == pytest.approx(WANTED_MAX_S, abs=0.1)
+
+
+def test_in_a_large_cluster_summaries_may_be_rarer() -> None:
+    """A node sends so many a second, and no more: each member waits longer for its turn."""
+    members = [ME, *range(100, 130)]
+    shard, ring = shard_on(*members), ring_of(*members)
+    for holder in members[1:]:
+        hear(shard, holder, HandedOver(0, 0, 0, ring.version), 0.0)
+    heard_s = HEARD_MEMBER_S * (len(members) - 1)
+    assert heard_s > HEARD_MAX_S + 2.0
+
+    tick(shard, heard_s - 1.0)
+    in_time = shard.authority.ring
+    tick(shard, heard_s + 2.0)
+
+    assert (in_time, shard.authority.ring) == (ring.version, b"")
+
+
+def test_a_suspect_that_hands_over_is_in_doubt_as_long_as_it_is_suspected() -> None:
+    """What it stores meanwhile it may not tell: others have it end at any moment."""
+    shard = shard_in_sync()
+    hear(shard, ME, view(ME, A, member(B, SUSPECT)), 0.01)
+
+    hear(shard, B, HandedOver(0, 0, 0, RING.version), 0.02)
+
+    assert not has_authority(shard, 0.02)
+
+
+def test_how_many_are_in_doubt_is_told() -> None:
+    """As the metric `directory_holders_doubted` has it."""
+    shard = shard_in_sync()
+    before = shard.authority.doubted
+
+    hear(shard, A, Put(7, records_of(A, [1], 10).tobytes()), 0.01)
+
+    assert (before, shard.authority.doubted) == (0, 1)
+
+
+def test_a_stall_is_noticed_once() -> None:
+    """What holders answer before the next tick counts."""
+    shard = shard_in_sync()
+    tick(shard, 1.0)
+
+    stalled = has_authority(shard, 3.0)
+    for holder in (A, B):
+        hear(shard, holder, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), 3.0)
+
+    assert (stalled, has_authority(shard, 3.0)) == (False, True)
+
+
+@pytest.mark.parametrize("by_message", [False, True])
+def test_a_stall_is_as_long_as_readers_put_up_with_from_the_last_tick(by_message: bool) -> None:
+    """Not from the next one: a set that waits 100 ms has not given this owner up before."""
+    for more_s, is_whole in ((-0.001, True), (0.001, False)):
+        shard = shard_in_sync()
+        tick(shard, 1.0)
+        late = shard.deadline() - TICK_S + TICK_AGE_MAX_S + more_s
+
+        if not by_message:
+            shard.on_tick(late)
+
+        assert has_authority(shard, late) == is_whole
+
+
+def test_nothing_is_known_of_a_holder_that_the_view_has_forgotten() -> None:
+    """A node that restarts for years fills no memory with numbers of its former selves."""
+    shard = shard_in_sync()
+    at = 1.0
+    tick(shard, at)
+    for _ in range(2):
+        at += TICK_AGE_MAX_S + TICK_S
+        shard.on_tick(at)
+
+    hear(shard, ME, view(ME, A), at)
+    hear(shard, ME, view(ME, A, B), at)
+    hear(shard, A, HandedOver(2 * DOUBTED_NUMBERS, 0, 0, RING.version), at)
+    hear(shard, B, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), at)
+
+    assert has_authority(shard, at), "of a holder that is remembered twice the number is wanted"
+
+
+def test_a_false_number_alone_asks_for_no_number() -> None:
+    """The process has not stood still: any hand-over after it counts."""
+    shard = shard_in_sync()
+    tick(shard, 0.5)
+    hear(shard, A, Put(2**50, b""), 0.5)
+    hear(shard, A, StreamSummary(3, 0, 0), 0.5)
+
+    asked = [message for peer, message in tick(shard, 2.0) if peer == A]
+    hear(shard, A, HandedOver(4, 0, 0, RING.version), 2.0)
+
+    assert asked
+    assert set(asked) == {RequestSummary()}
+    assert has_authority(shard, 2.0)
+
+
+ROWS = 5000
+FULL = list(range(ROWS))
+
+
+@pytest.fixture
+def shard(monkeypatch: pytest.MonkeyPatch) -> DirectoryShard:
+    """A lone shard that has authority, and whose table is full."""
+    monkeypatch.setattr(directory, "ROWS_MAX", ROWS)
+    shard = shard_of()
+    heard(shard, ME, RingChanged(ring_of(ME)))
+    heard(shard, ME, RecordsChanged(records_of(ME, FULL, [10] * ROWS), NO_DROPS))
+    assert shard.record_count == ROWS
+    assert has_authority(shard, 0.0)
+    return shard
+
+
+def generation_of(shard: DirectoryShard, name: int, now: float) -> list[int]:
+    (answer,) = heard(shard, 77, Lookup(1, key_of(name)), now)
+    assert isinstance(answer, Located)
+    generations: list[int] = from_bytes(answer.records)["generation"].tolist()
+    return generations
+
+
+def store(shard: DirectoryShard, names: list[int], generation: int, now: float) -> None:
+    stored = records_of(ME, names, [generation] * len(names))
+    heard(shard, ME, RecordsChanged(stored, NO_DROPS), now)
+
+
+def drop(shard: DirectoryShard, names: list[int], generation: int, now: float) -> None:
+    drops = drops_of(names, [generation] * len(names))
+    heard(shard, ME, RecordsChanged(NO_RECORDS, drops), now)
+
+
+def test_a_page_of_the_own_pool_that_found_no_memory_is_not_absent(shard: DirectoryShard) -> None:
+    """Readers of the table ask other owners until it is there."""
+    store(shard, [9001, 9002], 12, 0.0)
+    tick(shard, RETRY_S + 0.01)
+    full = has_authority(shard, RETRY_S + 0.01), generation_of(shard, 9001, RETRY_S + 0.01)
+    drop(shard, [1, 2], 10, 0.3)
+    room = has_authority(shard, 0.3)
+    tick(shard, 0.3 + RETRY_S)
+
+    assert full == (False, [])
+    assert refused(shard, "too_many") == 2
+    assert not room
+    assert has_authority(shard, 0.3 + RETRY_S)
+    assert generation_of(shard, 9001, 0.3 + RETRY_S) == [12]
+    assert shard.record_count == ROWS
+
+
+def test_a_page_that_left_the_pool_is_missed_no_more(shard: DirectoryShard) -> None:
+    """A drop that is older than the page ends nothing."""
+    store(shard, [9001], 12, 0.0)
+    drop(shard, [9001], 11, 0.0)
+    older = has_authority(shard, 0.0)
+    drop(shard, [9001], 12, 0.0)
+
+    assert not older
+    assert has_authority(shard, 0.0)
+    drop(shard, [1], 10, 0.0)
+    tick(shard, 2 * RETRY_S)
+    assert generation_of(shard, 9001, 2 * RETRY_S) == []
+
+
+def test_of_a_page_stored_again_only_the_newer_record_comes_in(shard: DirectoryShard) -> None:
+    """Whether that found memory at once or not."""
+    store(shard, [9001], 12, 0.0)
+    store(shard, [9001], 14, 0.0)
+    store(shard, [9002], 12, 0.0)
+    drop(shard, [1, 2], 10, 0.0)
+    store(shard, [9002], 16, 0.0)
+    tick(shard, 2 * RETRY_S)
+
+    assert has_authority(shard, 2 * RETRY_S)
+    assert generation_of(shard, 9001, 2 * RETRY_S) == [14]
+    assert generation_of(shard, 9002, 2 * RETRY_S) == [16]
+
+
+def test_an_older_record_of_one_change_does_not_replace_a_newer_one(shard: DirectoryShard) -> None:
+    """A page may change twice in a batch, and the pool names the records in no order."""
+    store(shard, [9001, 9001], 14, 0.0)
+    changed = records_of(ME, [9001, 9001], [18, 16])
+    heard(shard, ME, RecordsChanged(changed, NO_DROPS), 0.0)
+    drop(shard, [9001], 16, 0.0)
+    still_missed = not has_authority(shard, 0.0)
+    drop(shard, [1], 10, 0.0)
+    tick(shard, 2 * RETRY_S)
+
+    assert still_missed
+    assert generation_of(shard, 9001, 2 * RETRY_S) == [18]
+
+
+def test_many_pages_come_in_by_parts(shard: DirectoryShard) -> None:
+    """No tick is long, and authority waits for the last of them."""
+    names = [10_000 + at for at in range(2 * RETRIED_MAX)]
+    store(shard, names, 12, 0.0)
+    drop(shard, FULL[: len(names)], 10, 0.0)
+    tick(shard, RETRY_S)
+    half = shard.record_count - (ROWS - len(names)), has_authority(shard, RETRY_S)
+    tick(shard, 2 * RETRY_S)
+
+    assert half == (RETRIED_MAX, False)
+    assert has_authority(shard, 2 * RETRY_S)
+    assert shard.record_count == ROWS
+
+
+def test_sets_that_go_on_put_nothing_off(shard: DirectoryShard) -> None:
+    """Each of them is refused, and the first one's pages are put again in time."""
+    for at in range(5):
+        store(shard, [9001 + at], 12, at * RETRY_S / 5)
+    drop(shard, FULL[:5], 10, 0.9 * RETRY_S)
+
+    tick(shard, RETRY_S)
+
+    assert generation_of(shard, 9001, RETRY_S) == [12]
+
+
+def test_a_lone_shard_without_a_ring_puts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first ring nothing else is due."""
+    monkeypatch.setattr(directory, "ROWS_MAX", ROWS)
+    shard = shard_of()
+    store(shard, FULL, 10, 0.0)
+    tick(shard, 1.0)
+    store(shard, [9001], 12, 1.0)
+    drop(shard, [1], 10, 1.0)
+
+    assert shard.deadline() == 1.0 + RETRY_S
+    tick(shard, 1.0 + RETRY_S)
+    assert generation_of(shard, 9001, 2.0) == [12]
+    assert shard.deadline() == math.inf
