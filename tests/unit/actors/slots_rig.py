@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from peercache.actors.pool.slots import UNITS_ABOUT, Slot, SlotAllocator
+from peercache.actors.pool.slots import UNITS_ABOUT, Extent, Slot, SlotAllocator
 from peercache.actors.tenants import Tenant, Tenants
 
 
@@ -77,6 +77,12 @@ class Rig:
             (self.slots.reserved_granules, self.reserved),
         ):
             assert count == sum(s.extent.size_class.granules for s in slots.values())
+
+    def extents(self) -> list[tuple[Extent, int]]:
+        """Return the extents, and how many granules each takes."""
+        slots = self.slots
+        found = [extent for extent in dict.fromkeys(slots._units) if extent is not None]
+        return [(extent, slots._extent_granules(extent)) for extent in found]
 
     def count(self, granules: int) -> int:
         """Return how many slots of a size are held."""

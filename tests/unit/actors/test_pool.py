@@ -18,7 +18,6 @@ from peercache.wire.messages.pool import (
     REFUSED_FULL,
     REFUSED_SIZE,
     REFUSED_TOO_LARGE,
-    REPEATED,
     RESERVED,
     Commit,
     Granted,
@@ -116,18 +115,6 @@ def test_reservation_without_slots_ends_at_once_and_can_be_committed() -> None:
     assert done.here["key"].tolist() == [key(1), key(2)]
 
 
-def test_reserve_again_grants_the_same() -> None:
-    """Reserve is idempotent while the reservation is open."""
-    world = World(granules=64)
-    message = Reserve(5, 1, 1, key(1) + key(2), packed([PAGE, PAGE]))
-
-    first = world.reserve_again(ALICE, message)
-    second = world.reserve_again(ALICE, message)
-
-    assert first == second
-    assert world.figure("pool_bytes_reserved") == 2 * PAGE
-
-
 def test_reserve_of_other_pages_under_an_open_sequence_is_refused() -> None:
     """A sequence names one reservation: other keys under it are a mistake, and get no slots."""
     world = World(granules=64)
@@ -137,32 +124,6 @@ def test_reserve_of_other_pages_under_an_open_sequence_is_refused() -> None:
 
     assert isinstance(answer, Refused)
     assert answer.reason == "malformed"
-
-
-def test_commit_again_answers_the_same_states() -> None:
-    """The first terminal state wins, and a repeated Commit hears of it again."""
-    world = World(granules=64)
-    world.reserve(ALICE, [1, 2], PAGE)
-    world.write(ALICE, 1)
-    world.commit(ALICE, written=b"\1\0")
-
-    again = world.commit(ALICE, 1, count=2)
-
-    assert again.states == bytes((COMMITTED, ABORTED))
-    assert len(again.records) == 0
-    assert again.here["key"].tolist() == [key(1)]
-
-
-def test_commit_after_abort_is_aborted() -> None:
-    """Abort ended it: the page never becomes readable."""
-    world = World(granules=64)
-    world.reserve(ALICE, [1], PAGE)
-    world.abort(ALICE, 1)
-
-    done = world.commit(ALICE, 1)
-
-    assert done.states == bytes((ABORTED,))
-    assert world.holds(1) == [False]
 
 
 def test_abort_after_commit_changes_nothing() -> None:
@@ -267,32 +228,6 @@ def test_page_as_large_as_the_pool_is_stored() -> None:
 
     assert states == bytes((COMMITTED,))
     assert world.holds(*range(10)) == [False] * 10
-
-
-def test_first_size_of_a_key_stays() -> None:
-    """A second size under one key is refused, whether the first is held or in the same batch."""
-    world = World(granules=64)
-    world.store(ALICE, [1], PAGE)
-
-    held = world.reserve(BOB, [1], PAGE + 1)
-    batch = world.reserve(BOB, [2, 2], [PAGE, PAGE + 1])
-
-    assert held.states == bytes((REFUSED_SIZE,))
-    assert batch.states == bytes((RESERVED, REFUSED_SIZE))
-
-
-def test_repeated_key_gets_one_slot() -> None:
-    """A key that stands twice in a batch is copied once, also where it is here already."""
-    world = World(granules=64)
-    world.store(ALICE, [1], PAGE)
-
-    granted = world.reserve(BOB, [1, 2, 1, 2, 2], PAGE)
-    world.write(BOB, 1)
-    done = world.commit(BOB)
-
-    assert granted.states == bytes((HERE, RESERVED, REPEATED, REPEATED, REPEATED))
-    assert done.states == bytes((HERE, COMMITTED, REPEATED, REPEATED, REPEATED))
-    assert len(done.records) == 1
 
 
 def test_first_commit_wins_and_the_loser_is_told_here() -> None:
@@ -512,6 +447,9 @@ def test_slots_ahead_that_not_every_page_has_are_not_told_with_a_commit() -> Non
     assert partly == bytes((RESERVED, RESERVED, REFUSED_FULL, REFUSED_FULL))
     assert isinstance(done, PagesCommitted)
     assert (done.ahead, done.offsets) == (0, b"")
+    # Of the slots that are not named only those that there are come back.
+    assert world.commit(ALICE, 3, named=[9]).states == bytes((COMMITTED,))
+    assert world.figure("pool_bytes_reserved") == 58 * GRANULE
 
 
 def test_slots_ahead_that_were_given_up_are_not_told() -> None:
@@ -536,19 +474,3 @@ def test_one_commit_asks_for_a_few_reservations_only() -> None:
 
     assert isinstance(done, PagesCommitted)
     assert len(done.then) == AHEAD_MAX
-
-
-def test_a_late_reserve_of_slots_ahead_that_were_used_grants_none() -> None:
-    """Nor does a second Commit name anything."""
-    world = World(granules=256)
-    granted = world.reserve_ahead(ALICE, [PAGE, PAGE])
-    world.commit(ALICE, granted.sequence, named=[5, 6])
-    late = Reserve(9, granted.sequence, 1, b"", packed([PAGE, PAGE]))
-
-    again = world.reserve_again(ALICE, late)
-    done = world.commit(ALICE, granted.sequence, named=[7, 8])
-
-    assert isinstance(again, Granted)
-    assert RESERVED not in again.states
-    assert isinstance(done, PagesCommitted)
-    assert world.holds(7, 8) == [False, False]

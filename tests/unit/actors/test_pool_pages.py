@@ -31,18 +31,6 @@ def test_batch_larger_than_the_free_part_gets_what_fits() -> None:
     assert granted.states == bytes((RESERVED,) * 4 + (REFUSED_FULL,) * 2)
 
 
-def test_batch_does_not_evict_what_it_found_here() -> None:
-    """Pages that a batch names stay, even the coldest of the pool."""
-    world = World(granules=16, uncommitted_max=16 * GRANULE)
-    world.store(ALICE, [1, 2, 3, 4], PAGE)
-    world.touch(3, 4)
-
-    granted = world.reserve(BOB, [10, 11, 12, 1, 2], PAGE)
-
-    assert granted.states == bytes((RESERVED, RESERVED, REFUSED_FULL, HERE, HERE))
-    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
-
-
 def test_page_that_was_here_and_went_before_the_commit_is_not_named() -> None:
     """The commit of the other page goes on."""
     world = World(granules=16)

@@ -1,4 +1,4 @@
-"""Retained slots: never evicted, within what their tenant may have, and found in no search."""
+"""Slots of mirrored and of retained pages: their shares, who goes first, and who stays."""
 
 from __future__ import annotations
 
@@ -9,19 +9,238 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.slots import Slot
-from peercache.actors.tenants import Tenant, Tenants
-from peercache.config.entries import parse_quotas
-from peercache.model.keys import Namespace
+from peercache.actors.pool.reservations import Mirrors, Shares
+from peercache.actors.pool.slots import HELD, MIRROR_AGE_FACTOR, Slot, SlotAllocator
+from peercache.actors.tenants import Tenant
+from peercache.wire.messages.pool import RESERVED
 from tests.examples import examples
 from tests.unit.actors.slots_rig import Rig
+from tests.unit.actors.test_tenants import rig_of, tenant_of, tenants_of
 
 
-def rig_of(text: str, *, whole: int = 64, units: int = 16) -> tuple[Rig, dict[str, Tenant]]:
-    """Return a pool of `units` units, and its tenants a, b and the others."""
-    tenants = Tenants(parse_quotas(text), whole=whole)
-    named = {name: tenants.of(Namespace(name).space_tag()) for name in "ab"}
-    return Rig(whole, units_about=units, tenants=tenants), named | {"-": tenants.others}
+def pool(granules: int = 8) -> SlotAllocator:
+    """Return an allocator whose pages of one granule each have an extent of their own."""
+    return SlotAllocator(granules=granules, usable=granules)
+
+
+def put_own(slots: SlotAllocator, count: int = 1, size: int = 1) -> list[Slot]:
+    """Hold pages of the node's own."""
+    taken = [slots.take(size, untouched_since=slots.clock, evicted=[]) for _ in range(count)]
+    held = [slot for slot in taken if slot is not None]
+    slots.hold(held)
+    slots.check()
+    return held
+
+
+def mirror(slots: SlotAllocator, *, most: int = 8, since: int | None = None) -> Slot | None:
+    """Hold a mirrored page, if there is room for one."""
+    slot = slots.take_mirror(
+        1, most=most, untouched_since=slots.clock if since is None else since, evicted=[]
+    )
+    if slot is not None:
+        slots.hold([slot])
+    slots.check()
+    return slot
+
+
+def test_mirrored_pages_take_their_share_and_then_each_others_place() -> None:
+    """The share counts what is reserved too; the coldest of them goes."""
+    slots = pool()
+    first, second = mirror(slots, most=2), mirror(slots, most=2)
+    assert first is not None
+    assert second is not None
+    slots.touch(first)
+    evicted: list[Slot] = []
+
+    third = slots.take_mirror(1, most=2, untouched_since=slots.clock, evicted=evicted)
+
+    assert evicted == [second]
+    assert third is second
+    assert slots.mirror_granules == 2
+    assert slots.take_mirror(1, most=2, untouched_since=0, evicted=evicted) is None, "first is hot"
+
+
+def test_a_mirrored_page_takes_no_place_of_what_was_touched_lately() -> None:
+    """In a full pool it takes the place of a page that was not."""
+    slots = pool()
+    held = put_own(slots, 8)
+    lately = held[0].touched
+
+    assert mirror(slots, since=lately - 1) is None
+    assert mirror(slots, since=lately) is held[0]
+
+
+def test_a_mirrored_page_goes_before_pages_of_its_age_and_after_much_older_ones() -> None:
+    """One that is read all the time stays in a pool that is always full."""
+    slots = pool()
+    copy = mirror(slots)
+    assert copy is not None
+    _, coldest, *_, hottest = put_own(slots, 7)
+    slots.touch(copy)
+    evicted: list[Slot] = []
+    slots.take(1, untouched_since=slots.clock, evicted=evicted)
+    assert evicted[0] is not copy, "it was just read"
+
+    for _ in range(3):
+        slots.touch(hottest)
+    assert slots.clock - copy.touched < slots.clock - coldest.touched
+    assert (slots.clock - copy.touched) * MIRROR_AGE_FACTOR > slots.clock - coldest.touched
+    slots.take(1, untouched_since=slots.clock, evicted=evicted)
+    assert evicted[1] is copy, "pages of the node's own are not that much older"
+    assert slots.mirror_granules == 0
+
+
+def test_a_mirrored_page_that_was_touched_in_the_batch_lets_another_go() -> None:
+    """What is not to be evicted now does not hide what may be."""
+    slots = pool(3)
+    own, hottest = put_own(slots, 2)
+    slots.touch(own)
+    copy = mirror(slots)
+    assert copy is not None
+    for _ in range(8):
+        slots.touch(hottest)
+    evicted: list[Slot] = []
+
+    assert slots.take(1, untouched_since=own.touched, evicted=evicted) is own
+    assert evicted == [own]
+
+
+def test_a_page_that_is_set_here_too_is_the_nodes_own() -> None:
+    """Then it leaves the share, and ages as any page."""
+    slots = pool()
+    copy = mirror(slots)
+    assert copy is not None
+
+    slots.adopt(copy)
+
+    assert slots.mirror_granules == 0
+    assert not copy.is_mirror
+    slots.touch(copy)
+    slots.release(copy)
+    slots.check()
+    assert slots.held_count == 0
+
+
+def test_a_slot_that_is_given_back_is_no_mirror_any_more() -> None:
+    """Held, reserved, or in an extent that another size takes."""
+    slots = pool()
+    held = mirror(slots)
+    assert held is not None
+    slots.release(held)
+    reserved = slots.take_mirror(1, most=8, untouched_since=slots.clock, evicted=[])
+    assert reserved is not None
+    slots.release(reserved)
+    assert slots.mirror_granules == 0
+
+    for _ in range(8):
+        assert mirror(slots) is not None
+    evicted: list[Slot] = []
+    assert slots.take(4, untouched_since=slots.clock, evicted=evicted) is not None
+
+    assert len(evicted) == 4
+    assert slots.mirror_granules == 4
+    slots.check()
+
+
+def test_candidates_for_the_disk_are_pages_of_the_nodes_own() -> None:
+    """A mirrored page that goes needs no place on disk: its holder has it."""
+    slots = pool()
+    (own,) = put_own(slots)
+    mirror(slots)
+
+    assert [list(some) for some in slots.coldest_first()] == [[own]]
+
+
+MIRROR_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["own", "mirror", "hold", "touch", "adopt", "release"]),
+        st.integers(1, 4),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(100))
+@given(steps=MIRROR_STEPS, most=st.integers(0, 12))
+def test_the_sums_hold_whatever_happens(steps: list[tuple[str, int, int]], most: int) -> None:
+    """Of what is mirrored, against a slow count; what was touched after a moment is not evicted."""
+    slots, live = pool(12), list[Slot]()
+    for kind, size, number in steps:
+        since, evicted = slots.clock - number, list[Slot]()
+        touched = {id(slot): slot.touched for slot in live}
+        chosen = live[number % len(live)] if live else None
+        if kind in ("own", "mirror"):
+            if kind == "own":
+                slot = slots.take(size, untouched_since=since, evicted=evicted)
+            else:
+                slot = slots.take_mirror(size, most=most, untouched_since=since, evicted=evicted)
+            assert all(touched[id(gone)] <= since for gone in evicted)
+            live = [each for each in live if each not in evicted] + ([slot] if slot else [])
+        elif chosen is not None and kind == "release":
+            slots.release(chosen)
+            live.remove(chosen)
+        elif chosen is not None and kind == "hold" and chosen.state != HELD:
+            slots.hold([chosen])
+        elif chosen is not None and chosen.state == HELD:
+            if kind == "touch":
+                slots.touch(chosen)
+            elif kind == "adopt" and chosen.is_mirror:
+                slots.adopt(chosen)
+        slots.check()
+        mirrored = [slot.extent.size_class.granules for slot in live if slot.is_mirror]
+        assert slots.mirror_granules == sum(mirrored) <= most
+        held = sum(slot.state == HELD for slot in live)
+        assert slots.held_count == held
+
+
+def test_a_mirror_takes_room_of_its_namespaces_tenant() -> None:
+    """Not of all others: a namespace with a quota mirrors within it."""
+    tenants = tenants_of("a=50%", 8)
+    tenant = tenant_of(tenants, "a")
+    assert tenant is not tenants.others
+    slots = SlotAllocator(granules=8, usable=8, tenants=tenants)
+
+    (slot,), _ = Mirrors(8).take_slots(
+        slots, bytearray((RESERVED,)), [1], own=0, shares=Shares.of(granules=8, client_max=8),
+        untouched_since=0, tenant=tenant,
+    )  # fmt: skip
+
+    assert slot is not None
+    assert slot.extent.size_class.tenant is tenant
+
+
+def test_a_mirror_in_anothers_place_is_reserved_and_a_mirror() -> None:
+    """It counts in both sums until it is given back."""
+    slots = pool()
+    first, second = mirror(slots, most=2), mirror(slots, most=2)
+    assert first is not None
+    assert second is not None
+    reserved, mirrored = slots.reserved_granules, slots.mirror_granules
+
+    third = slots.take_mirror(1, most=2, untouched_since=slots.clock, evicted=[])
+
+    assert third is first
+    assert (slots.reserved_granules, slots.mirror_granules) == (reserved + 1, mirrored)
+    assert third.is_mirror
+    slots.hold([third])
+    assert third.extent.size_class.mirrors[third.first] is third
+    for slot in (second, third):
+        slots.release(slot)
+    assert (slots.reserved_granules, slots.mirror_granules) == (reserved, 0)
+    slots.check()
+
+
+def test_a_batch_of_the_nodes_own_evicts_mirrors_as_single_pages_do() -> None:
+    """The copy of what is elsewhere goes before a page that only this node has."""
+    slots = pool(4)
+    copies = [mirror(slots), mirror(slots)]
+    put_own(slots, 2)
+    evicted: list[Slot] = []
+
+    slots.take_many(1, 2, untouched_since=slots.clock, evicted=evicted)
+
+    assert evicted == copies
 
 
 def plain(whole: int = 64, units: int = 16) -> tuple[Rig, Tenant]:
@@ -41,14 +260,14 @@ def check(rig: Rig) -> None:
     rig.check()
     pages: Counter[Tenant] = Counter()
     blocked: Counter[Tenant] = Counter()
-    extents = [e for e in dict.fromkeys(rig.slots._units) if e is not None]
-    for extent in extents:
+    extents = rig.extents()
+    for extent, granules in extents:
         retained = [slot for slot in extent.slots if slot.retained_until]
         assert extent.retained == len(retained)
         pages[extent.size_class.tenant] += len(retained) * extent.size_class.granules
         if retained:
-            blocked[extent.size_class.tenant] += rig.slots._extent_granules(extent)
-    every = [slot for extent in extents for slot in extent.slots if slot.retained_until]
+            blocked[extent.size_class.tenant] += granules
+    every = [slot for extent, _ in extents for slot in extent.slots if slot.retained_until]
     assert rig.slots.retained_count == len(every)
     for tenant in rig.slots.tenants.all():
         assert (tenant.retained, tenant.blocked) == (pages[tenant], blocked[tenant]), tenant

@@ -43,19 +43,16 @@ def fill(rig: Rig, tenant: Tenant, count: int) -> list[Slot]:
 def taken(rig: Rig) -> Counter[Tenant]:
     """Count again what the extents of each tenant take."""
     counted: Counter[Tenant] = Counter()
-    for extent in dict.fromkeys(rig.slots._units):
-        if extent is not None:
-            counted[extent.size_class.tenant] += rig.slots._extent_granules(extent)
+    for extent, granules in rig.extents():
+        counted[extent.size_class.tenant] += granules
     return counted
 
 
 def largest_extents(rig: Rig) -> Counter[Tenant]:
     """Return the granules of the largest extent of each tenant."""
     largest: Counter[Tenant] = Counter()
-    for extent in dict.fromkeys(rig.slots._units):
-        if extent is not None:
-            owner, granules = extent.size_class.tenant, rig.slots._extent_granules(extent)
-            largest[owner] = max(largest[owner], granules)
+    for extent, granules in rig.extents():
+        largest[extent.size_class.tenant] = max(largest[extent.size_class.tenant], granules)
     return largest
 
 
