@@ -162,7 +162,8 @@ class DiskMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        untold = {world.tier._untold[at : at + 16] for at in range(0, len(world.tier._untold), 16)}
+        packed = world.tier._untold
+        untold = {packed[at : at + 16] for at in range(0, len(packed), 16)}
         memory = {page.key for page in world.pool.pages.of_namespace(1)}
         disk: set[bytes] = set()
         index = world.tier.index

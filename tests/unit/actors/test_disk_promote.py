@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import numpy as np
 import pytest
 
 from peercache.actors.ports import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
 from peercache.actors.promote.actor import WantedPage
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.disk.open_index import DiskLoads, OpenIndex
+from peercache.actors.effects import Effect, TellPool, TellPromote
+from peercache.actors.mailboxes import PagesLoaded, PromoteAnswered, RequestLoad
+from peercache.actors.origin import Origin
+from peercache.actors.promote import actor as promote
+from peercache.actors.promote.actor import (
+    READ_WITHIN_S,
+    WAITERS_MAX,
+    UnreadPages,
+    Waiter,
+    Waiters,
+)
+from peercache.actors.storage_port import (
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_FAILED,
+    DISK_REPLACED,
+    DISK_UNTRIED,
+    Load,
+    LoadDone,
+)
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promoted
-from tests.unit.actors.disk_world import CLIENT, GRANULE, LENGTH, POOL, abort, filled, key, reserve
+from tests.unit.actors.disk_world import CLIENT, LENGTH, POOL, abort, filled, key, reserve
 
 REASONS = {DISK_DAMAGED: "damaged", DISK_FAILED: "failed", DISK_REPLACED: "overwritten"}
 
@@ -100,16 +125,16 @@ def test_timeout_ends_a_question_that_the_disk_does_not_answer() -> None:
     assert world.promoted() == ([LATER], [])
 
 
-def test_question_with_nothing_to_tell_is_not_answered_at_once() -> None:
+def test_question_with_nothing_to_tell_is_not_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A reader that asks again and again in vain is paced by its timeout."""
     world = filled()
     for loading in range(POOL):
         world.ask(loading, asker=20 + loading)
     count = len(world.answers)
 
-    queued = WantedPage(LENGTH, 1)
-    for number in range(10**6, 10**6 + 65536):
-        world.promote.promotions._wanted[key(number)] = queued
+    monkeypatch.setattr(promote, "WANTED_MAX", 0)
     world.ask(7, asker=99, timeout_s=0.1)
     early = len(world.answers)
     world.wait(0.11)
@@ -208,20 +233,178 @@ def test_flipped_byte_on_disk_is_a_lost_page() -> None:
     assert world.where(3) == ""
 
 
-def test_slot_of_a_late_load_stays_reserved_until_it_has_ended() -> None:
-    """A read that is stuck may still write into its slot, so it is not reused."""
-    world = filled()
-    world.ask(3)
-    job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
+class Disk:
+    """Loads of an index that holds two pages."""
 
-    world.answer(job, DISK_LATE)
-    world.wait(100.0)
-    reserved = world.pool.figures()["pool_bytes_reserved"]
-    world.set(*range(200, 200 + POOL - 1))
-    world.late_ends(job)
+    def __init__(self) -> None:
+        self.open_index = OpenIndex()
+        self.index = self.open_index.index = DiskIndex(capacity_bytes=2**20, slab_bytes=2**18)
+        ones, lengths = np.ones(2, np.uint64), np.full(2, LENGTH, np.uint64)
+        begun = self.index.begin(key(1) + key(2), ones, lengths, ones, 1)
+        self.index.finish(begun.entries)
+        self.loads = DiskLoads(self.open_index)
 
-    assert reserved == GRANULE
-    assert world.pool.figures()["pool_bytes_reserved"] == 0
-    for record in world.records.values():
-        if world.where(int.from_bytes(record["key"].tobytes(), "big")) == "memory":
-            world.read(record)
+    def begin(self, *numbers: int, length: int = LENGTH) -> list[Effect]:
+        """Ask for pages, whose slots are at 100, 200, …"""
+        lengths = np.full(len(numbers), length, np.int64)
+        offsets = np.arange(1, len(numbers) + 1, dtype=np.uint64) * np.uint64(100)
+        return self.loads.begin(
+            RequestLoad(7, b"".join(map(key, numbers)), 1, lengths, offsets, 9.0)
+        )
+
+    def done(self, *outcomes: int) -> list[Effect]:
+        """Answer the only job."""
+        checksums = np.arange(1, len(outcomes) + 1, dtype=np.uint64) * np.uint64(11)
+        return self.loads.done(LoadDone(1, bytes(outcomes), checksums))
+
+    def remove(self, number: int) -> None:
+        self.index.remove(self.index.find(key(number)))
+
+
+def told(effects: list[Effect]) -> tuple[list[int], list[int]]:
+    """Return the outcomes and the checksums that the promote actor is told."""
+    (effect,) = effects
+    assert isinstance(effect, TellPromote)
+    assert isinstance(effect.fact, PagesLoaded)
+    return list(effect.fact.outcomes), effect.fact.checksums.tolist()
+
+
+def test_a_page_that_is_removed_while_it_is_loaded_is_not_told_as_loaded() -> None:
+    disk = Disk()
+    (load,) = disk.begin(1, 2)
+    assert isinstance(load, Load)
+    disk.remove(1)
+
+    assert told(disk.done(DISK_DONE, DISK_DONE)) == ([DISK_UNTRIED, DISK_DONE], [11, 22])
+    assert len(disk.loads) == 0
+
+
+def test_a_page_that_went_before_its_load_is_lost_and_the_others_keep_their_slots() -> None:
+    disk = Disk()
+    disk.remove(1)
+
+    (load,) = disk.begin(1, 2)
+
+    assert isinstance(load, Load)
+    assert (load.keys, load.offsets.tolist()) == (key(2), [200])
+    assert told(disk.done(DISK_DONE)) == ([DISK_DAMAGED, DISK_DONE], [0, 11])
+
+
+def test_pages_of_which_none_can_be_loaded_are_answered_at_once() -> None:
+    """One that was stored in another length may be asked for again."""
+    disk = Disk()
+
+    assert told(disk.begin(1, length=LENGTH + 1)) == ([DISK_UNTRIED], [0])
+    assert told(disk.begin(3)) == ([DISK_DAMAGED], [0])
+    disk.open_index.index = None
+    assert told(disk.begin(1)) == ([DISK_UNTRIED], [0])
+    assert len(disk.loads) == 0
+
+
+def test_pages_of_a_disk_that_ended_meanwhile_are_not_loaded() -> None:
+    """The pool may have been told since that they are not on disk."""
+    disk = Disk()
+    disk.begin(1, 2)
+    disk.open_index.index = None
+
+    outcomes, _ = told(disk.done(DISK_DONE, DISK_DAMAGED))
+
+    assert outcomes == [DISK_UNTRIED, DISK_DAMAGED]
+    assert len(disk.loads) == 0
+
+
+KEY_A, KEY_B = b"A" * 16, b"B" * 16
+
+
+def admit(waiters: Waiters, reader: int, *keys: bytes, until: float) -> list[Effect]:
+    """Let a reader wait for all of these pages."""
+    states = bytearray((LATER,)) * len(keys)
+    waiter = Waiter(Origin(reader), reader, list(keys), states, 0.0, until)
+    return waiters.admit(waiter, list(range(len(keys))))
+
+
+def answers(effects: list[Effect]) -> list[tuple[int, bytes]]:
+    """Return which readers are answered, and with what."""
+    found = []
+    for effect in effects:
+        assert isinstance(effect, TellPool)
+        assert isinstance(effect.fact, PromoteAnswered)
+        found.append((effect.fact.request, effect.fact.states))
+    return found
+
+
+def test_a_reader_that_gives_up_leaves_the_page_to_the_others() -> None:
+    waiters = Waiters()
+    admit(waiters, 1, KEY_A, KEY_B, until=1.0)
+    admit(waiters, 2, KEY_A, until=2.0)
+    waiters.now = 1.0
+
+    assert answers(waiters.expire()) == [(1, bytes((LATER, LATER)))]
+
+    assert (waiters.want(KEY_A), waiters.want(KEY_B)) == (True, False)
+    assert waiters.wanted_keys() == [KEY_A]
+    assert waiters.identities(KEY_A) == {2: None}
+    assert answers(waiters.settle(KEY_A, PROMOTED)) == [(2, bytes((PROMOTED,)))]
+    assert len(waiters) == 0
+
+
+def test_a_page_that_all_have_given_up_is_wanted_no_more() -> None:
+    """Also one that a question names twice."""
+    waiters = Waiters()
+    for reader in range(100):
+        admit(waiters, reader, KEY_A, KEY_B, KEY_A, until=1.0)
+    waiters.now = 1.0
+
+    assert len(waiters.expire()) == 100
+
+    assert waiters.wanted_keys() == []
+    assert waiters.deadline() > 1.0
+
+
+def test_a_question_that_names_a_page_twice_is_answered_once() -> None:
+    waiters = Waiters()
+    admit(waiters, 1, KEY_A, KEY_B, KEY_A, until=1.0)
+
+    assert waiters.settle(KEY_A, PROMOTED) == []
+    assert answers(waiters.settle(KEY_B, LOST)) == [(1, bytes((PROMOTED, LOST, PROMOTED)))]
+    assert waiters.settle(KEY_A, LOST) == []
+
+
+def test_waiters_are_bounded() -> None:
+    waiters = Waiters()
+    for reader in range(WAITERS_MAX):
+        assert admit(waiters, reader, KEY_A, until=1.0) == []
+
+    assert answers(admit(waiters, WAITERS_MAX, KEY_A, until=1.0)) == [
+        (WAITERS_MAX, bytes((LATER,)))
+    ]
+
+
+def test_pages_promoted_for_two_readers_are_read_when_both_have() -> None:
+    """The first of them asks for more: the second may still be reading."""
+    unread = UnreadPages()
+    unread.add(1.0, 100, {7: None, 8: None})
+
+    unread.read_by(7)
+    once = unread.size
+    unread.read_by(7)
+    unread.read_by(8)
+
+    assert (once, unread.size) == (100, 0)
+
+
+def test_pages_that_are_not_read_lose_their_protection() -> None:
+    """A reader that died, or a wish, holds nothing for long; what was read is not counted twice."""
+    unread = UnreadPages()
+    unread.add(1.0, 100, {})
+    unread.add(2.0, 10, {7: None})
+    unread.read_by(7)
+    due = unread.deadline()
+
+    unread.expire(1.0 + READ_WITHIN_S)
+    left = unread.size
+    unread.expire(3.0)
+
+    assert due == 1.0 + READ_WITHIN_S
+    assert (left, unread.size) == (0, 0)
+    assert unread.deadline() == inf
