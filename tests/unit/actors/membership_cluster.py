@@ -113,7 +113,7 @@ class Cluster:
         process = Process(actor, address)
         self.processes[address] = process
         self.all_started.append(process)
-        self._perform(process, actor.start(self.now))
+        self.perform(process, actor.start(self.now))
         self._wake(process)
         return process
 
@@ -126,7 +126,7 @@ class Cluster:
     def leave(self, address: str) -> Process:
         """End a process with a goodbye."""
         process = self.processes[address]
-        self._perform(process, process.actor.leave(self.now))
+        self.perform(process, process.actor.leave(self.now))
         return self.kill(address)
 
     def pause(self, address: str) -> None:
@@ -140,7 +140,7 @@ class Cluster:
         self._tick(process)
         waiting, process.waiting = process.waiting, []
         for sender, message in waiting:
-            self._hand_over(process, sender, message)
+            self.hand_over(process, sender, message)
 
     def partition(self, *sides: Iterable[str]) -> None:
         """Cut every link between sides; an address on no side reaches all."""
@@ -240,15 +240,15 @@ class Cluster:
         assert process.actor.deadline() > self.now, "time would stand still"
         self._after(process, effects)
 
-    def _hand_over(self, process: Process, sender: Origin, message: Message | PeerAnswered) -> None:
+    def hand_over(self, process: Process, sender: Origin, message: Message | PeerAnswered) -> None:
         self._after(process, process.actor.on_message(sender, message, self.now))
 
     def _after(self, process: Process, effects: list[Effect]) -> None:
         process.actor.check()
-        self._perform(process, effects)
+        self.perform(process, effects)
         self._wake(process)
 
-    def _perform(self, process: Process, effects: list[Effect]) -> None:
+    def perform(self, process: Process, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, TellRing):
                 process.views.append(effect.fact)
@@ -293,7 +293,7 @@ class Cluster:
             if process.is_paused:
                 process.waiting.append((origin, envelope.message))
             else:
-                self._hand_over(process, origin, envelope.message)
+                self.hand_over(process, origin, envelope.message)
             if is_new and not process.is_paused:
                 self._welcome(process, source, address)
 
@@ -309,7 +309,7 @@ class Cluster:
             if source.is_paused:
                 source.waiting.append((Origin(0), answer))
             elif not source.is_gone:
-                self._hand_over(source, Origin(0), answer)
+                self.hand_over(source, Origin(0), answer)
 
         self._at(self.now + 0.001 + self.rng.expovariate(200.0), arrive)
 
