@@ -137,43 +137,6 @@ TestChannelMachine = ChannelMachine.TestCase
 TestChannelMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
-def test_peer_has_no_more_channels_than_allowed() -> None:
-    """The one that would be too many is not leased, until another has ended."""
-    pool = ChannelPool(max_channels_per_peer=2)
-    first, second = lease_of(pool, 1), lease_of(pool, 1)
-    assert first is not None
-    assert second is not None
-
-    third = lease_of(pool, 1)
-    pool.on_message(DestroyChannel(first), 0.0)
-    fourth = lease_of(pool, 1)
-
-    assert third is None
-    assert fourth == ChannelLeased(1, 0, 3, is_new=True)
-
-
-def test_limit_counts_each_peer_alone() -> None:
-    """A peer whose channels are all in use does not keep us from another."""
-    pool = ChannelPool(max_channels_per_peer=1)
-    lease_of(pool, 1)
-
-    lease = lease_of(pool, 2)
-
-    assert lease == ChannelLeased(2, 0, 2, is_new=True)
-
-
-def test_failed_channel_is_never_leased_again() -> None:
-    """A failure is followed by a new channel, under a new number."""
-    pool = ChannelPool(max_channels_per_peer=1)
-    failed = lease_of(pool, 1)
-    assert failed is not None
-
-    pool.on_message(DestroyChannel(failed), 0.0)
-    after = lease_of(pool, 1)
-
-    assert after == ChannelLeased(1, 0, 2, is_new=True)
-
-
 def test_channel_in_use_when_its_peer_died_is_closed_when_it_returns() -> None:
     """A read in flight is not disturbed; its channel does not outlive it."""
     pool = ChannelPool(max_channels_per_peer=2)

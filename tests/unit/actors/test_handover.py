@@ -367,15 +367,6 @@ def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() ->
     assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
 
 
-def test_a_drain_that_begins_again_offers_at_once_what_no_target_has_answered() -> None:
-    story = Story()
-    story.see(ONE)
-    assert len(story.drain(1, 2)) == 1
-    story.hear(DrainCancelled())
-
-    assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
-
-
 def test_a_target_that_was_given_up_is_offered_pages_of_a_second_drain() -> None:
     """It had no room then."""
     story = Story()

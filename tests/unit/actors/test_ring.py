@@ -1,18 +1,25 @@
-"""The ring actor follows the view, and speaks only when the set of live members changes."""
+"""The ring actor follows the view, as a walk around the circle does, and speaks of changes only."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 
 import attrs
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from peercache.actors.effects import BuildRing, TellDirectory, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
 from peercache.model.hash_ring import HashRing
-from peercache.model.member import DEAD, LEFT, SUSPECT
+from peercache.model.keys import KEY
+from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
+from tests.examples import examples
 from tests.unit.actors.record_cluster import member, view
 
 
@@ -41,36 +48,6 @@ def test_ring_begins_without_members() -> None:
     assert actor.current.members == ()
     assert actor.deadline() == math.inf
     assert actor.on_tick(1.0) == []
-
-
-def test_ring_has_the_alive_and_the_suspect() -> None:
-    """A suspect member keeps its arcs; the dead and those who left have none."""
-    actor = ring_actor()
-
-    rings = shown(actor, view(1, member(2, SUSPECT), member(3, DEAD), member(4, LEFT)))
-
-    assert [ring.members for ring in rings] == [(1, 2)]
-    assert actor.current is rings[0]
-
-
-def test_ring_is_silent_when_the_live_set_stays() -> None:
-    """A change of states among the living moves no key, so nothing is said."""
-    actor = ring_actor()
-    shown(actor, view(1, 2))
-    before = actor.current
-
-    assert shown(actor, view(member(2, SUSPECT, counter=4), 1, member(9, DEAD))) == []
-    assert actor.current is before
-
-
-def test_ring_changes_when_a_suspect_dies() -> None:
-    """Death takes a member's arcs away."""
-    actor = ring_actor()
-    shown(actor, view(1, member(2, SUSPECT)))
-
-    rings = shown(actor, view(1, member(2, DEAD)))
-
-    assert [ring.members for ring in rings] == [(1,)]
 
 
 def test_ring_changes_with_the_host_of_a_member() -> None:
@@ -125,3 +102,105 @@ def test_a_view_that_returns_while_a_ring_is_made_brings_the_old_ring_back() -> 
     actor.check()
 
     assert actor.current.members == (1, 2)
+
+
+TOKENS = 16
+REPLICAS = 2
+KEYS = np.frombuffer(
+    b"".join(hashlib.blake2b(bytes([i]), digest_size=16).digest() for i in range(40)), KEY
+)
+
+
+def tokens_of(incarnation: int) -> list[int]:
+    """Return a member's places by the definition: eight little-endian words of each hash."""
+    seed = incarnation.to_bytes(8, "little")
+    hashed = b"".join(hashlib.blake2b(seed + i.to_bytes(4, "little")).digest() for i in (0, 1))
+    return [int.from_bytes(hashed[at : at + 8], "little") for at in range(0, 8 * TOKENS, 8)]
+
+
+def walk(live: list[int], key: bytes) -> list[int]:
+    """Return the owners of a key: go clockwise from it, and take each new member."""
+    circle = sorted((token, who) for who in live for token in tokens_of(who))
+    point = int.from_bytes(key[:8], "little")
+    ahead = [who for token, who in circle if token >= point]
+    behind = [who for token, who in circle if token < point]
+    return list(dict.fromkeys(ahead + behind))[:REPLICAS]
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Views come and go; the ring is that of the last one, and is told once a change.
+
+    Rings of more than three members are made beside the loop, and come later or never.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = RingActor(
+            virtual_nodes=TOKENS, replicas=REPLICAS, tokens_at_once_max=3 * TOKENS
+        )
+        self.states: dict[int, int] = {}
+        self.told: HashRing | None = None
+        self.building: BuildRing | None = None
+
+    @rule(who=st.integers(1, 6), state=st.sampled_from([ALIVE, SUSPECT, DEAD, LEFT]))
+    def someone_changes(self, who: int, state: int) -> None:
+        """A member comes, is doubted, dies, leaves or returns."""
+        self.states[who] = state
+        self.show([member(one, how) for one, how in self.states.items()])
+
+    @rule()
+    def the_same_again(self) -> None:
+        """A view that changes nothing is no news, in whatever order it names the members."""
+        entries = [member(one, how) for one, how in reversed(self.states.items())]
+        assert self.show(entries) == []
+
+    @precondition(lambda self: self.building)
+    @rule()
+    def a_ring_is_there(self) -> None:
+        """The thread has made the ring of an earlier view, perhaps the last one."""
+        assert self.building is not None
+        built, self.building = self.building.ring(), None
+        self.take(self.actor.on_message(Origin(0), RingBuilt(built), 0.0))
+
+    @rule()
+    def every_member_is_forgotten(self) -> None:
+        """An empty view is a ring without members."""
+        self.states.clear()
+        self.show([])
+
+    def show(self, entries: list[Member]) -> list[object]:
+        return self.take(self.actor.on_message(Origin(1), ViewChanged(tuple(entries)), 0.0))
+
+    def take(self, effects: list[Effect]) -> list[object]:
+        self.actor.check()
+        for effect in effects:
+            if isinstance(effect, BuildRing):
+                assert self.building is None, "two rings are being made at once"
+                assert len(effect.members) > 3, "a small ring is made at once"
+                self.building = effect
+                continue
+            assert isinstance(effect, (TellPublisher, TellDirectory))
+            assert isinstance(effect.fact, RingChanged)
+            assert isinstance(effect.fact.ring, HashRing)
+            self.told = effect.fact.ring
+        return list(effects)
+
+    def live(self) -> list[int]:
+        return sorted(who for who, state in self.states.items() if state in (ALIVE, SUSPECT))
+
+    @invariant()
+    def owners_are_those_of_the_walk(self) -> None:
+        """Every reader of the ring computes the same owners as the slow way."""
+        assert self.told is None or self.told is self.actor.current
+        members = list(self.actor.current.members)
+        owners = self.actor.current.owners(KEYS).tolist()
+        assert owners == [walk(members, key) for key in KEYS.tolist()]
+
+    @invariant()
+    def the_ring_is_that_of_the_last_view(self) -> None:
+        """What is not being made is there."""
+        assert self.building or list(self.actor.current.members) == self.live()
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)
