@@ -25,7 +25,7 @@ from peercache.wire.messages.directory import (
 )
 from peercache.wire.messages.pool import Committed
 from tests.record_digests import flip
-from tests.unit.actors.record_cluster import NO_RECORDS, Cluster, key_of, records_of
+from tests.unit.actors.record_cluster import NO_RECORDS, Cluster, cluster_of, key_of, records_of
 
 ME, A, B, C = 5, 11, 12, 13
 CLIENT = Origin(99, 7)
@@ -220,9 +220,6 @@ def owned_by(ring: HashRing, owner: int, names: range) -> list[int]:
 
 
 def two_nodes() -> Cluster:
-    cluster = Cluster()
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A)
     cluster.run(0.1)
     return cluster

@@ -196,9 +196,15 @@ class Cluster:
         entry = self.processes[address].actor.member(of.incarnation)
         return None if entry is None else entry.state
 
-    def messages_in(self, second: int) -> int:
-        """Messages sent by all processes in one whole second."""
-        return sum(count for (_, at), count in self.sent.items() if at == second)
+    def forget_views(self) -> None:
+        """Forget what was announced so far."""
+        for process in self.processes.values():
+            process.views.clear()
+
+    def announced(self, *, but: str = "") -> list[ViewChanged]:
+        """All views that were announced since, but for those of the process at an address."""
+        running = [process for address, process in self.processes.items() if address != but]
+        return [view for process in running for view in process.views]
 
     def busiest_second(self, *, since: float) -> int:
         """Most messages that one node sent in one whole second."""

@@ -308,3 +308,12 @@ class Cluster:
             return
         envelope = Envelope(node.incarnation, target, effect.message)
         self.flying.append(codec.decode(codec.encode(envelope, cluster="c"), cluster="c"))
+
+
+def cluster_of(*incarnations: int, **options: Any) -> Cluster:
+    """Return a cluster in which every node knows all."""
+    cluster = Cluster(**options)
+    for incarnation in incarnations:
+        cluster.add(incarnation)
+    cluster.show_all()
+    return cluster

@@ -60,6 +60,7 @@ from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
     Cluster,
+    cluster_of,
     drops_of,
     key_of,
     located,
@@ -354,10 +355,7 @@ def test_a_commit_is_answered_behind_the_records_of_its_pool() -> None:
 
 def test_a_newcomer_has_authority_soon_after_its_hand_over() -> None:
     """Not only with the next regular summary; and the others keep theirs but for that time."""
-    cluster = Cluster(replicas=2, summary_s=100.0)
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A, replicas=2, summary_s=100.0)
     cluster.commit(ME, list(range(300)))
     cluster.run(1.0)
     cluster.add(B)
@@ -372,10 +370,7 @@ def test_a_newcomer_has_authority_soon_after_its_hand_over() -> None:
 
 def test_a_set_that_all_owners_know_is_known_wherever_there_is_authority() -> None:
     """A Put that is lost ends no set: it is asked about, sent again, and then known."""
-    cluster = Cluster(replicas=3, summary_s=100.0)
-    for incarnation in (ME, A, B):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A, B, replicas=3, summary_s=100.0)
     cluster.run(1.0)
 
     cluster.commit(ME, [1], timeout_s=0.1)
@@ -417,10 +412,7 @@ def test_hosts_that_go_and_come_within_ten_minutes_are_told_nothing_twice() -> N
 
 def test_former_owners_are_left_after_ten_minutes() -> None:
     """And hear of new pages until then: a reader with an older view asks them."""
-    cluster = Cluster(replicas=1, former_s=600.0, summary_s=50.0)
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A, replicas=1, former_s=600.0, summary_s=50.0)
     cluster.commit(ME, list(range(100)))
     cluster.run(1.0)
     before = cluster.nodes[ME].ring.current

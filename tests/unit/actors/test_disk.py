@@ -16,6 +16,7 @@ from peercache.actors.storage_port import (
     DISK_ENTRY,
     DISK_FAILED,
     DISK_FULL,
+    DISK_LATE,
     DISK_UNTRIED,
     DiskEnded,
     DiskOpened,
@@ -24,7 +25,7 @@ from peercache.actors.storage_port import (
     Spill,
 )
 from peercache.model.keys import COPIES
-from peercache.wire.messages.pool import LOST, PROMOTED, Clear, Remove, Removed
+from peercache.wire.messages.pool import LOST, PROMOTED, Clear, Promoted, Remove, Removed
 from tests.unit.actors.disk_world import (
     CLIENT,
     GRANULE,
@@ -120,6 +121,25 @@ def test_page_stored_again_with_another_length_replaces_the_one_on_disk() -> Non
     world.check_records()
 
 
+def test_page_that_leaves_another_length_behind_is_told_as_it_is_on_disk() -> None:
+    """A page that was being written when another length came is on disk as it was written."""
+    world = DiskWorld()
+    world.set(3)
+    (job,) = world.working
+    world.step(job)
+    world.step(job)
+    world.step(job)
+    world.set(*range(100, 100 + POOL))
+    world.set(3, length=LENGTH - 8)
+    world.step(job)
+
+    world.set(*range(200, 200 + POOL))
+
+    assert world.where(3) == "disk"
+    assert world.records[key(3)]["length"] == LENGTH
+    world.check_records()
+
+
 def test_queue_drops_what_a_slow_disk_cannot_take() -> None:
     """The bytes that wait are bounded; what is too much is counted and not written."""
     world = DiskWorld(granules=64, queue_bytes=3 * LENGTH)
@@ -161,6 +181,21 @@ def test_page_that_could_not_be_written_is_not_on_disk(outcome: int) -> None:
     assert figures["disk_bytes_in_flight"] == 0
     world.set(*range(100, 100 + POOL))
     assert world.where(1) == ""
+
+
+def test_place_of_a_late_write_is_not_given_out_until_it_has_ended() -> None:
+    """A call that may still write keeps its place, and leaves no row behind."""
+    world = DiskWorld()
+    world.set(1)
+    (job,) = world.working
+
+    world.answer(job, DISK_LATE)
+    held = world.tier.figures()["disk_bytes_in_flight"]
+    world.late_ends(job)
+
+    assert held > 0
+    assert world.tier.figures()["disk_bytes_in_flight"] == 0
+    assert world.tier.figures()["disk_pages"] == 0
 
 
 def test_place_of_a_failed_write_is_used_again() -> None:
@@ -224,6 +259,23 @@ def test_end_of_the_disk_withdraws_what_was_there_only() -> None:
     assert answered == ([LOST], [])
     assert not world.working
     assert world.count("disk_open") == 0
+
+
+def test_end_of_the_disk_ends_loads_and_their_reservations() -> None:
+    """Waiting readers are answered; a slot in use comes back when its read is over."""
+    world = filled()
+    world.ask(3)
+    job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
+    world.answer(job, DISK_LATE)
+
+    world.end()
+    reserved = world.pool.figures()["pool_bytes_reserved"]
+    world.wait(0.2)
+    world.late_ends(job)
+
+    assert reserved == GRANULE
+    assert isinstance(world.answers[-1], Promoted)
+    assert world.pool.figures()["pool_bytes_reserved"] == 0
 
 
 def test_old_pages_go_after_their_time_to_live() -> None:
@@ -499,6 +551,45 @@ def test_page_removed_while_it_is_loaded_does_not_come_back() -> None:
 
     assert world.where(3) == ""
     assert world.pool.figures()["pool_bytes_reserved"] == 0
+
+
+def test_late_end_of_a_removed_write_leaves_the_page_that_was_set_since_known() -> None:
+    """The first write of a key ends after the second: what it tells is not of the second page."""
+    world = DiskWorld()
+    world.set(1)
+    (slow,) = world.working
+    for _ in range(3):
+        world.step(slow)
+    world.remove(1)
+    world.set(1)
+    (quick,) = (job for job in world.working if job != slow)
+    while quick in world.working:
+        world.step(quick)
+    world.set(*range(100, 100 + POOL))
+    known = world.where(1)
+
+    world.finish()
+
+    assert known == "disk"
+    assert world.where(1) == "disk"
+    world.check_records()
+
+
+def test_page_removed_before_its_commit_was_heard_does_not_come_back() -> None:
+    """The tier takes back what the pool committed after a client had removed it."""
+    world = filled()
+    world.ask(3)
+    job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
+    while job in world.working and any(world.working[job].pages[1:]):
+        world.step(job)
+    # The removal reaches the pool just before the commit does.
+    world.post("pool", Remove(7, 1, keys(3)), CLIENT)
+    for _ in range(3):
+        if job in world.working:
+            world.step(job)
+    world.finish()
+
+    assert world.where(3) == ""
 
 
 def written(world: DiskWorld) -> int:

@@ -148,6 +148,27 @@ def test_page_touched_since_it_was_looked_at_is_not_the_coldest_of_a_full_index(
     assert (first.gone.keys, second.gone.keys) == (key_of(0), key_of(2))
 
 
+def test_pinned_page_does_not_go() -> None:
+    """Nor is its place given out while a load reads it, not even if it is removed."""
+    driven = Driven(slabs=1)
+    fits = slots_in(SLAB, 3)
+    driven.add(list(range(fits)))
+    pinned = driven.index.find(key_of(0))
+    place = int(driven.index.entries(pinned)["place"][0])
+    driven.index.pin(pinned)
+
+    first = driven.add(list(range(100, 100 + fits)))
+    assert driven.index.find(key_of(0)).tolist() == pinned.tolist()
+    driven.index.remove(pinned)
+    second = driven.add(list(range(200, 200 + fits)))
+
+    assert (first.entries >= 0).sum() == fits - 1
+    assert place not in second.places.tolist()
+    assert driven.index.find(key_of(0)).tolist() == [-1]
+    driven.index.unpin(pinned)
+    assert place in driven.add(list(range(300, 300 + fits))).places.tolist()
+
+
 def test_size_without_room_takes_the_coldest_slab_of_another() -> None:
     """One odd page size costs one slab, and cannot fail for ever."""
     driven = Driven(slabs=3)

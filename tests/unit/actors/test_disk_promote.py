@@ -26,6 +26,7 @@ from peercache.actors.storage_port import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_FAILED,
+    DISK_LATE,
     DISK_REPLACED,
     DISK_UNTRIED,
     Load,
@@ -34,7 +35,7 @@ from peercache.actors.storage_port import (
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.pool import LATER, LOST, PROMOTED, Promoted
-from tests.unit.actors.disk_world import CLIENT, LENGTH, POOL, abort, filled, key, reserve
+from tests.unit.actors.disk_world import CLIENT, GRANULE, LENGTH, POOL, abort, filled, key, reserve
 
 REASONS = {DISK_DAMAGED: "damaged", DISK_FAILED: "failed", DISK_REPLACED: "overwritten"}
 
@@ -231,6 +232,25 @@ def test_flipped_byte_on_disk_is_a_lost_page() -> None:
 
     assert world.promoted() == ([LOST], [])
     assert world.where(3) == ""
+
+
+def test_slot_of_a_late_load_stays_reserved_until_it_has_ended() -> None:
+    """A read that is stuck may still write into its slot, so it is not reused."""
+    world = filled()
+    world.ask(3)
+    job = next(j for j, w in world.working.items() if isinstance(w.effect, Load))
+
+    world.answer(job, DISK_LATE)
+    world.wait(100.0)
+    reserved = world.pool.figures()["pool_bytes_reserved"]
+    world.set(*range(200, 200 + POOL - 1))
+    world.late_ends(job)
+
+    assert reserved == GRANULE
+    assert world.pool.figures()["pool_bytes_reserved"] == 0
+    for record in world.records.values():
+        if world.where(int.from_bytes(record["key"].tobytes(), "big")) == "memory":
+            world.read(record)
 
 
 class Disk:

@@ -445,18 +445,6 @@ def test_an_offer_is_reserved_read_and_committed() -> None:
     assert answer == Send(Origin(ONE), PagesTaken(5, outcome))
 
 
-def test_an_offer_without_free_room_is_answered_without_a_read() -> None:
-    """Nothing was reserved, so nothing is read."""
-    story = Story()
-    story.see(ONE)
-    (told,) = offer(story, 1)
-
-    states = bytes((REFUSED_FULL,))
-    (answer,) = story.hear(Granted(0, told.fact.reserve.sequence, states, bytes(8)))
-
-    assert answer == Send(Origin(ONE), PagesTaken(5, states))
-
-
 @pytest.mark.parametrize("why", ["a stranger", "drained itself", "not of its namespaces"])
 def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     """Then the offerer goes to another node at once."""

@@ -128,13 +128,11 @@ def test_outage_of_all_masters_leaves_every_other_in_every_view() -> None:
         cluster.kill(address)
     survivors = {process.incarnation for process in cluster.processes.values()}
 
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
     cluster.seconds_until(cluster.agrees, at_most=DEAD_S + 4.0)
 
-    for process in cluster.processes.values():
-        for view in process.views:
-            assert {m.incarnation for m in view.members if m.state == ALIVE} >= survivors
+    for view in cluster.announced():
+        assert {m.incarnation for m in view.members if m.state == ALIVE} >= survivors
 
 
 @pytest.mark.parametrize(
@@ -173,8 +171,7 @@ def test_healed_partition_takes_no_member_of_the_own_side(seed: int) -> None:
         for address in addresses(cluster)
     }
 
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
     cluster.heal()
     cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
@@ -222,32 +219,27 @@ def test_node_cut_off_for_long_kills_no_member_when_it_comes_back() -> None:
         cluster.processes[lost].actor.view.live()
     )
 
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
     cluster.heal()
     cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
     assert held_dead == 9
     lost_one = cluster.processes[lost].incarnation
-    for address, process in cluster.processes.items():
-        if address != lost:
-            for view in process.views:
-                assert {m.incarnation for m in view.members if m.state == DEAD} <= {lost_one}
+    for view in cluster.announced(but=lost):
+        assert {m.incarnation for m in view.members if m.state == DEAD} <= {lost_one}
 
 
 def test_one_broken_link_ends_no_member() -> None:
     """A member that one master does not hear is suspect there, and refutes through the others."""
     cluster = cluster_of(6, seed=6)
     member, master = "n005:31998", "n001:31998"
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
 
     cluster.cut((member, master), (master, member))
     cluster.run(120.0)
 
-    for process in cluster.processes.values():
-        for view in process.views:
-            assert all(m.state not in (DEAD, LEFT) for m in view.members)
+    for view in cluster.announced():
+        assert all(m.state not in (DEAD, LEFT) for m in view.members)
     assert all(process.republished == 0 for process in cluster.processes.values())
 
 
@@ -341,18 +333,16 @@ def test_paused_node_wakes_accuses_no_member_and_is_alive_again(address: str) ->
     paused = cluster.processes[address]
     was = {cluster.states(other, paused) for other in addresses(cluster) if other != address}
 
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
     cluster.go_on(address)
     took_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
     assert was == {DEAD}
     assert took_s <= 4.0
     assert paused.republished == 1
-    for process in cluster.processes.values():
-        for view in process.views:
-            ended = {m.incarnation for m in view.members if m.state != ALIVE}
-            assert ended <= {paused.incarnation}
+    for view in cluster.announced():
+        ended = {m.incarnation for m in view.members if m.state != ALIVE}
+        assert ended <= {paused.incarnation}
 
 
 def test_restart_at_the_same_address_ends_the_old_incarnation_at_once() -> None:
@@ -381,16 +371,14 @@ def test_lossy_network_converges_and_stays_together() -> None:
     """With one message in ten lost no member dies, and views are equal soon after it stops."""
     cluster = cluster_of(6, seed=12)
     cluster.loss = 0.1
-    for process in cluster.processes.values():
-        process.views.clear()
+    cluster.forget_views()
 
     cluster.run(300.0)
     cluster.loss = 0.0
     cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
-    for process in cluster.processes.values():
-        for view in process.views:
-            assert all(m.state not in (DEAD, LEFT) for m in view.members)
+    for view in cluster.announced():
+        assert all(m.state not in (DEAD, LEFT) for m in view.members)
 
 
 def test_cluster_at_rest_sends_heartbeats_and_answers_only() -> None:

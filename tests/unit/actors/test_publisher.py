@@ -56,7 +56,7 @@ from tests.unit.actors.lone_publisher import (
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
-    Cluster,
+    cluster_of,
     drops_of,
     held_of,
     key_of,
@@ -383,10 +383,7 @@ def test_drop_that_is_older_than_the_record_ends_nothing() -> None:
 
 def test_page_named_twice_in_one_change_ends_with_the_newest() -> None:
     """Evicted, committed and evicted again within one batch: the digest still fits."""
-    cluster = Cluster()
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A)
     cluster.run(0.1)
     records = records_of(ME, [1, 1, 2], [2, 6, 4])
     drops = drops_of([1, 1], [2, 4])

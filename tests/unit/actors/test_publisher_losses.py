@@ -64,7 +64,7 @@ from tests.unit.actors.lone_publisher import (
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
-    Cluster,
+    cluster_of,
     drops_of,
     key_of,
     located,
@@ -235,10 +235,7 @@ def test_unacknowledged_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_quiet_cluster_exchanges_only_summaries() -> None:
     """What the digests cover is what was sent: nothing is repaired where nothing was lost."""
-    cluster = Cluster(replicas=2)
-    for incarnation in range(1, 5):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(*range(1, 5), replicas=2)
     for incarnation in cluster.nodes:
         cluster.commit(incarnation, list(range(incarnation, incarnation + 60)))
         cluster.drop(incarnation, list(range(incarnation, incarnation + 9)))

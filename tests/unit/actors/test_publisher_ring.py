@@ -48,7 +48,7 @@ from tests.unit.actors.lone_publisher import (
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
     NO_RECORDS,
-    Cluster,
+    cluster_of,
     drops_of,
     key_of,
     located,
@@ -126,10 +126,7 @@ def test_page_dropped_during_a_hand_over_is_not_published_again() -> None:
 
 def test_page_committed_during_a_hand_over_ends_at_its_owners_only() -> None:
     """Old and new owners take a record that changes meanwhile, and the old ones are left."""
-    cluster = Cluster(replicas=1)
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A, replicas=1)
     cluster.commit(ME, list(range(60)))
     cluster.run(0.1)
     cluster.add(B)
@@ -165,10 +162,7 @@ def test_stale_records_do_not_come_back_after_join_evict_and_leave() -> None:
     1. A page is published to its owners. 2. A node joins and takes it over. 3. The page is evicted.
     4. The newcomer leaves: the former owner owns the key again, and knows nothing of the page.
     """
-    cluster = Cluster(replicas=1)
-    for incarnation in (ME, A):
-        cluster.add(incarnation)
-    cluster.show_all()
+    cluster = cluster_of(ME, A, replicas=1)
     cluster.commit(ME, list(range(80)))
     cluster.run(0.1)
     cluster.add(B)
