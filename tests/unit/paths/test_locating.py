@@ -1,16 +1,21 @@
-"""Locating: whom a client asks, in which order, and what it makes of silence."""
+"""Locating: whom a client asks, what it makes of silence, and which of several holders is read."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from peercache.model.records import ON_DISK, Records, keys_of
+from peercache.model.records import ON_DISK, Records
 from peercache.net.breaker import BACKOFF_MIN_S, data_port
 from peercache.observability import reasons
 from peercache.paths.lookup import Search
+from peercache.paths.reading import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
+from peercache.paths.searching import Search
+from peercache.paths.strangers import STRANGER_S, STRANGERS_MAX, Strangers
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
-from tests.unit.paths.world import Node, World, content_of, named
+from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 
 def elsewhere(world: World) -> tuple[str, list[Node]]:
@@ -67,18 +72,6 @@ def test_a_silent_owner_is_replaced_by_its_replica_within_the_deadline() -> None
     assert found == [True]
     assert world.asked(Lookup) == [sorted([1, owner.number]), [replica.number]]
     assert world.now - began < 0.1
-
-
-def test_a_home_node_that_knows_nothing_does_not_speak_for_a_silent_owner() -> None:
-    """To say "absent" is for owners; the home node was asked for what it holds itself."""
-    world = World(5)
-    name, (owner, replica, _) = elsewhere(world)
-    held_by(world, name, owner, replica)
-    owner.mood = "silent"
-
-    assert world.get(name).hits == [True]
-    # The home node did answer.
-    assert any(isinstance(message, Lookup) for message in world.nodes[1].heard)
 
 
 def test_an_owner_that_refuses_connections_is_replaced_at_once() -> None:
@@ -396,19 +389,6 @@ def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
-def test_as_few_owners_as_will_do_are_asked() -> None:
-    """Of three nodes with two owners a page, the home node and one other know everything."""
-    world = World(3)
-
-    world.exists(*[f"p{i}" for i in range(40)])
-
-    heard = [
-        node for node in world.nodes.values() if any(isinstance(m, Lookup) for m in node.heard)
-    ]
-    assert len(heard) == 2
-    assert world.nodes[1] in heard
-
-
 def test_whether_answers_are_enough_is_only_a_question() -> None:
     """Asked again it has the same answer, and no page is found before the answers are put in."""
     world = World(4)
@@ -429,16 +409,6 @@ def test_whether_answers_are_enough_is_only_a_question() -> None:
     assert verdicts == [False, False, False, True, True]
     assert not known_before
     assert search.known.all()
-
-
-def test_world_keeps_its_own_contract() -> None:
-    """A fake that found nothing would make every test above pass."""
-    world = World()
-    record = world.nodes[2].hold("a")
-    world.publish(record)
-
-    assert sum(named("a").tobytes() in node.shard for node in world.nodes.values()) == 2
-    assert keys_of(record) == [named("a").tobytes()]
 
 
 def test_exists_does_not_believe_the_cache_about_a_holder_that_is_out_of_reach() -> None:
@@ -486,7 +456,215 @@ def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something()
         node.shard.clear()
     believed = world.exists(name)
 
-    world.locator._removals = lambda _: 1
+    world.removals = 1
 
     assert believed == [True]
     assert world.exists(name) == [False]
+
+
+MIB = 2**20
+
+
+class Clock:
+    """A time that is set."""
+
+    now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read(
+    loads: HolderLoad, clock: Clock, holder: int, took_s: float, *, is_whole: bool = True
+) -> None:
+    began = loads.begin(holder, MIB)
+    clock.now += took_s
+    loads.end(holder, MIB, began, is_whole=is_whole)
+
+
+def test_a_holder_that_was_slow_lately_is_read_less() -> None:
+    """Until that is too long ago."""
+    clock = Clock()
+    loads = HolderLoad(salt=3, clock=clock)
+    order = sorted((1, 2), key=loads.cost_of)
+    read(loads, clock, order[0], 0.1)
+
+    assert sorted((1, 2), key=loads.cost_of) == order[::-1]
+    clock.now += MEASURED_S
+    assert sorted((1, 2), key=loads.cost_of) == order
+
+
+def test_what_is_in_flight_counts() -> None:
+    """Another call of this client reads from the holder."""
+    clock = Clock()
+    loads = HolderLoad(salt=3, clock=clock)
+    order = sorted((1, 2), key=loads.cost_of)
+    began = loads.begin(order[0], 64 * MIB)
+
+    assert sorted((1, 2), key=loads.cost_of) == order[::-1]
+    loads.end(order[0], 64 * MIB, began, is_whole=False)
+    assert sorted((1, 2), key=loads.cost_of) == order
+
+
+def test_only_whole_reads_of_some_size_are_measured() -> None:
+    """What was shared among holders, broken off or small tells no holder's speed."""
+    clock = Clock()
+    loads = HolderLoad(salt=3, clock=clock)
+    order = sorted((1, 2), key=loads.cost_of)
+
+    read(loads, clock, order[0], 1.0, is_whole=False)
+    began = loads.begin(order[0], MEASURED_BYTES - 1)
+    clock.now += 1.0
+    loads.end(order[0], MEASURED_BYTES - 1, began, is_whole=True)
+
+    assert sorted((1, 2), key=loads.cost_of) == order
+
+
+def test_the_holders_that_are_remembered_are_bounded() -> None:
+    """The ones that were not read for longest go."""
+    clock = Clock()
+    loads = HolderLoad(salt=3, clock=clock)
+    unread = [loads.cost_of(holder) for holder in range(MEASURED_MAX + 10)]
+
+    for holder in range(MEASURED_MAX + 10):
+        read(loads, clock, holder, 0.005)
+
+    known = [loads.cost_of(holder) != cost for holder, cost in enumerate(unread)]
+    assert known == [False] * 10 + [True] * MEASURED_MAX
+
+
+def test_clients_that_know_nothing_spread_over_the_holders() -> None:
+    """Each has an order of its own: 200 clients, 4 holders."""
+    holders = [0x1111111111111111, 0x2222222222222222, 0xABCDEF0123456789, 0x7777777777777777]
+    first = Counter(
+        min(holders, key=HolderLoad(salt=salt * 0x9E3779B97F4A7C15, clock=Clock()).cost_of)
+        for salt in range(1, 201)
+    )
+
+    assert len(first) == 4
+    assert max(first.values()) < 100
+
+
+def test_the_nearest_holder_is_read_whatever_it_costs() -> None:
+    """And of two on other hosts the one that costs less."""
+    cost = {2: (9, 9), 3: (2, 0), 4: (1, 0), 5: (2, 0)}
+    world = World(5, remote=frozenset({3, 4, 5}), cost_of=cost.__getitem__)
+    for holder in (3, 4, 5):
+        world.publish(world.nodes[holder].hold("a"))
+
+    world.get("a")
+    assert world.fetched_from() == [[4]]
+
+    world.cache.clear()
+    world.publish(world.nodes[2].hold("a"))
+    world.steps.clear()
+    assert world.get("a", size=PAGE).hits == [True]
+    assert world.fetched_from() == [[2]]
+
+
+def test_a_read_notes_what_it_reads_and_forgets_it() -> None:
+    """Whether it succeeds or not."""
+    world = World(remote=frozenset({3}))
+    large = content_of("a", MEASURED_BYTES)
+    world.publish(world.nodes[3].hold("a", content=large))
+    idle = world.loads.cost_of(3)
+    seen: list[bool] = []
+    world.before = lambda _node, _page: seen.append(world.loads.cost_of(3) > idle)
+
+    world.get("a", size=MEASURED_BYTES)
+    world.nodes[3].data_mood = "refusing"
+    world.get("a", size=MEASURED_BYTES)
+
+    assert seen == [True]
+    assert world.loads.cost_of(3) == idle
+
+
+def newcomer_with(world: World, *names: str, is_in_view: bool = True) -> None:
+    """Let node 4 hold pages that the owners of before know, and the view of now name it."""
+    for name in names:
+        record = world.nodes[4].hold(name)
+        for node in (1, 2, 3):
+            world.nodes[node].know(record)
+    whole = {node.number: node.member for node in world.nodes.values()}
+    world.cluster = world.seen({number: whole[number] for number in (1, 2, 3)})
+    world.cluster_of_now = world.seen(whole) if is_in_view else world.cluster
+
+
+def test_get_asks_for_the_view_once_when_a_holder_is_new() -> None:
+    """Its pages are hits; those of others are read as ever, by one call."""
+    world = World(4)
+    world.publish(world.nodes[2].hold("old"))
+    newcomer_with(world, "a", "b")
+
+    got = world.get("a", "old", "b")
+
+    assert got.hits == [True, True, True]
+    assert got.content(0) == content_of("a").tobytes()
+    assert world.renewed == 1
+
+
+def test_exists_asks_for_the_view_when_a_holder_is_new() -> None:
+    """What it reports is there to be read."""
+    world = World(4)
+    newcomer_with(world, "a")
+
+    assert world.exists("a", "absent") == [True, False]
+    assert world.renewed == 1
+
+
+def test_view_is_not_asked_for_again_because_of_a_holder_that_it_does_not_name() -> None:
+    """An owner may invent holders, or know one earlier than the home node does."""
+    world = World(4)
+    newcomer_with(world, "a", is_in_view=False)
+
+    first, second = world.get("a"), world.get("a")
+    asked = world.renewed
+    world.now += STRANGER_S
+    world.get("a")
+
+    assert first.reasons == second.reasons == [reasons.PEER_UNREACHABLE]
+    assert (asked, world.renewed) == (1, 2)
+
+
+def test_holders_that_left_before_the_view_of_now_are_misses() -> None:
+    """They were found in the view of before, and another page's holder is in neither."""
+    world = World(4)
+    world.publish(world.nodes[2].hold("old"))
+    newcomer_with(world, "a", is_in_view=False)
+    left = {node.number: node.member for node in world.nodes.values() if node.number in (1, 3)}
+    world.cluster_of_now = world.seen(left)
+
+    got = world.get("old", "a")
+
+    assert got.hits == [True, False]
+    assert world.renewed == 1
+
+
+def test_view_is_not_asked_for_if_every_page_has_a_holder_that_is_known() -> None:
+    """A copy at a node that has just joined is no reason to wait."""
+    world = World(4)
+    world.publish(world.nodes[2].hold("a"))
+    newcomer_with(world, "a")
+
+    assert world.get("a").hits == [True]
+    assert world.renewed == 0
+
+
+def test_unknown_holders_that_are_remembered_are_bounded() -> None:
+    """Each answer may name others; those that were named first are forgotten."""
+    strangers = Strangers()
+
+    for holder in range(STRANGERS_MAX + 1):
+        assert strangers.are_new(frozenset([holder]), 0.0)
+
+    assert not strangers.are_new(frozenset([1]), 0.0)
+    assert strangers.are_new(frozenset([0]), 0.0)
+
+
+@pytest.mark.parametrize("holders", [frozenset(), frozenset([1])])
+def test_no_holder_is_new_twice(holders: frozenset[int]) -> None:
+    """Nor is none."""
+    strangers = Strangers()
+
+    assert strangers.are_new(holders, 0.0) == bool(holders)
+    assert not strangers.are_new(holders, 0.1)

@@ -27,18 +27,6 @@ def packed_in(cache: LocationCache, names: str) -> dict[str, bytes]:
     return {name: records[at].tobytes() for at, name in enumerate(names) if known[at]}
 
 
-def test_the_least_recently_used_record_goes_first() -> None:
-    """To find a record is to use it."""
-    cache = LocationCache(entries_max=3)
-    for name in "abc":
-        cache.store(record(name), 0.0)
-
-    cache.find(named("a"))
-    cache.store(record("d"), 0.0)
-
-    assert "".join(packed_in(cache, "abcd")) == "acd"
-
-
 @pytest.mark.parametrize("entries_max", [1, 15, 16, 17, 100, 1000])
 def test_a_cache_is_bounded(entries_max: int) -> None:
     """It is filled to its last whole set, and what is there is right."""
@@ -77,17 +65,6 @@ def test_a_cache_of_nothing_remembers_nothing() -> None:
     assert packed_in(cache, "a") == {}
     assert cache.holders(named("a"), not_before=0.0) is None
     assert not cache.has_any_at(0, named("a"))
-
-
-def test_drop_spares_a_newer_record() -> None:
-    """A reader that failed with an old record must not drop a newer one."""
-    cache = LocationCache(entries_max=3)
-    cache.store(record("a", 4), 0.0)
-
-    cache.drop(record("a", 2))
-    assert packed_in(cache, "a") == {"a": record("a", 4).tobytes()}
-    cache.drop(record("a", 4))
-    assert packed_in(cache, "a") == {}
 
 
 def test_find_knows_how_old_a_record_is() -> None:

@@ -268,7 +268,7 @@ def test_a_path_that_is_dropped_anywhere_ends_all_its_reservations(steps: int) -
     )
     answer: Any = None
     for _ in range(steps):
-        answer = world._do(path.send(answer))
+        answer = world.do(path.send(answer))
     assert world.reservations.report(0.0).sequences != ()
 
     path.close()
@@ -286,7 +286,7 @@ def test_every_page_has_its_checksum_whatever_its_portion() -> None:
 
 
 def test_what_no_owner_acknowledged_is_counted_over_all_portions() -> None:
-    """Each Commit says how much of its own is published."""
+    """Each Commit says how much of its own is published; the rest is known to home alone."""
     world = world_of_portions()
     home = world.nodes[1]
 

@@ -1,4 +1,4 @@
-"""The read path: whatever happens around it, a hit is the page that was asked for."""
+"""The read path: a hit is the page that was asked for, and what an attempt leaves for the next."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ import pytest
 from peercache.client.bridge import checksums_of
 from peercache.model.keys import from_bytes
 from peercache.model.member import DEAD
-from peercache.model.records import DROP, HAS_CHECKSUM, ON_DISK, RESIDENT, Records
+from peercache.model.records import (
+    DROP,
+    HAS_CHECKSUM,
+    ON_DISK,
+    RECORD,
+    RECORD_BYTES,
+    RESIDENT,
+    Records,
+)
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
 from peercache.paths import read as reading
 from peercache.paths.read import TOUCHES_MAX, Touches
+from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
+from peercache.paths import reading
+from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, ReportStale
-from peercache.wire.messages.pool import Touched
+from peercache.wire.messages.pool import Promote, Touched
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 
@@ -174,28 +185,6 @@ def test_a_directory_that_goes_on_lying_costs_three_attempts() -> None:
     assert len(world.fetched_from()) == 3
 
 
-def test_a_word_that_equals_an_odd_generation_is_no_hit() -> None:
-    """A slot that is being rewritten may have the very word that a liar's record names."""
-    world = World()
-    record = held(world, 2, "a")
-    record["generation"] |= np.uint64(1)
-    world.nodes[2].words[0] = record["generation"][0]
-    for owner in world.owners("a"):
-        owner.forget("a")
-    world.publish(record)
-
-    assert world.get("a").hits == [False]
-
-
-def test_generation_zero_is_no_hit() -> None:
-    """A table that was never written is all zeros: nothing was ever committed there."""
-    world = World()
-    record = held(world, 2, "a", generation=0)
-    world.nodes[2].words[int(record["offset"][0]) // 4096] = 0
-
-    assert world.get("a").hits == [False]
-
-
 def test_a_destination_of_another_size_is_left_untouched() -> None:
     """Not one byte is read for it, and the others of the batch are hits."""
     world = World()
@@ -226,12 +215,13 @@ def test_a_remembered_record_of_another_size_is_asked_about_again() -> None:
     assert got.content() == content_of("a").tobytes()
 
 
-def test_an_unreachable_holder_gives_way_to_another() -> None:
-    """One failed read, then the copy elsewhere; the holder is not asked again."""
+@pytest.mark.parametrize(("data_mood", "opened"), [("away", 1), ("refusing", 0)])
+def test_a_holder_that_cannot_be_read_gives_way_to_another(data_mood: str, opened: int) -> None:
+    """One failed read, then the copy elsewhere; a holder that refuses is well, so nothing opens."""
     world = World(4)
     held(world, 2, "a")
     held(world, 3, "a")
-    world.nodes[2].data_mood = "away"
+    world.nodes[2].data_mood = data_mood
     world.cache.store(world.nodes[2].hold("a"), world.now)
 
     got = world.get("a")
@@ -239,33 +229,7 @@ def test_an_unreachable_holder_gives_way_to_another() -> None:
     assert got.hits == [True]
     assert got.content() == content_of("a").tobytes()
     assert world.fetched_from() == [[2], [3]]
-
-
-def test_a_holder_that_refuses_gives_way_to_another() -> None:
-    """It is well, so nothing opens; in this call it is not asked a second time."""
-    world = World(4)
-    held(world, 2, "a")
-    held(world, 3, "a")
-    world.nodes[2].data_mood = "refusing"
-    world.cache.store(world.nodes[2].hold("a"), world.now)
-
-    got = world.get("a")
-
-    assert got.hits == [True]
-    assert world.fetched_from() == [[2], [3]]
-    assert world.breakers.opened_count == 0
-
-
-def test_a_holder_that_refuses_alone_is_asked_once() -> None:
-    """The directory's fresh record of the same holder is no reason to ask again."""
-    world = World()
-    held(world, 2, "a")
-    world.nodes[2].data_mood = "refusing"
-
-    got = world.get("a")
-
-    assert (got.hits, got.reasons) == ([False], [reasons.REFUSED])
-    assert world.fetched_from() == [[2]]
+    assert world.breakers.opened_count == opened
 
 
 def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
@@ -284,15 +248,18 @@ def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
     assert world.get("a").hits == [True]
 
 
-def test_a_page_whose_only_holder_is_unreachable_says_so() -> None:
-    """The reason of the first attempt stays: the directory's answer afterwards adds nothing."""
+@pytest.mark.parametrize(
+    ("data_mood", "reason"), [("away", reasons.PEER_UNREACHABLE), ("refusing", reasons.REFUSED)]
+)
+def test_a_page_whose_only_holder_cannot_be_read_says_why(data_mood: str, reason: str) -> None:
+    """The directory's fresh record of the same holder is no reason to ask it again."""
     world = World()
     held(world, 2, "a")
-    world.nodes[2].data_mood = "away"
+    world.nodes[2].data_mood = data_mood
 
     got = world.get("a")
 
-    assert (got.hits, got.reasons) == ([False], [reasons.PEER_UNREACHABLE])
+    assert (got.hits, got.reasons) == ([False], [reason])
     assert world.fetched_from() == [[2]]
     assert world.posts(ReportStale) == []
 
@@ -445,6 +412,9 @@ def test_pages_whose_checksum_there_was_no_time_for_are_misses(
     assert got.hits == [True, False, False, False]
     assert got.reasons[1:] == [reasons.DEADLINE] * 3
     assert sum(isinstance(step, Checksum) for step in world.steps) == 1
+    # Nothing is known against the records: their owners and the cache keep them.
+    assert world.posts(ReportStale) == []
+    assert len(world.cache) == 4
 
 
 def test_several_holders_are_read_in_one_step() -> None:
@@ -591,3 +561,192 @@ def _then_forget(node: Node, name: str, message: Message) -> Message | None:
     answer = node.serve(message)
     node.forget(name)
     return answer
+
+
+def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
+    """A forged answer names the same commit as the true one, which must do in the next attempt."""
+    world = World(verify="full")
+    flags = RESIDENT | HAS_CHECKSUM
+    world.publish(world.nodes[2].hold("a", checksum=checksum_of("a"), flags=flags))
+    for owner in world.owners("a"):
+        owner.script.append(partial(_without_checksums, owner))
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert got.content() == content_of("a").tobytes()
+
+
+def test_record_whose_word_vouches_for_another_page_says_so() -> None:
+    """The word fits and the key does not: no eviction does that, the record lies."""
+    world = World()
+    record = world.nodes[2].hold("b")
+    record["key"] = named("a")
+    world.publish(record)
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.WRONG_PAGE])
+
+
+def test_remembered_record_of_another_size_is_forgotten() -> None:
+    """The page is gone: what was remembered of it must not go on saying that it is there."""
+    world = World()
+    world.publish(world.nodes[2].hold("a", content=content_of("a", 2 * PAGE)))
+    assert world.exists("a") == [True]
+    for owner in world.owners("a"):
+        owner.forget("a")
+
+    assert world.get("a").reasons == [reasons.WRONG_SIZE]
+
+    assert world.exists("a") == [False]
+
+
+def test_nothing_is_read_after_the_deadline() -> None:
+    """A table of this host tells of another copy at once, but there is no time to read it."""
+    world = World()
+    old = world.nodes[2].hold("a")
+    world.publish(old)
+    assert world.exists("a") == [True]
+    world.nodes[1].table = "final"
+    world.nodes[1].know(world.nodes[1].hold("a"))
+
+    def between(node: Node, _page: int) -> None:
+        node.evict(old, content_of("b"))
+        world.now += 3.0
+
+    world.between = between
+    got = world.get("a", timeout_s=2.0)
+
+    assert (got.hits, got.reasons) == ([False], [reasons.EVICTED])
+    assert world.fetched_from() == [[2]]
+
+
+def test_holder_that_cannot_be_asked_gives_way_to_another_disk() -> None:
+    """The nearer disk's holder does not answer questions: the page is on another one, too."""
+    world = World(remote=frozenset({3}))
+    for holder in (2, 3):
+        world.publish(world.nodes[holder].keep("a"))
+    world.breakers.failed(2, world.now)
+
+    got = world.get("a")
+
+    assert got.hits == [True]
+    assert world.fetched_from() == [[3]]
+
+
+def test_page_that_its_holder_has_lost_is_asked_for_once() -> None:
+    """Its owners tell of the record until the holder withdraws it."""
+    world = World()
+    world.publish(world.nodes[2].keep("a"))
+    world.nodes[2].disk.clear()
+    for owner in world.owners("a"):
+        owner.script.extend([partial(_insisted, owner)] * 20)
+
+    got = world.get("a")
+
+    assert (got.hits, got.reasons) == ([False], [reasons.EVICTED])
+    assert len([peers for peers in world.asked(Promote) if peers]) == 1
+
+
+def test_page_that_its_holder_has_lost_is_not_remembered() -> None:
+    """The record that said "on disk" must not answer the next question."""
+    world = World()
+    world.cache.store(world.nodes[2].keep("a"), world.now)
+    world.nodes[2].disk.clear()
+    assert world.exists("a") == [True]
+
+    assert world.get("a").hits == [False]
+
+    assert world.exists("a") == [False]
+
+
+def test_holder_loads_no_longer_than_the_caller_waits() -> None:
+    """A longer timeout would bring the answer after the deadline, with pages that came in time."""
+    world = World()
+    world.publish(world.nodes[2].keep("a"))
+
+    assert world.get("a", timeout_s=0.05).hits == [True]
+
+    asked = [message for message in world.nodes[2].heard if isinstance(message, Promote)]
+    assert [message.timeout_s < 0.05 for message in asked] == [True]
+
+
+def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves out is found wrong by the next reader."""
+    monkeypatch.setattr("peercache.paths.reading.RECORDS_A_MESSAGE_MAX", 3)
+    world = World()
+    names = [f"p{i}" for i in range(20)]
+    for name in names:
+        record = world.nodes[2].hold(name)
+        world.publish(record)
+        world.nodes[2].evict(record, content_of("x"))
+
+    world.get(*names)
+
+    counts = [len(message.records) // RECORD_BYTES for _, message in world.posts(ReportStale)]
+    assert counts
+    assert max(counts) == 3
+
+
+def _without_checksums(node: Node, message: Message) -> Message | None:
+    """Answer a Lookup as if no page had a checksum."""
+    answer = node.serve(message)
+    if not isinstance(answer, Located):
+        return answer
+    records = np.frombuffer(answer.records, RECORD).copy()
+    records["flags"] &= np.uint32(RESIDENT)
+    records["checksum"] = 0
+    return attrs.evolve(answer, records=records.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("holders", "fabric", "tier"),
+    [
+        ((1,), "shm", HOME),
+        ((2,), "shm", HOST),
+        ((1, 2), "shm", HOST),
+        ((2,), "rdma", RDMA),
+        ((2,), "tcp", TCP),
+        # The home node itself, where its memory cannot be mapped.
+        ((1,), "tcp", TCP),
+    ],
+)
+def test_a_get_is_counted_for_the_farthest_place(
+    holders: tuple[int, ...], fabric: str, tier: str
+) -> None:
+    """Own memory, another node's, or a network."""
+    world = World()
+    world.fabric = fabric
+    names = [f"of-{holder}" for holder in holders]
+    for holder, name in zip(holders, names, strict=True):
+        world.publish(world.nodes[holder].hold(name))
+
+    got = world.get(*names)
+
+    assert got.hits == [True] * len(names)
+    assert got.tier == tier
+
+
+def test_a_get_that_waited_for_a_disk_is_counted_for_it() -> None:
+    """However near the page lay at last; and a get without a hit has no tier."""
+    world = World()
+    world.publish(world.nodes[1].keep("a"))
+
+    assert world.get("a").tier == DISK
+    assert world.get("absent").tier == ""
+
+
+def test_an_exists_is_counted_for_what_answered_it() -> None:
+    """An owner, the client's memory, the tables of this host."""
+    asked, with_table = World(), World()
+    for world in (asked, with_table):
+        world.publish(world.nodes[2].hold("a"))
+    with_table.nodes[1].table = with_table.nodes[2].table = with_table.nodes[3].table = "final"
+
+    assert asked.exists("a") == [True]
+    assert asked.answered_by == ASKED
+    assert asked.exists("a") == [True]
+    assert asked.answered_by == KNOWN
+    assert with_table.exists("a") == [True]
+    assert with_table.answered_by == TABLE

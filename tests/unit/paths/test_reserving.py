@@ -137,7 +137,13 @@ def test_what_is_granted_is_taken_before_what_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [granted(1, 0, 0, state=REFUSED_FULL), granted(1, 0), granted(1, 0, 1, 2)]
+    "answer",
+    [
+        granted(1, 0, 0, state=REFUSED_FULL),
+        granted(1, 0),
+        granted(1, 0, 1, 2),
+        *(Granted(0, 1, bytes([RESERVED] * 2), bytes(size)) for size in (0, 8, 15, 24)),
+    ],
 )
 def test_an_answer_without_a_slot_for_each_page_ends_them(answer: Granted) -> None:
     """A full pool, or an answer that does not fit: what was granted is not listed any more."""

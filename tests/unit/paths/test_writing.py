@@ -1,4 +1,4 @@
-"""The write path: what is stored was wholly copied in time, and nothing is read afterwards."""
+"""The write path: what is stored was wholly copied in time, and what bounds a set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from peercache.client.bridge import checksums_of
-from peercache.model.records import RECORD_BYTES
+from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
+from peercache.model.runs import PageRuns
 from peercache.net.breaker import STALL_FRACTION, STALL_S
 from peercache.observability import reasons
 from peercache.paths.steps import Ask, Checksum, Place, Step
@@ -193,7 +194,7 @@ def test_every_step_that_reads_the_source_ends_before_the_deadline() -> None:
         while True:
             step = path.send(answer)
             steps.append((world.now, step))
-            answer = world._do(step)
+            answer = world.do(step)
 
     (place,) = [step for _, step in steps if isinstance(step, Place)]
     assert place.until < until
@@ -239,19 +240,6 @@ def test_full_verification_keeps_time_back_for_the_checksums() -> None:
     assert 20 < outcome.stored.sum() < 60
     world.page_s = 0.0
     assert world.get(*names).hits == outcome.stored.tolist()
-
-
-def test_nothing_written_is_an_abort() -> None:
-    """Its slots may be used again at once; the client waits for no answer."""
-    world = World()
-    world.page_s = 5.0
-
-    outcome = world.set(["a", "b"], timeout_s=1.0)
-
-    assert outcome.stored.tolist() == [False, False]
-    assert outcome.reasons == [reasons.DEADLINE] * 2
-    assert world.posts(Abort) == [(1, Abort(1))]
-    assert told_home(world, Commit) == []
 
 
 def test_a_lost_grant_is_asked_for_again() -> None:
@@ -375,18 +363,6 @@ def test_a_pool_without_room_is_asked_in_portions() -> None:
     assert outcome.reasons == [""] * 5
     assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [5, 3, 2]
     assert [r.sequence for r in told_home(world, Reserve)] == [1, 2, 3]
-
-
-def test_a_pool_that_stays_full_ends_the_call() -> None:
-    """A portion without any progress is the last one."""
-    world = World()
-    home_that_grants(world, [REFUSED_FULL] * 3)
-
-    outcome = world.set(list("abc"))
-
-    assert outcome.stored.tolist() == [False] * 3
-    assert outcome.reasons == [reasons.POOL_FULL] * 3
-    assert len(told_home(world, Reserve)) == 1
 
 
 def test_one_page_of_progress_at_a_time_still_ends() -> None:
@@ -517,57 +493,6 @@ def test_a_rival_that_was_faster_counts_as_stored() -> None:
     assert (outcome.copied, outcome.here) == (0, 1)
 
 
-def test_what_no_owner_acknowledged_is_counted() -> None:
-    """It is stored, and known to the home node alone for a while."""
-    world = World()
-    home = world.nodes[1]
-    home.script.append(home.serve)
-
-    def unpublished(message: Message) -> Message:
-        assert isinstance(message, Commit)
-        done = home.commit(message)
-        return Committed(0, done.sequence, done.states, done.records, 1)
-
-    home.script.append(unpublished)
-
-    assert world.set(["a", "b", "c"]).unpublished == 2
-
-
-def test_a_reservation_is_live_until_its_commit_is_answered() -> None:
-    """One that is not listed may be freed, with its Commit still on the way."""
-    world = World()
-    home = world.nodes[1]
-    reports: list[LiveReservations] = []
-
-    def listening(message: Message) -> Message:
-        reports.append(world.reservations.report(0.0))
-        answer = home.serve(message)
-        assert answer is not None
-        return answer
-
-    home.script.extend([listening, listening])
-
-    world.set(["a"])
-
-    assert reports == [LiveReservations(1, (1,))] * 2
-    assert world.reservations.report(0.0) == LiveReservations(1, ())
-
-
-def test_a_path_that_is_dropped_ends_its_reservation() -> None:
-    """A call that fails in the middle leaves nothing that is listed for ever."""
-    world = World()
-    page = content_of("a")
-    path = world.writer.set(
-        named("a"), runs_of([page]), home=1, reservations=world.reservations, until=200.0
-    )
-    path.send(None)
-    assert world.reservations.report(0.0).sequences == (1,)
-
-    path.close()
-
-    assert world.reservations.report(0.0).sequences == ()
-
-
 def test_numbers_rise_and_are_never_used_twice() -> None:
     """The home node tells a lost Grant by them."""
     reservations = ClientReservations()
@@ -599,3 +524,104 @@ def test_a_set_after_its_deadline_asks_no_node() -> None:
 
     assert outcome.reasons == [reasons.DEADLINE]
     assert world.steps == []
+
+
+NAMES = [f"p{i}" for i in range(12)]
+
+
+def test_page_larger_than_any_may_be_is_refused_here() -> None:
+    """Its length does not fit into a record; not one byte of it is looked at."""
+    world = World()
+    runs = PageRuns.of([[(4096, PAGE_BYTES_MAX + 1)]])
+
+    outcome = world.run(
+        world.writer.set(
+            named("a"),
+            runs,
+            home=1,
+            reservations=world.reservations,
+            until=world.now + 1.0,
+        )
+    )
+
+    assert outcome.reasons == [reasons.TOO_LARGE]
+    assert world.steps == []
+
+
+def test_set_of_a_short_deadline_keeps_time_for_its_copy() -> None:
+    """Less is kept back for the Commit where the whole of it is little."""
+    world = World()
+
+    assert world.set(["a"], timeout_s=0.05).stored.tolist() == [True]
+
+
+@pytest.mark.parametrize("portion_bytes", [PAGE, 100 * PAGE])
+def test_silent_home_node_costs_no_more_than_the_deadline(portion_bytes: int) -> None:
+    """The deadline comes before the second silence, which opens the breaker."""
+    world = World(portion_bytes=portion_bytes)
+    world.nodes[1].mood = "silent"
+    until = world.now + 0.1
+
+    outcome = world.set(["a", "b"], timeout_s=0.1)
+
+    assert outcome.stored.tolist() == [False, False]
+    assert world.now <= until
+
+
+def test_commit_leaves_the_home_node_time_to_answer() -> None:
+    """An answer after the deadline would make pages that are stored look lost."""
+    world = World()
+
+    world.set(["a"], timeout_s=0.1)
+
+    assert [commit.timeout_s <= 0.05 for commit in told_home(world, Commit)] == [True]
+    assert PUBLISH_TIMEOUT_S > 0.05
+
+
+def test_commit_that_is_late_asks_for_no_timeout() -> None:
+    """A checksum that took too long leaves less than no time."""
+    world = World(verify="full", portion_bytes=PAGE)
+    world.checksum_s = 5.0
+
+    world.set(["a", "b"], timeout_s=1.0)
+
+    assert [commit.timeout_s for commit in told_home(world, Commit)] == [0.0]
+
+
+def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:
+    """It would take the time of those that are to be stored."""
+    world = World(verify="full")
+    world.page_s = 0.1
+
+    outcome = world.set(NAMES, timeout_s=1.0)
+
+    made = sum(len(step.pages) for step in world.steps if isinstance(step, Checksum))
+    assert 0 < made < len(NAMES)
+    assert made == outcome.stored.sum()
+
+
+def test_page_that_is_here_stays_so_whatever_a_commit_says() -> None:
+    """The Commit is about the slots that were given, and about nothing else."""
+    world = World()
+    home = world.nodes[1]
+
+    def nonsense(_message: Message) -> Message:
+        return Committed(0, 1, bytes([ABORTED, COMMITTED]), b"", 0)
+
+    home_that_grants(world, [HERE, RESERVED])
+    home.script.insert(1, nonsense)
+
+    outcome = world.set(["a", "b"])
+
+    assert outcome.stored.tolist() == [True, True]
+    assert (outcome.here, outcome.copied) == (1, 1)
+
+
+def test_more_published_than_committed_counts_as_all() -> None:
+    """A counter takes no negative number: the set would look like a failure."""
+    world = World()
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.append(lambda _: Committed(0, 1, bytes([COMMITTED]), b"", 3))
+
+    assert world.set(["a"]).unpublished == 0

@@ -28,6 +28,11 @@ from peercache.paths.cluster import Cluster
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
 from peercache.paths.read import Reader
+from peercache.paths.locating import Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.mirroring import Mirrorer, MirrorHome
+from peercache.paths.reading import HolderLoad, Reader
+from peercache.paths.reserving import ClientReservations
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -59,8 +64,7 @@ from peercache.wire.messages.pool import (
     Reserve,
     ReserveMirror,
 )
-from tests.unit.paths.got import Got, Page, scatter
-from tests.unit.paths.pages import PAGE, content_of, named, runs_of
+from tests.unit.paths.pages import PAGE, Got, Page, content_of, named, runs_of, scatter
 
 GRANULE, SLOTS, SPACE = 4096, 512, 7
 """SPACE: of the one namespace of all pages."""
@@ -280,8 +284,13 @@ class World:
         mirror_pulls: str = "",
         portion_bytes: int = PORTION_BYTES,
         op_timeout_s: float = 2.0,
+        cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
-        """Start them; those in `remote` are on another host."""
+        """Start them; those in `remote` are on another host. cost_of: as of the locator."""
+        self.removals = 0
+        self.renewed = 0
+        self.cluster_of_now: Cluster | None = None
+        """The view that is told when it is asked for, if not the client's."""
         self.now, self.fabric, self.answered_by = 100.0, "world", ""
         self.page_s = 0.0
         self.checksum_s = 0.0
@@ -299,7 +308,9 @@ class World:
             cache=self.cache,
             breakers=self.breakers,
             clock=self.clock,
+            cost_of=cost_of,
             tables=lambda: [node.number for node in self.nodes.values() if node.table],
+            removals=lambda _: self.removals,
         )
         self.mirrorer = (
             Mirrorer(
@@ -312,6 +323,7 @@ class World:
             if mirror_pulls
             else None
         )
+        self.loads = HolderLoad(salt=0, clock=self.clock)
         self.reader = Reader(
             locator=self.locator,
             cache=self.cache,
@@ -319,6 +331,7 @@ class World:
             space=SPACE,
             clock=self.clock,
             mirrorer=self.mirrorer,
+            loads=self.loads,
         )
         self.writer = Writer(
             cache=self.cache,
@@ -434,7 +447,7 @@ class World:
                 result: Result = end.value
                 return result
             self.steps.append(step)
-            answer = self._do(step)
+            answer = self.do(step)
         raise AssertionError("the path does not end")
 
     def asked(self, kind: type[Message] | None = None) -> list[list[int]]:
@@ -457,7 +470,7 @@ class World:
         """Return the messages of a kind that were posted, with their addressees."""
         return [(peer, message) for peer, message in self.posted if type(message) is kind]
 
-    def _do(self, step: Step) -> Any:
+    def do(self, step: Step) -> Any:
         match step:
             case Ask():
                 return self._ask(step)
@@ -484,8 +497,9 @@ class World:
             case Checksum(runs, pages):
                 self.now += self.checksum_s
                 return checksums_of(runs, pages)
-            case _:  # Renew: the view is of now.
-                return self.cluster
+            case _:  # Renew
+                self.renewed += 1
+                return self.cluster if self.cluster_of_now is None else self.cluster_of_now
 
     def _send(self, peer: int, message: Message) -> int:
         node = self.nodes[peer]
