@@ -1,8 +1,7 @@
-"""Questions over real connections: matched, repeated where that is safe, bounded always."""
+"""Questions over real connections. Their rules are those of test_conversation.py."""
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -16,17 +15,12 @@ import pytest
 from peercache.net.breaker import STALL_S
 from peercache.net.requests import DESCRIPTORS, OF_ONE_MAX
 from peercache.net.sockets import reached
-from peercache.wire.codec import encode
-from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.pool import Touched
-from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
+from peercache.wire.messages.session import Hello, Refused, Welcome
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, at_best, paced, wait_until
 from tests.unit.net.peers import Asking, Peer, files_open, hello, located, member, threads_running
-
-NNG_SENDS_S = 0.02
-"""How long nng is given to send a message, before it has the next one."""
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -67,29 +61,6 @@ def test_all_peers_are_asked_at_once(tmp_path: Path) -> None:
     assert [type(answer) for answer in answers] == [Located] * 3
     for peer in peers.values():
         peer.end()
-
-
-def test_questions_sent_before_are_collected_later(peer: Peer) -> None:
-    """Over one connection: what has come meanwhile is there without a wait."""
-
-    def one_by_one(message: Message) -> Message | None:
-        # Of more than two messages at once for one connection, nng drops one where its threads wait
-        # for a processor. A path asks again for what it does not hear.
-        threading.Event().wait(NNG_SENDS_S)
-        return located(message)
-
-    peer.answer = one_by_one
-    with Asking({7: peer.url}) as client:
-        talk = client.asker.talk()
-        numbers = [talk.send(7, Lookup(0, bytes(16))) for _ in range(3)]
-        wait_until(lambda: len(peer.of(Lookup)) == 3)
-        until = time.monotonic() + TIMEOUT_S
-        answers = [talk.collect(number, until) for number in reversed(numbers)]
-        talk.end()
-        assert isinstance(client.ask(7)[0], Located)
-
-    assert [answer.request for answer in answers if isinstance(answer, Located)] == numbers[::-1]
-    assert len(peer.of(Hello)) == 1
 
 
 def test_connections_of_a_call_serve_the_next_one(tmp_path: Path) -> None:
@@ -146,26 +117,6 @@ def test_silence_lasts_until_the_deadline_and_opens_the_breaker(local: Peer) -> 
     assert client.breakers.is_open(7)
 
 
-def test_the_late_answer_to_an_abandoned_question_is_skipped(local: Peer) -> None:
-    """The connection is used again: what comes on it may belong to the question before."""
-    local.answer = lambda _: None
-    with Asking({7: local.url}) as client:
-        client.ask(7, timeout_s=2.0)
-        wait_until(lambda: len(local.of(Lookup)) == 1)
-        first = local.of(Lookup)[0].request
-        local.answer = lambda message: Located(
-            first if len(local.of(Lookup)) == 1 else message.request,  # type: ignore[union-attr]
-            bytes(56) if len(local.of(Lookup)) == 1 else b"",
-        )
-
-        assert client.ask(7, timeout_s=2.0) == [None]
-        answer = client.ask(7)[0]
-
-    assert isinstance(answer, Located)
-    assert answer.records == b""
-    assert len(local.of(Hello)) == 1
-
-
 def test_a_restarted_peer_is_asked_again_on_a_fresh_connection(tmp_path: Path) -> None:
     """The pooled connection broke between two calls: one retry, no miss."""
     for kind in ("ipc", "tcp"):
@@ -176,82 +127,6 @@ def test_a_restarted_peer_is_asked_again_on_a_fresh_connection(tmp_path: Path) -
             with Peer(kind, tmp_path, url=first.url) as second:
                 assert isinstance(client.ask(7)[0], Located), kind
                 assert len(second.of(Hello)) >= 1
-
-
-def test_a_connection_that_breaks_under_a_question_is_replaced_once(local: Peer) -> None:
-    """A pooled one may have been stale; if the fresh one breaks too, the peer has failed."""
-    with Asking({7: local.url}) as client:
-        client.ask(7)
-        pipe = local.heard[0][0]
-
-        def hang_up(message: Message) -> Message | None:
-            local.listener.disconnect(local.heard[-1][0] if local.heard[-1][0] != pipe else pipe)
-            return None
-
-        local.answer = hang_up
-        began = time.monotonic()
-        answers = client.ask(7)
-        took_s = time.monotonic() - began
-
-    assert answers == [None]
-    assert took_s < PROMPT_S, "it waited for an answer that could not come"
-    assert client.breakers.is_open(7)
-    assert len(local.of(Hello)) == 2
-
-
-def test_a_stranger_introduces_itself_again(local: Peer) -> None:
-    """HelloRequired on a pooled connection: once more, on a fresh one, which greets."""
-    with Asking({7: local.url}) as client:
-        client.ask(7)
-        seen = len(local.of(Lookup))
-
-        def answer(message: Message) -> Message | None:
-            return HelloRequired(7) if len(local.of(Lookup)) == seen else located(message)
-
-        local.answer = answer
-
-        assert isinstance(client.ask(7)[0], Located)
-        assert len(local.of(Hello)) == 2
-
-
-def test_a_peer_that_never_knows_us_has_failed(local: Peer) -> None:
-    """On a connection that has just greeted, HelloRequired means that another node lives there."""
-    local.answer = lambda _: HelloRequired(8)
-    with Asking({7: local.url}) as client:
-        began = time.monotonic()
-        assert client.ask(7) == [None]
-        took_s = time.monotonic() - began
-
-    assert_within(took_s, PROMPT_S)
-    assert client.breakers.is_open(7)
-
-
-def test_a_refusal_is_an_answer_and_ends_the_connection(local: Peer) -> None:
-    """It comes at once, people are told, and nothing opens: the peer is well."""
-    local.answer = lambda message: Refused(getattr(message, "request", 0), "role", "no")
-    with Asking({7: local.url}) as client:
-        answer = client.ask(7)[0]
-        client.ask(7)
-
-    assert isinstance(answer, Refused)
-    assert [(peer, refusal.reason) for peer, refusal in client.refusals] == [  # type: ignore[union-attr]
-        (7, "role"), (7, "role"),
-    ]  # fmt: skip
-    assert len(local.of(Hello)) == 2
-    assert not client.breakers.is_open(7)
-
-
-def test_a_refusal_of_what_was_posted_is_not_the_answer_to_a_question(local: Peer) -> None:
-    """It waits on the pooled connection; the question goes over another one."""
-    local.answer = lambda message: (
-        Refused(0, "role", "no") if isinstance(message, Touched) else located(message)
-    )
-    with Asking({7: local.url}) as client:
-        client.ask(7)
-        client.asker.post([(7, Touched(b""))])
-        wait_until(lambda: len(local.of(Touched)) == 1)
-
-        assert isinstance(client.ask(7)[0], Located)
 
 
 def test_another_cluster_is_a_refusal(tmp_path: Path) -> None:
@@ -283,90 +158,6 @@ def test_garbage_is_skipped_and_told(local: Peer, garbage: bytes) -> None:
         assert isinstance(client.ask(7)[0], Located)
 
     assert [refusal.reason for _, refusal in client.refusals] == ["protocol"]  # type: ignore[union-attr]
-
-
-class Babbler:
-    """A connection on which messages arrive faster than a reader can take them."""
-
-    def __init__(self, raw: bytes) -> None:
-        self.raw = raw
-        self.fd, self._other = os.pipe()
-        os.write(self._other, b"readable for ever")
-        self.taken = 0
-        self.is_broken = self.is_fresh = self.is_probed = False
-
-    def send(self, _raw: bytes) -> bool:
-        return True
-
-    def receive(self) -> bytes:
-        self.taken += 1
-        assert self.taken < 1_000_000, "it would have gone on for ever"
-        return self.raw
-
-    def is_refused(self, _timeout_s: float) -> bool:
-        return False
-
-    def close(self) -> None:
-        os.close(self.fd)
-        os.close(self._other)
-
-
-def test_a_flood_does_not_outlast_the_deadline() -> None:
-    """A peer that never stops talking is left at the deadline all the same."""
-    babbler = Babbler(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
-    with Asking({7: "ipc:///nowhere"}) as client:
-        client.asker.connections.give_back(7, babbler)  # type: ignore[arg-type]
-        began = time.monotonic()
-        assert client.ask(7, timeout_s=0.2) == [None]
-        took_s = time.monotonic() - began
-
-    assert babbler.taken > 1
-    assert_within(took_s, PROMPT_S)
-
-
-def test_the_clock_is_looked_at_before_each_message() -> None:
-    """Messages of 5 ms each: a whole burst of them would make 0.1 s into 0.4 s."""
-    now = 0.0
-
-    class Dear(Babbler):
-        def receive(self) -> bytes:
-            nonlocal now
-            now += 0.005
-            return super().receive()
-
-    dear = Dear(encode(Envelope(7, 77, Located(10**9, b"")), cluster="test"))
-    with Asking({7: "ipc:///nowhere"}, clock=lambda: now) as client:
-        client.asker.connections.give_back(7, dear)  # type: ignore[arg-type]
-        answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 0.1)
-
-    assert answers == [None]
-    assert 0.1 <= now < 0.15
-
-
-def test_a_thread_that_was_late_itself_looks_before_it_blames(tmp_path: Path) -> None:
-    """The engine kept us from running: the answer lies there, and the peer is well."""
-
-    def story(pace_s: float) -> tuple[list[Message | None], bool]:
-        calls = 0
-
-        def clock() -> float:
-            nonlocal calls
-            calls += 1
-            if calls < 3:
-                return 0.0
-            # The thread gets no turn until long after the deadline; meanwhile the answer comes.
-            wait_until(lambda: len(local.of(Lookup)) == 1)
-            time.sleep(pace_s)
-            return 100.0
-
-        with Peer("ipc", tmp_path) as local, Asking({7: local.url}, clock=clock) as client:
-            answers = client.asker.ask([(7, Lookup(0, bytes(16)))], 1.0)
-            return answers, client.breakers.is_open(7)
-
-    answers, is_blamed = paced(story, lambda told: None not in told[0])
-
-    assert [type(answer) for answer in answers] == [Located]
-    assert not is_blamed
 
 
 def test_many_threads_share_an_asker(tmp_path: Path) -> None:
@@ -465,19 +256,6 @@ def test_hosts_that_drop_connections_do_not_add_up(full_port: str) -> None:
 
     assert at_best(ask, below=0.4) < 0.4
     assert at_best(post, below=0.2) < 0.2
-
-
-def test_who_was_not_asked_for_lack_of_time_is_not_blamed(full_port: str, local: Peer) -> None:
-    """Others used the time up."""
-    with Asking({1: full_port, 7: local.url}) as client:
-        began = time.monotonic()
-        answers = client.asker.ask([(1, Lookup(0, b"")), (7, Lookup(0, b""))], began - 1.0)
-        kept = list(client.asker.connections._idle)
-
-    assert answers == [None, None]
-    assert client.breakers.opened_count == 0
-    # Not even a connection was begun.
-    assert kept == []
 
 
 def test_a_connection_takes_as_many_open_files_as_the_bound_counts(local: Peer) -> None:
@@ -583,4 +361,3 @@ def test_two_hundred_askers_leave_nothing_behind(local: Peer) -> None:
     wait_until(lambda: local.listener.pipe_count() == 0)
     wait_until(lambda: files_open() <= before[0])
     assert threads_running() <= before[1]
-    wait_until(lambda: not local.listener._socket._pipes)

@@ -46,6 +46,7 @@ class Kept:
     def __init__(self, most: int = 100) -> None:
         self.now = 100.0
         self.closed: list[str] = []
+        self.lines: dict[str, Line] = {}
         self.connections: Connections[Any] = Connections(
             identity=1, cluster="test", breakers=Breakers(), clock=lambda: self.now,
             hello_for=unused, url_of=lambda _: None, connect=unused, on_refused=unused,
@@ -56,7 +57,8 @@ class Kept:
         """Give a connection back after some time; return those that are closed for it."""
         self.now += passed_s
         self.closed.clear()
-        self.connections.give_back(peer, Line(name, self.closed))
+        self.lines[name] = Line(name, self.closed)
+        self.connections.give_back(peer, self.lines[name])
         return list(self.closed)
 
     def take(self, peer: int) -> str:
@@ -86,7 +88,7 @@ def test_a_broken_one_is_closed_and_the_next_one_taken() -> None:
     kept = Kept()
     kept.keep(7, "works")
     kept.keep(7, "breaks")
-    kept.connections._idle[7][-1][0].is_broken = True
+    kept.lines["breaks"].is_broken = True
 
     assert kept.take(7) == "works"
     assert kept.closed == ["breaks"]

@@ -23,6 +23,7 @@ from peercache.observability import reasons
 from tests.certificates import Certificates
 from tests.descriptors import no_descriptors
 from tests.pace import TIMEOUT_S, wait_until
+from tests.unit.net.peers import files_open
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
 """The head of a record that is never whole."""
@@ -68,6 +69,14 @@ def context_of(certificates: Certificates, name: str = "") -> ssl.SSLContext:
 def connect(listener: Listener) -> socket.socket:
     """Connect as a stranger."""
     return socket.create_connection(("127.0.0.1", *listener.tcp_ports()), TIMEOUT_S)
+
+
+def strangers(listener: Listener, count: int) -> list[socket.socket]:
+    """Connect as so many strangers, and return when the listener has taken them."""
+    before = files_open()
+    connections = [connect(listener) for _ in range(count)]
+    wait_until(lambda: files_open() == before + 2 * count, "both ends of each are open")
+    return connections
 
 
 def shake_hands(listener: Listener, context: ssl.SSLContext) -> bytes:
@@ -137,11 +146,10 @@ def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
     """Nng waits for ever for a peer that has begun a handshake, or has said nothing at all."""
     halves = HalfHandshakes(listener.tcp_ports)
     with connected(listener, certificates) as heard:
-        silent = [connect(listener) for _ in range(6)]
+        silent = strangers(listener, 6)
         for each in silent[::2]:
             each.sendall(HALF)
         elsewhere = socket.socketpair()
-        wait_until(lambda: len(halves._halves(set(listener.remotes()))) == len(silent))
         assert halves.end_silent(listener.remotes(), most=100) == []
         monkeypatch.setattr(module, "SILENCE_S", 0.0)
 
@@ -166,11 +174,10 @@ def test_of_too_many_half_handshakes_the_longest_silent_end(
 ) -> None:
     """A flood costs so many descriptors, and a peer that comes then is let in."""
     halves = HalfHandshakes(listener.tcp_ports)
-    early = [connect(listener) for _ in range(3)]
-    wait_until(lambda: len(halves._halves(set())) == 3)
-    wait_until(lambda: min(half.silent_s for half in halves._halves(set())) >= 0.05)
-    late = [connect(listener) for _ in range(2)]
-    wait_until(lambda: len(halves._halves(set())) == 5)
+    early = strangers(listener, 3)
+    # The kernel tells of a silence in milliseconds.
+    time.sleep(0.05)
+    late = strangers(listener, 2)
 
     assert halves.end_silent([], most=2) == ["127.0.0.1"] * 3
 
@@ -190,8 +197,7 @@ def test_half_handshakes_are_ended_without_a_free_descriptor(
 ) -> None:
     """They may have taken the last one, and go on to hold it."""
     with HalfHandshakes(listener.tcp_ports) as halves:
-        silent = [connect(listener) for _ in range(6)]
-        wait_until(lambda: len(halves._halves(set())) == len(silent))
+        silent = strangers(listener, 6)
         with no_descriptors():
             ended = halves.end_silent([], most=0)
             assert all(closed(each) for each in silent)

@@ -82,17 +82,6 @@ async def test_a_connection_begins_with_a_hello(url: str) -> None:
     listener.close()
 
 
-async def test_works_over_tcp_as_well() -> None:
-    """Nodes talk over tcp."""
-    listener = Listener(on_removed=lambda _: None)
-    port = listener.listen_tcp("listen", "127.0.0.1", 0)
-    async with linked(f"tcp://127.0.0.1:{port}") as ends:
-        ends.link.send(b"a")
-        assert [raw for _, raw in await take(listener, 2)] == [HELLO, b"a"]
-        assert ends.dropped == []
-    listener.close()
-
-
 async def test_a_new_connection_begins_with_a_hello_again(url: str) -> None:
     """The other end has forgotten the pipe that it had greeted us on."""
     listener = listening(url)
