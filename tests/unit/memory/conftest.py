@@ -11,6 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.tmpfs import mounted_tmpfs
+from tests.unit.memory.watched import (
+    WatchedReader,
+    WatchedWriter,
+    compiled_reader,
+    compiled_writer,
+    put_in_place,
+)
+
 OWNER = Path(__file__).with_name("owner_process.py")
 
 
@@ -77,26 +86,33 @@ def start_owner(shm_dir: Path) -> Iterator[Callable[..., Owner]]:
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """Mount a tmpfs of 4 MiB, where we may."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],
-        check=False,
-        capture_output=True,
-    )
-    if mounted.returncode != 0:
-        pytest.skip("may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "small", "4m") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def reader_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the reader of directory tables with a look before each load."""
+    return compiled_reader(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture(scope="session")
+def writer_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the writer of directory tables with a look after each store."""
+    return compiled_writer(tmp_path_factory.mktemp("writer"))
 
 
 @pytest.fixture
-def small_shm(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 4 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def watched_reader(reader_library: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedReader:
+    """Give the reader that every TableReader uses."""
+    made = WatchedReader(reader_library)
+    put_in_place(made, monkeypatch)
+    return made
+
+
+@pytest.fixture
+def watched_writer(writer_library: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedWriter:
+    """Give the writer that every DirectoryTable uses."""
+    made = WatchedWriter(writer_library)
+    put_in_place(made, monkeypatch)
+    return made

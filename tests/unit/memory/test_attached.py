@@ -93,9 +93,7 @@ def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
     assert copied == 1
     assert (owner.pages[GRANULE : 2 * GRANULE] == 3).all()
     assert (owner.pages[:GRANULE] == 0).all()
-    assert not segment._seals.flags.writeable
-    words_address = int(segment._seals.__array_interface__["data"][0])
-    to_words = words_address - segment.pages_address
+    to_words = owner.layout.seals_offset - owner.layout.pages_offset
     assert copy(segment, host[:8], to_slots=True, offset=to_words) == 0
     assert owner.words[0] == 0
     segment.close(1.0)
@@ -278,8 +276,10 @@ def test_close_waits_for_the_last_use_in_another_thread(shm_dir: Path) -> None:
         with segment.in_use():
             inside.set()
             # Close has begun as soon as uses are refused.
-            while not segment._closing:
-                os.sched_yield()
+            with suppress(PeerUnreachable):
+                while True:
+                    with segment.in_use():
+                        os.sched_yield()
             order.append(("used", is_mapped(segment.pages_address)))
 
     user = threading.Thread(target=use)
@@ -388,7 +388,10 @@ def test_seals_that_went_while_they_were_loaded_are_unread(shm_dir: Path) -> Non
     """The kernel copies those that are still there: one that is missing makes all of them so."""
     owner = publish(shm_dir, granules=1500)
     owner.store_words(np.arange(1500), np.full(1500, 2, np.uint64))
-    mapping = mmap.mmap(owner._file, owner.layout.pages_offset, mmap.MAP_SHARED, mmap.PROT_READ)
+    with owner.path.open("rb") as file:
+        mapping = mmap.mmap(
+            file.fileno(), owner.layout.pages_offset, mmap.MAP_SHARED, mmap.PROT_READ
+        )
     seals = np.frombuffer(mapping, SEAL, 1500, owner.layout.seals_offset)
     table = SealTable(seals, granule=GRANULE, by_kernel=True)
     offsets = np.array([0, 1499 * GRANULE], np.uint64)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from peercache.memory.layout import is_node_file, segment_name, table_name
 from peercache.memory.published import PublishedSegment, TableFile, remove_leftovers
 from peercache.memory.table_reading import AttachedTable
 from peercache.model.ids import Incarnation
+from tests.children import fork, in_child
 from tests.pace import wait_until
 from tests.system.nodes import free_port, script
 
@@ -65,17 +66,6 @@ def held(pid: int) -> list[str]:
     return [name for name in names if is_node_file(name)]
 
 
-def in_child(act: Callable[[], bool]) -> int:
-    """Return the exit status of a child that does this: 0 where it returned True."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if act() else 1)
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_child_that_lives_on_holds_no_file_of_its_parents_node(tmp_path: Path) -> None:
     """Neither open nor mapped; the parent has all of it as before."""
     opened = Opened(tmp_path)
@@ -86,10 +76,7 @@ def test_a_child_that_lives_on_holds_no_file_of_its_parents_node(tmp_path: Path)
         return sorted(name for name in held(os.getpid()) if name in own)
 
     before = held_here()
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-        os._exit(0)
+    child = fork(signal.pause)
     try:
         wait_until(lambda: held(child) == [])
         assert held_here() == before
@@ -97,7 +84,7 @@ def test_a_child_that_lives_on_holds_no_file_of_its_parents_node(tmp_path: Path)
         assert bytes(opened.segment.pages[:4]) == b"page"
         opened.segment.pages[:4] = np.frombuffer(b"next", np.uint8)
         with opened.attached.in_use():
-            assert bytes(opened.attached._pages[:4]) == b"next"
+            assert ctypes.string_at(opened.attached.pages_address, 4) == b"next"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

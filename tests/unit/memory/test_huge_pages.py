@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import subprocess
@@ -28,6 +29,7 @@ from peercache.memory.layout import (
 from peercache.memory.published import remove_leftovers
 from peercache.model.ids import Incarnation
 from peercache.node.memory import publish
+from tests.children import in_child
 
 MOUNTS = """\
 tmpfs /dev/shm tmpfs rw,size=24G 0 0
@@ -74,7 +76,7 @@ def test_segment_is_laid_out_as_its_header_says(tmp_path: Path) -> None:
     segment = AttachedSegment.open(path, incarnation=NODE, writable=False)
 
     with segment.in_use():
-        assert bytes(segment._pages[:5]) == b"first"
+        assert ctypes.string_at(segment.pages_address, 5) == b"first"
     assert segment.close(1.0)
 
 
@@ -181,10 +183,10 @@ def test_pool_in_huge_pages_is_attached_read_and_written_by_path(hugetlbfs: Path
     reader = AttachedSegment.open(segment.path, incarnation=NODE, writable=False)
     writer = AttachedSegment.open(segment.path, incarnation=NODE, writable=True)
 
-    writer._pages[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 5] = np.frombuffer(b"bytes", np.uint8)
+    ctypes.memmove(writer.pages_address + HUGE_PAGE_BYTES, b"bytes", 5)
     with reader.in_use():
         words = reader.words(np.array([3 * 16384, 0], np.uint64))
-        read = bytes(reader._pages[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 5])
+        read = ctypes.string_at(reader.pages_address + HUGE_PAGE_BYTES, 5)
 
     assert segment.path.parent == hugetlbfs
     assert words.tolist() == [42, 0]
@@ -223,11 +225,7 @@ def test_pool_larger_than_the_free_huge_pages_is_refused_at_the_start(hugetlbfs:
 
 def test_huge_pages_of_a_dead_node_are_free_again(hugetlbfs: Path) -> None:
     """A killed node leaves its file, and with it the pages that its successor needs."""
-    child = os.fork()
-    if not child:
-        publish(config_for(hugetlbfs, 8), NODE).populate(8 * HUGE_PAGE_BYTES)
-        os._exit(9)
-    os.waitpid(child, 0)
+    in_child(lambda: publish(config_for(hugetlbfs, 8), NODE).populate(8 * HUGE_PAGE_BYTES))
     left = [path.name for path in hugetlbfs.iterdir()]
 
     segment = publish(config_for(hugetlbfs, 8), Incarnation(0xAC))

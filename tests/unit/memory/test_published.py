@@ -1,24 +1,40 @@
-"""The owner's side of a segment: a full file system, exported views, and whose the file is."""
+"""The owner's side of a segment: its layout, a full file system, and what is left of the dead."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import stat
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from peercache.errors import AddressTaken, PoolTooLarge
+from peercache.errors import AddressTaken, PoolTooLarge, Rejected
 from peercache.memory import kernel
 from peercache.memory.attached import AttachedSegment
-from peercache.memory.layout import Layout, boot_id, parse_header, segment_name
-from peercache.memory.published import POPULATE_CHUNK_BYTES, PublishedSegment
+from peercache.memory.layout import (
+    HEADER_BYTES,
+    Header,
+    Layout,
+    boot_id,
+    is_node_file,
+    pack_header,
+    parse_header,
+    segment_name,
+)
+from peercache.memory.published import POPULATE_CHUNK_BYTES, PublishedSegment, remove_leftovers
 from peercache.model.ids import Incarnation
 from peercache.model.seal import SEAL
+from peercache.trust.sharing import Sharing
+from tests.children import in_child
 
 GRANULE = 16384
 NODE = Incarnation(0x1234_5678_9ABC_DEF0)
@@ -183,22 +199,10 @@ def test_close_unlinks_and_leaves_exported_views_alive(shm_dir: Path) -> None:
     assert segment.pages.size == segment.words.size == 0
 
 
-def test_populate_after_close_touches_nothing(shm_dir: Path) -> None:
-    """A worker thread that comes late finds the segment closed and returns."""
-    segment = publish(shm_dir)
-    segment.close()
-
-    assert segment.populate(8 * GRANULE) == 0
-
-
 def test_forked_child_that_closes_leaves_the_file(shm_dir: Path) -> None:
     """The file belongs to the process that made it; a child's exit must not take it away."""
     segment = publish(shm_dir)
-    child = os.fork()
-    if child == 0:
-        segment.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert in_child(segment.close) == 0
 
     assert segment.path.exists()
     segment.close()
@@ -221,3 +225,220 @@ def test_words_are_never_torn_for_another_process(start_owner: Callable[..., Any
     assert len(seen) >= 5
     assert all(word >> 32 == word & 0xFFFF_FFFF for word in seen)
     segment.close(1.0)
+
+
+HEADER = Header(Incarnation(0xABCDEF), 16384, 64 * 16384, "0" * 36)
+
+
+@given(st.integers(0, 12), st.integers(1, 5000), st.integers(0, 4095))
+def test_layout_gives_each_granule_its_seal_and_overlaps_nothing(
+    shift: int, granules: int, rest: int
+) -> None:
+    """Header, seals and pages follow each other, pages aligned, for every size."""
+    granule = 4096 << shift
+
+    layout = Layout.of(granules * granule + rest, granule)
+
+    assert layout.page_bytes == granules * granule
+    assert layout.seals_count == granules
+    assert layout.seals_offset >= HEADER_BYTES
+    assert layout.pages_offset >= layout.seals_offset + 32 * granules
+    assert layout.total_bytes == layout.pages_offset + layout.page_bytes
+    assert layout.pages_offset % (2 * 2**20 if layout.page_bytes >= 2 * 2**20 else 4096) == 0
+    assert layout.seals_offset % 32 == 0
+
+
+def test_every_truncation_of_a_header_is_rejected() -> None:
+    """A file that ends within its header is no segment."""
+    raw = pack_header(HEADER)
+
+    for size in range(len(raw)):
+        with pytest.raises(Rejected):
+            parse_header(raw[:size])
+
+
+@pytest.mark.parametrize(
+    ("offset", "replacement", "reason"),
+    [
+        (0, b"PEERCACH", "not a published segment"),
+        (8, struct.pack("<I", 1), "layout version 1"),
+        (16, struct.pack("<Q", 0), "incarnation 0"),
+        (24, struct.pack("<Q", 0), "granule of 0"),
+        (24, struct.pack("<Q", 2048), "granule of 2048"),
+        (24, struct.pack("<Q", 16385), "granule of 16385"),
+        (32, struct.pack("<Q", 0), "page memory of 0"),
+        (32, struct.pack("<Q", 16384 + 1), "page memory of 16385"),
+        (32, struct.pack("<Q", 2**63), "page memory of 9223372036854775808"),
+        (40, b"\xff", "boot id"),
+    ],
+)
+def test_header_with_a_wrong_field_is_rejected_with_its_reason(
+    offset: int, replacement: bytes, reason: str
+) -> None:
+    """Each field that cannot be is named."""
+    raw = bytearray(pack_header(HEADER))
+    raw[offset : offset + len(replacement)] = replacement
+
+    with pytest.raises(Rejected, match=reason):
+        parse_header(bytes(raw))
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_garbage_is_rejected_and_never_crashes(garbage: bytes, begins_well: bool) -> None:
+    """Arbitrary bytes raise Rejected, or are a header that could have been packed."""
+    raw = pack_header(HEADER)[:12] + garbage if begins_well else garbage
+
+    try:
+        header = parse_header(raw)
+    except Rejected:
+        return
+
+    assert parse_header(pack_header(header)) == header
+
+
+def test_boot_id_fits_a_header() -> None:
+    """The boot id of this host comes back from a header as it went in."""
+    header = Header(Incarnation(1), 4096, 4096, boot_id())
+
+    assert 0 < len(boot_id()) <= 36
+    assert parse_header(pack_header(header)) == header
+    assert parse_header(pack_header(header).ljust(HEADER_BYTES, b"\0")) == header
+
+
+def test_only_segment_names_are_segment_names() -> None:
+    """Other files of the folder are never taken for ours."""
+    assert segment_name(0xABC) == "peercache-0000000000000abc"
+    assert is_node_file(segment_name(2**64 - 1))
+    for name in ("peercache-", "peercache-xyz", segment_name(1) + "~", "a" + segment_name(1),
+                 segment_name(1) + "\n", segment_name(10).upper()):  # fmt: skip
+        assert not is_node_file(name)
+
+
+def test_segment_of_a_killed_process_is_removed_and_of_a_live_one_stays(
+    shm_dir: Path, start_owner: Callable[..., Any]
+) -> None:
+    """SIGKILL gives the file free; a process that lives keeps its own, this one's included."""
+    dead, alive, mine = start_owner(1), start_owner(2), publish(shm_dir)
+    before = remove_leftovers(shm_dir)
+    dead.kill()
+
+    removed = remove_leftovers(shm_dir)
+
+    assert before == []
+    assert removed == [segment_name(1)]
+    assert sorted(shm_dir.iterdir()) == sorted([alive.path, mine.path])
+    assert remove_leftovers(shm_dir) == []
+    mine.close()
+
+
+def test_what_is_no_segment_file_stays(shm_dir: Path) -> None:
+    """Other names, folders, pipes and links are left alone, and none of them blocks."""
+    (shm_dir / "peercache-notes").write_text("mine")
+    (shm_dir / segment_name(1)).mkdir()
+    os.mkfifo(shm_dir / segment_name(2))
+    (shm_dir / segment_name(3)).symlink_to(shm_dir / "peercache-notes")
+    before = sorted(shm_dir.iterdir())
+
+    removed = remove_leftovers(shm_dir)
+
+    assert removed == []
+    assert sorted(shm_dir.iterdir()) == before
+
+
+def test_folder_that_is_not_there_has_no_leftovers(tmp_path: Path) -> None:
+    """A wrong folder is told elsewhere; here it is only empty."""
+    assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+def test_file_being_created_survives_a_removal_before_its_lock(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 the file is made · 2 another start removes it · 3 its lock is taken: made again."""
+    real, events = fcntl.flock, []
+
+    def flock(file: int, operation: int) -> None:
+        if not events:
+            events.append("removed")
+            events.extend(remove_leftovers(shm_dir))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    segment = publish(shm_dir)
+
+    assert events == ["removed", segment_name(NODE)]
+    assert remove_leftovers(shm_dir) == []
+    assert segment.path.exists()
+    segment.close()
+
+
+def test_removal_that_comes_late_does_not_remove_the_successor(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 a remover opens a dead file · 2 it goes, a new one has its name · 3 the remover locks."""
+    (shm_dir / segment_name(NODE)).write_bytes(b"of a dead process")
+    real, made = fcntl.flock, []
+
+    def flock(file: int, operation: int) -> None:
+        if not made:
+            made.append("soon")
+            (shm_dir / segment_name(NODE)).unlink()
+            made.append(publish(shm_dir))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    removed = remove_leftovers(shm_dir)
+
+    segment = made[1]
+    assert isinstance(segment, PublishedSegment)
+    assert removed == []
+    assert segment.path.exists()
+    segment.close()
+
+
+def test_no_created_segment_is_lost_while_others_remove_leftovers(shm_dir: Path) -> None:
+    """Two processes remove leftovers without pause while this one creates segments."""
+    script = (
+        "import sys\n"
+        "from peercache.memory.published import remove_leftovers\n"
+        "print('ready', flush=True)\n"
+        "while True: remove_leftovers(sys.argv[1])\n"
+    )
+    removers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(shm_dir)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for remover in removers:
+        assert remover.stdout is not None
+        remover.stdout.readline()
+
+    lost = []
+    for number in range(1, 301):
+        segment = publish(shm_dir, node=Incarnation(number))
+        if not segment.path.exists():
+            lost.append(number)
+        segment.close()
+
+    alive = [remover.poll() is None for remover in removers]
+    for remover in removers:
+        remover.kill()
+        remover.wait()
+        assert remover.stdout is not None
+        remover.stdout.close()
+    assert alive == [True, True]
+    assert lost == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
+def test_the_leftover_of_another_uid_stays(shm_dir: Path, start_owner: Callable[..., Any]) -> None:
+    """Only files of uids that share the host are this node's to remove."""
+    dead = start_owner(1)
+    dead.kill()
+    os.chown(dead.path, 65_534, -1)
+
+    assert remove_leftovers(shm_dir) == []
+    assert dead.path.exists()
+    assert remove_leftovers(shm_dir, Sharing.of(share_uids=("65534",))) == [segment_name(1)]

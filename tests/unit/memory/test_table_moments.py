@@ -1,4 +1,4 @@
-"""A batch of a table's reader, and what its owner does at each moment of it: before every load."""
+"""A table's reader and its owner at each moment: before every load, and after every store."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import attrs
 import pytest
 
 from peercache.actors.directory.table import DirectoryTable
+from peercache.memory.layout import table_name
 from peercache.memory.published import TableFile
 from peercache.memory.table_reading import TORN, AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
-from peercache.model.records import RECORD_BYTES
+from peercache.model.records import RECORD_BYTES, Records
 from sims.tables import header_of, make_index_again
 from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
 from tests.unit.memory.table_fuzzer import data_of
-from tests.unit.memory.watched_reader import WatchedReader, compiled, put_in_place
+from tests.unit.memory.watched import WatchedReader, WatchedWriter
 
 NODE = Incarnation(0x3040)
 A, B, NEXT = 11, 12, 99
 RING, NOW_S = 77, 1000.0
 ROW_BYTES = 64
 STATE_BITS, WRITING = 3 << 16, 2 << 16
-MANY = range(100, 200)
+MANY = list(range(100, 300))
 """Pages that have slots all over a small index."""
+ASKED = [*range(1, 8), *MANY[::7]]
 
 
 @attrs.define
@@ -42,26 +44,27 @@ class Shelf:
     def look(self, *names: int) -> Looked:
         return self.reader.look(b"".join(map(key_of, names)), RING, NOW_S, 0)
 
+    def told(self) -> tuple[frozenset[bytes], bool]:
+        """Return what a reader finds, and whether what it does not find is absent."""
+        looked = self.look(*ASKED)
+        records = split(looked.records)
+        assert len(set(records)) == len(records), "a record was told twice"
+        return frozenset(records), looked.is_final
+
     def row(self, number: int) -> Any:
         """Return the words of a row, to be changed in place."""
         at = self.table.place[0] + header_of(self.table).rows_at + number * ROW_BYTES
         return (ctypes.c_uint64 * 8).from_address(at)
 
+    def put(self, entry: int, records: Records) -> None:
+        assert self.table.put(entry, records.tobytes()).refused == 0
+
+    def drop(self, names: list[int], generation: int) -> None:
+        self.table.drop(0, drops_of(names, [generation] * len(names)).tobytes())
+
     def close(self) -> None:
         self.reader.close()
         self.file.close()
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("watched"))
-
-
-@pytest.fixture
-def watched(library: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedReader:
-    made = WatchedReader(library)
-    put_in_place(made, monkeypatch)
-    return made
 
 
 @pytest.fixture(params=[False, True], ids=["mapped", "by pread"])
@@ -74,14 +77,72 @@ def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
         )  # fmt: skip
         for entry, holder in enumerate((A, B)):
             assert table.begin(holder, is_served=True) == entry
-        table.put(0, told_apart(A, [1, 2, 3, 4, 5], [10] * 5).tobytes())
-        table.put(1, told_apart(B, [1], [20]).tobytes())
+        descriptor = os.open(file.path, os.O_RDONLY)
+        shelf = Shelf(file, table, AttachedTable(descriptor, NODE, by_kernel=request.param))
+        shelf.put(0, told_apart(A, [1, 2, 3, 4, 5], [10] * 5))
+        shelf.put(1, told_apart(B, [1], [20]))
         table.grant(RING.to_bytes(8, "little"))
         table.tick(NOW_S)
-        descriptor = os.open(file.path, os.O_RDONLY)
-        return Shelf(file, table, AttachedTable(descriptor, NODE, by_kernel=request.param))
+        return shelf
 
     return made
+
+
+def told_newer(shelf: Shelf) -> None:
+    shelf.put(0, told_apart(A, [1, 3], [14, 16]))
+
+
+def stored(shelf: Shelf) -> None:
+    shelf.put(0, told_apart(A, [6, 7], [14, 16]))
+
+
+def removed(shelf: Shelf) -> None:
+    shelf.drop([2, 4], 10)
+
+
+def repaired(shelf: Shelf) -> None:
+    """An older record, a page less, one more: in all buckets at once."""
+    records = told_apart(A, [1, 2, 3, 5, 6], [8, 10, 10, 10, 10])
+    shelf.table.replace(0, bytes(range(256)), records.tobytes())
+
+
+def row_given_to_another_page(shelf: Shelf) -> None:
+    shelf.drop([4], 10)
+    shelf.put(0, told_apart(A, [7], [16]))
+
+
+def index_made_again(shelf: Shelf) -> None:
+    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
+    epoch = shelf.table.figures().epoch
+    make_index_again(shelf.table)
+    assert shelf.table.figures().epoch >= epoch + 2
+
+
+def changed_while_the_index_moves(shelf: Shelf) -> None:
+    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
+    header = header_of(shelf.table)
+    header.moved, header.next_capacity = 0, 1024
+    epoch = header.epoch
+    while header.epoch == epoch:
+        assert shelf.table.tend(512)
+    assert shelf.table.tend(500)
+    assert 0 < header.moved < header.index[4 * (1 - header.current) + 1]
+    shelf.put(0, told_apart(A, MANY, [12] * len(MANY)))
+    shelf.drop(MANY[::2], 12)
+    while shelf.table.tend(4096):
+        pass
+
+
+def served_no_more(shelf: Shelf) -> None:
+    shelf.table.serve(0, is_served=False)
+
+
+def entry_given_to_another_holder(shelf: Shelf) -> None:
+    shelf.table.serve(0, is_served=False)
+    while shelf.table.sweep(0, 2) == 2:
+        pass
+    assert shelf.table.begin(NEXT, is_served=True) == 0
+    shelf.put(0, told_apart(NEXT, [1, 3], [30, 30]))
 
 
 def split(packed: bytes) -> list[bytes]:
@@ -89,7 +150,7 @@ def split(packed: bytes) -> list[bytes]:
 
 
 def at_each_moment(
-    watched: WatchedReader,
+    watched_reader: WatchedReader,
     make: Callable[[], Shelf],
     change: Callable[[Shelf], None],
     names: tuple[int, ...],
@@ -102,63 +163,43 @@ def at_each_moment(
         shelf = make()
         try:
             prepare(shelf)
-            with watched.at(moment, lambda at=shelf: change(at)):  # type: ignore[misc]
+            with watched_reader.at(moment, lambda at=shelf: change(at)):  # type: ignore[misc]
                 looked = shelf.look(*names)
-            loads = watched.loads
+            loads = watched_reader.loads
         finally:
             shelf.close()
         yield looked
     assert moment > 15, "a batch has fewer loads than its header needs"
 
 
-def told_newer(shelf: Shelf) -> None:
-    shelf.table.put(0, told_apart(A, [1], [14]).tobytes())
-
-
-def removed(shelf: Shelf) -> None:
-    shelf.table.drop(0, drops_of([1], [10]).tobytes())
-
-
-def row_given_to_another_page(shelf: Shelf) -> None:
-    removed(shelf)
-    shelf.table.put(0, told_apart(A, [77], [16]).tobytes())
-
-
-def index_made_again(shelf: Shelf) -> None:
-    make_index_again(shelf.table)
-
-
-def entry_given_to_another_holder(shelf: Shelf) -> None:
-    shelf.table.serve(0, is_served=False)
-    while shelf.table.sweep(0, 100) == 100:
-        pass
-    assert shelf.table.begin(NEXT, is_served=True) == 0
-    shelf.table.put(0, told_apart(NEXT, [1], [30]).tobytes())
-
-
 @pytest.mark.parametrize(
-    ("change", "later"),
+    ("change", "page", "later"),
     [
-        (told_newer, told_apart(A, [1], [14])),
-        (removed, None),
-        (row_given_to_another_page, None),
-        (index_made_again, told_apart(A, [1], [10])),
-        (entry_given_to_another_holder, told_apart(NEXT, [1], [30])),
+        (told_newer, 1, told_apart(A, [1], [14])),
+        (removed, 2, None),
+        (row_given_to_another_page, 4, None),
+        (lambda shelf: make_index_again(shelf.table), 1, told_apart(A, [1], [10])),
+        (entry_given_to_another_holder, 1, told_apart(NEXT, [1], [30])),
     ],
 )
 def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
-    watched: WatchedReader, make: Callable[[], Shelf], change: Callable[[Shelf], None], later: Any
+    watched_reader: WatchedReader,
+    make: Callable[[], Shelf],
+    change: Callable[[Shelf], None],
+    page: int,
+    later: Any,
 ) -> None:
     """Never a mixture of both; and what the change does not concern is found all the time."""
-    before, other = told_apart(A, [1], [10]).tobytes(), told_apart(B, [1], [20]).tobytes()
+    before, other = told_apart(A, [page], [10]).tobytes(), told_apart(B, [1], [20]).tobytes()
     after = None if later is None else later.tobytes()
     seen = set()
+    names = tuple(sorted({1, page, 5, 900}))
 
-    for looked in at_each_moment(watched, make, change, (1, 5, 900)):
+    for looked in at_each_moment(watched_reader, make, change, names):
         told = split(looked.records)
         assert other in told
         told.remove(other)
-        of_page = [record for record in told if record[:16] == key_of(1)]
+        of_page = [record for record in told if record[:16] == key_of(page)]
         assert len(of_page) <= 1
         seen.add(of_page[0] if of_page else None)
         assert looked.is_final
@@ -169,12 +210,12 @@ def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
 
 
 def test_what_moves_into_the_next_index_is_found(
-    watched: WatchedReader, make: Callable[[], Shelf]
+    watched_reader: WatchedReader, make: Callable[[], Shelf]
 ) -> None:
     """A slot is in the next index before the old one loses it: the old one is looked at first."""
 
     def begin_to_grow(shelf: Shelf) -> None:
-        shelf.table.put(0, told_apart(A, list(MANY), [10] * len(MANY)).tobytes())
+        shelf.table.put(0, told_apart(A, MANY[:100], [10] * 100).tobytes())
         header = header_of(shelf.table)
         header.moved, header.next_capacity = 0, 2 * header.index[4 * header.current + 1]
         epoch = header.epoch
@@ -188,13 +229,13 @@ def test_what_moves_into_the_next_index_is_found(
         assert old // 4 < header.moved < old
         assert header.epoch == epoch, "a new epoch would have it looked at again"
 
-    names = tuple(MANY)[::8]
-    for looked in at_each_moment(watched, make, go_on, names, begin_to_grow):
+    names = tuple(MANY[:100:8])
+    for looked in at_each_moment(watched_reader, make, go_on, names, begin_to_grow):
         assert looked.places.tolist() == list(range(len(names)))
 
 
 def test_a_row_that_is_written_during_a_look_is_looked_at_again(
-    watched: WatchedReader, make: Callable[[], Shelf]
+    watched_reader: WatchedReader, make: Callable[[], Shelf]
 ) -> None:
     """Its owner is between its first store and its last one for a while."""
     for began in range(1, 80):
@@ -210,7 +251,7 @@ def test_a_row_that_is_written_during_a_look_is_looked_at_again(
                 row[0] = (row[0] & ~STATE_BITS | 1 << 16) + (1 << 18)
                 row[3] = 4242  # Its place.
 
-        with watched.acting(write):
+        with watched_reader.acting(write):
             looked = shelf.look(1)
         shelf.close()
 
@@ -223,23 +264,24 @@ def test_a_row_that_is_written_during_a_look_is_looked_at_again(
 
 
 def test_every_load_lies_within_the_table(
-    watched: WatchedReader, make: Callable[[], Shelf]
+    watched_reader: WatchedReader, make: Callable[[], Shelf]
 ) -> None:
     """Also where an index has no slots, and begins where the table ends."""
     shelf = make()
-    begin = size = 0
-    if shelf.reader._mapping is not None:
-        begin, size = shelf.reader._reader._reading.at, shelf.reader._reader._reading.bytes  # type: ignore[union-attr]
+    # The owner's mapping can be written to, the reader's cannot.
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    areas = [line.split()[0] for line in maps if table_name(NODE) in line and " r--s " in line]
+    begin, end = (int(part, 16) for part in areas[0].split("-")) if areas else (0, 0)
 
     def check(_: int, place: int | None) -> None:
         if place is not None:
-            assert begin <= place <= begin + size - 8
+            assert begin <= place <= end - 8
 
     header = header_of(shelf.table)
     counts = []
     for places in (list(header.index), [header.bytes, 0, 0, 0] * 2):
         header.index[:] = places
-        with watched.acting(check):
+        with watched_reader.acting(check):
             counts.append(len(shelf.look(1, 2, 3, 900).places))
     shelf.close()
 
@@ -248,7 +290,7 @@ def test_every_load_lies_within_the_table(
 
 @pytest.mark.parametrize("make", [True], ids=["by pread"], indirect=True)
 def test_a_file_that_is_cut_short_during_a_batch_ends_it(
-    watched: WatchedReader, make: Callable[[], Shelf]
+    watched_reader: WatchedReader, make: Callable[[], Shelf]
 ) -> None:
     """What could not be read is not taken for absent, whichever load met the end of the file.
 
@@ -257,9 +299,9 @@ def test_a_file_that_is_cut_short_during_a_batch_ends_it(
     shelf = make()
     header = header_of(shelf.table)
     ends = sorted({0, 64, header.rows_at + 70, header.holders_at + 4, header.index[0] + 64})
-    with watched.acting(lambda *_: None):
+    with watched_reader.acting(lambda *_: None):
         whole = shelf.look(1, 2).records
-    loads = watched.loads
+    loads = watched_reader.loads
     file = os.open(shelf.file.path, os.O_RDWR)
     size = os.fstat(file).st_size
     areas = data_of(file, size)
@@ -268,7 +310,7 @@ def test_a_file_that_is_cut_short_during_a_batch_ends_it(
     reasons = set()
     for end in ends:
         for moment in range(1, loads + 1):
-            with watched.at(moment, lambda at=end: os.truncate(file, at)):  # type: ignore[misc]
+            with watched_reader.at(moment, lambda at=end: os.truncate(file, at)):  # type: ignore[misc]
                 try:
                     assert shelf.look(1, 2).records == whole
                     assert end, "a load has failed, whichever it was"
@@ -282,3 +324,43 @@ def test_a_file_that_is_cut_short_during_a_batch_ends_it(
 
     assert reasons <= {"cut_short", TORN}
     assert "cut_short" in reasons
+
+
+CHANGES = (
+    told_newer, stored, removed, repaired, row_given_to_another_page, index_made_again,
+    changed_while_the_index_moves, served_no_more, entry_given_to_another_holder,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_reader_finds_whole_records_after_every_store(
+    watched_writer: WatchedWriter, make: Callable[[], Shelf], change: Callable[[Shelf], None]
+) -> None:
+    """What a change leaves as it is, is found all the time; of the rest the old or the new."""
+    shelf = make()
+    seen: list[tuple[frozenset[bytes], bool]] = [shelf.told()]
+
+    watched_writer.watch(lambda: change(shelf), lambda: seen.append(shelf.told()))
+
+    before, after = seen[0][0], shelf.told()[0]
+    shelf.close()
+    between = _made_between(change)
+    assert watched_writer.stores > 0
+    for told, is_final in seen:
+        assert told <= before | after | between, "what never was is told"
+        # A repair writes every row of its buckets again: what is not read then is not absent.
+        is_doubted = change is repaired and not is_final
+        assert is_doubted or before & after <= told, "what does not change was lost"
+        keys = {record[:16] for record in told}
+        both = {record[:16] for record in before} & {record[:16] for record in after}
+        if change in (told_newer, repaired):
+            assert not is_final or both <= keys, "a page that is told again was absent"
+
+
+def _made_between(change: Callable[[Shelf], None]) -> frozenset[bytes]:
+    """Return the records that a change makes and ends again."""
+    if change is not changed_while_the_index_moves:
+        return frozenset()
+    names = [name for name in ASKED if name in MANY]
+    made = [told_apart(A, names, [generation] * len(names)) for generation in (10, 12)]
+    return frozenset(record.tobytes() for records in made for record in records)
