@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.config.settings import Config
+from peercache.fabric.tcp import wire
 from peercache.model.ids import incarnation_of
 from peercache.model.member import Member
+from peercache.model.reads import PeerRead
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls
 from tests.certificates import Certificates
-from tests.contracts.fabric_suite import GRANULE, member_of
+from tests.contracts.fabric_suite import GRANULE, Destination, member_of
 from tests.contracts.fakes import Memory
+from tests.pace import TIMEOUT_S
 from tests.unit.fabric.serving import CLUSTER, PageServer, fabric_for
 
 NONCE = bytes(range(16))
@@ -91,3 +97,35 @@ def member_at(server: PageServer, name: str = "one") -> Member:
 def fabric_with(tls: LiveTls | None, **options: Any) -> Any:
     """Return a client side with a certificate, or without one."""
     return fabric_for(GRANULE, tls=tls, **options)
+
+
+def greeting_of(name: str = "one") -> bytes:
+    """Return what a reader says to the node with this certificate."""
+    return wire.encode_greeting(
+        wire.greet(cluster=CLUSTER, granule=GRANULE, incarnation=incarnation(name))
+    )
+
+
+def one_page(
+    server: PageServer, name: str = "one", *, size: int = 4, generation: int = 2
+) -> tuple[PeerRead, Destination]:
+    """Return what reads the server's first page, and where to."""
+    into = Destination.of([[size]])
+    asked = np.array([[0], [generation]], np.uint64)
+    member = member_at(server, name)
+    return PeerRead(member, asked[0], into.lengths, into.runs, asked[1]), into
+
+
+def connect(server: PageServer) -> socket.socket:
+    """Connect as a stranger."""
+    return socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+
+
+def openssl_client(settings: dict[str, str] | None) -> ssl.SSLContext:
+    """Return a client that believes every server, with a certificate or without."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if settings is not None:
+        context.load_cert_chain(settings["tls_cert"], settings["tls_key"])
+    return context

@@ -21,7 +21,7 @@ from peercache.model.member import Member
 from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import ODD
-from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.observability.reasons import INTERNAL, PEER_UNREACHABLE, REFUSED
 
 GRANULE = 16384
 NODE = Incarnation(9)
@@ -124,56 +124,6 @@ def fabric(**options: Any) -> ShmFabric:
     return ShmFabric(boot_id=boot_id(), clock=options.pop("clock", Clock()), **options)
 
 
-def test_read_fills_every_page_and_returns_its_word(owner: PublishedSegment) -> None:
-    """Bytes of each slot lie in its runs, and the words are those of the slots, in page order."""
-    shm, host = fabric(), np.zeros((3, 2 * GRANULE), np.uint8)
-    slots = [4, 0, 10]
-
-    fetched = shm.read(asking(member(owner.path), host, [s * GRANULE for s in slots]), FOREVER)
-
-    assert fetched.failure == ""
-    assert fetched.seals["word"].tolist() == [100 + 2 * s for s in slots]
-    for row, slot in zip(host, slots, strict=True):
-        assert (row[:GRANULE] == slot + 1).all()
-        assert (row[GRANULE:] == slot + 2).all()
-    shm.close()
-
-
-def test_word_shows_a_rewrite_between_the_bytes_and_the_word(owner: PublishedSegment) -> None:
-    """1 old bytes are copied · 2 the owner evicts and rewrites · 3 the word is the new page's.
-
-    Whatever mixture of bytes the reader has, the word is not its record's generation.
-    """
-    generation = int(owner.words[2])
-
-    def evict_and_rewrite() -> None:
-        owner.store_words(np.array([2]), np.array([generation | 1], np.uint64))
-        owner.pages[2 * GRANULE : 3 * GRANULE] = 99
-        owner.store_words(np.array([2]), np.array([generation + 1000], np.uint64))
-
-    shm, host = fabric(between=evict_and_rewrite), np.zeros((1, GRANULE), np.uint8)
-
-    fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
-
-    assert (host == 3).all()
-    assert fetched.seals["word"].tolist() == [generation + 1000]
-    shm.close()
-
-
-def test_word_shows_an_eviction_that_has_only_begun(owner: PublishedSegment) -> None:
-    """Evicted and not yet rewritten: the word is odd, so it equals no record's generation."""
-
-    def evict() -> None:
-        owner.store_words(np.array([2]), np.array([105], np.uint64))
-
-    shm, host = fabric(between=evict), np.zeros((1, GRANULE), np.uint8)
-
-    fetched = shm.read(asking(member(owner.path), host, [2 * GRANULE]), FOREVER)
-
-    assert fetched.seals["word"].tolist() == [105]
-    shm.close()
-
-
 @pytest.mark.parametrize(
     ("offset", "length"),
     [
@@ -236,22 +186,6 @@ def test_destination_of_another_size_than_its_page_stays_untouched(
     assert fetched.seals["word"].tolist() == [int(ODD), 102]
     assert fetched.failure == REFUSED
     assert not host[0].any()
-    shm.close()
-
-
-def test_read_after_its_deadline_returns_odd_words_and_touches_nothing(
-    owner: PublishedSegment,
-) -> None:
-    """A page that was not copied in full never gets the word of its slot."""
-    clock = Clock()
-    shm, host = fabric(clock=clock), np.zeros((2, GRANULE), np.uint8)
-    clock.now = 5.0
-
-    fetched = shm.read(asking(member(owner.path), host, [0, GRANULE]), 5.0)
-
-    assert fetched.seals["word"].tolist() == [int(ODD)] * 2
-    assert fetched.failure == DEADLINE
-    assert not host.any()
     shm.close()
 
 

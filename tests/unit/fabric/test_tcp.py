@@ -11,13 +11,12 @@ import time
 import numpy as np
 import pytest
 
-from peercache.actors.channels.actor import ChannelLeased
 from peercache.fabric.tcp import wire
 from peercache.fabric.tcp.client import TcpChannel, TcpFabric
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, SEAL_BYTES
-from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE, REFUSED
+from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
@@ -125,33 +124,6 @@ def test_deadline_holds_where_the_time_out_of_the_kernel_does_not_count(
     assert_within(seconds, PROMPT_S)
 
 
-def test_free_channel_is_waited_for_until_the_deadline(server: PageServer) -> None:
-    """With the only channel in use, the second read ends at its own deadline."""
-    fabric = fabric_for(GRANULE, max_channels_per_peer=1, stall_s=TIMEOUT_S)
-    going_on, hanging = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hanging.set()
-        going_on.wait(TIMEOUT_S)
-
-    server.between = hang
-    first: list[Fetched] = []
-    thread = threading.Thread(
-        target=lambda: first.append(read(fabric, at(server), Destination.of([[1]])))
-    )
-    thread.start()
-    assert hanging.wait(TIMEOUT_S)
-
-    second = read(fabric, at(server), Destination.of([[1]]), timeout_s=0.05)
-    going_on.set()
-    thread.join()
-    fabric.close()
-
-    assert second.failure == DEADLINE
-    assert first[0].failure == ""
-    assert server.connections() <= 1
-
-
 # --- channels -------------------------------------------------------------------------------------
 
 
@@ -204,52 +176,23 @@ def test_channels_that_the_server_closed_while_idle_are_all_given_up(
     memory: PlainMemory, fabric: TcpFabric
 ) -> None:
     """One was found dead: the next attempt must not meet another of them."""
-    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    read(fabric, at(first), Destination.of([[1]]))
-    leased = fabric._channels.lease(INCARNATION, time.monotonic() + TIMEOUT_S)
-    assert isinstance(leased, ChannelLeased)
-    read(fabric, at(first), Destination.of([[1]]))
-    fabric._channels.end(leased, fabric._channels.channel_of(leased), works=True)
+    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, threads=2)
+    together = threading.Barrier(2, timeout=TIMEOUT_S)
+    first.between = together.wait
+    one, other = Destination.of([[1]]), Destination.of([[1]])
+    reading = threading.Thread(target=lambda: read(fabric, at(first), one))
+    reading.start()
+    read(fabric, at(first), other)
+    reading.join()
     opened = first.connections()
     first.close()
-    second = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, port=first.port)
 
+    second = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, port=first.port)
     after = read(fabric, at(second), Destination.of([[1]]))
     second.close()
 
     assert opened == 2
     assert after.failure == ""
-
-
-def test_restarted_node_at_the_same_address_refuses_reads_of_the_old_one(
-    memory: PlainMemory, fabric: TcpFabric
-) -> None:
-    """The old incarnation's offsets mean nothing in the new one's memory."""
-    first = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    read(fabric, at(first), Destination.of([[1]]))
-    first.close()
-    second = PageServer(memory, incarnation=INCARNATION + 1, granule=GRANULE, port=first.port)
-
-    old = read(fabric, at(second), Destination.of([[1]]))
-    new = read(fabric, at(second, INCARNATION + 1), Destination.of([[1]]))
-    second.close()
-
-    assert (old.failure, old.seals["word"].tolist()) == (REFUSED, [int(ODD)])
-    assert new.failure == ""
-    assert second.refusals(wire.INCARNATION) == 1
-
-
-def test_request_on_an_open_channel_names_its_incarnation_too(server: PageServer) -> None:
-    """A request for another incarnation is refused even after a matching greeting."""
-    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as client:
-        known = wire.greet(cluster="tests", granule=GRANULE, incarnation=INCARNATION)
-        client.sendall(wire.encode_greeting(known))
-        client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
-        one = np.ones(1, np.uint64)
-        client.sendall(wire.encode_request(one * np.uint64(0), one, 2 * one, INCARNATION + 1))
-        status = client.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
-
-    assert wire.decode_status(status) == wire.INCARNATION
 
 
 def test_forgotten_member_keeps_no_connection(server: PageServer, fabric: TcpFabric) -> None:
@@ -261,58 +204,6 @@ def test_forgotten_member_keeps_no_connection(server: PageServer, fabric: TcpFab
     again = read(fabric, at(server), Destination.of([[1]]))
 
     assert again.failure == ""
-
-
-def test_idle_channel_is_closed_by_a_later_read(server: PageServer, memory: PlainMemory) -> None:
-    """A minute after its last use, a channel goes when the fabric is used for any peer."""
-    now = [0.0]
-    fabric = fabric_for(GRANULE, clock=lambda: now[0])
-    other = PageServer(memory, incarnation=INCARNATION + 1, granule=GRANULE)
-    into = Destination.of([[1]])
-
-    for when, member in ((0.0, at(server)), (61.0, at(other, INCARNATION + 1))):
-        now[0] = when
-        offsets = np.zeros(1, np.uint64)
-        fabric.read(
-            PeerRead(member, offsets, into.lengths, into.runs, offsets + 2), when + TIMEOUT_S
-        )
-    wait_until(lambda: server.connections() == 0)
-    kept = other.connections()
-    fabric.close()
-    other.close()
-
-    assert kept == 1
-
-
-def test_close_waits_for_the_read_in_flight(server: PageServer) -> None:
-    """The caller's destination is not abandoned: close returns after the read has."""
-    fabric = fabric_for(GRANULE, stall_s=TIMEOUT_S)
-    hanging, going_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def hang() -> None:
-        hanging.set()
-        going_on.wait(TIMEOUT_S)
-
-    server.between = hang
-
-    def go() -> None:
-        order.append("read " + read(fabric, at(server), Destination.of([[1]])).failure)
-
-    def close() -> None:
-        fabric.close()
-        order.append("closed")
-
-    reading, closing = threading.Thread(target=go), threading.Thread(target=close)
-    reading.start()
-    assert hanging.wait(TIMEOUT_S)
-    closing.start()
-    wait_until(lambda: fabric._channels.is_closed)
-    going_on.set()
-    reading.join()
-    closing.join()
-
-    assert order == ["read ", "closed"]
 
 
 # --- our own side's troubles ----------------------------------------------------------------------
@@ -415,22 +306,6 @@ def test_interrupted_caller_leaves_no_channel_that_still_receives(
 
     assert (into.memory == UNTOUCHED).all()
     assert read(fabric, at(server), Destination.of([[1]])).failure == ""
-
-
-def test_memory_served_is_what_the_owner_has_now(
-    memory: PlainMemory, server: PageServer, fabric: TcpFabric
-) -> None:
-    """Nothing between the two sides remembers bytes or words from read to read."""
-    into = Destination.of([[3]])
-    owner = Owner(memory)
-    seen = []
-
-    for generation in (2, 4, 6):
-        owner.store(0, bytes([generation]) * 3, generation)
-        got = read(fabric, at(server), into, changed=generation - 2)
-        seen.append((got.seals["word"].tolist(), into.page(0)))
-
-    assert seen == [([g], bytes([g]) * 3) for g in (2, 4, 6)]
 
 
 def test_page_that_took_the_slot_is_not_named(

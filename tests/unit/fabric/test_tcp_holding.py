@@ -1,4 +1,4 @@
-"""What requests and unsent responses may hold: in all, and of one certificate."""
+"""What one certificate may have of the data port: places, requests and unsent responses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ import pytest
 
 from peercache.fabric.tcp import server as tcp_server
 from peercache.fabric.tcp import wire
-from peercache.model.reads import PeerRead
-from tests.contracts.fabric_suite import GRANULE, Destination, Owner
+from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
-from tests.unit.fabric.secured import Cluster, fabric_with, incarnation, member_at, serve
+from tests.unit.fabric.secured import (
+    Cluster,
+    connect,
+    fabric_with,
+    greeting_of,
+    incarnation,
+    one_page,
+    openssl_client,
+    serve,
+)
 from tests.unit.fabric.serving import PageServer
-from tests.unit.fabric.test_tcp_tls import openssl_client
 
 MEMORY_BYTES = 16 * 2**20
 HELD_BYTES = 5 * 2**20
@@ -54,8 +61,7 @@ def stuck(server: PageServer, context: ssl.SSLContext) -> socket.socket:
         server_hostname="peercache",
     )
     whole = np.array([[0] * PAGES, [MEMORY_BYTES] * PAGES, [2] * PAGES], np.uint64)
-    said = wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    connection.sendall(wire.encode_greeting(said))
+    connection.sendall(greeting_of())
     connection.sendall(wire.encode_request(*whole, incarnation()))
     return connection
 
@@ -72,9 +78,7 @@ def received(connection: socket.socket) -> bytes:
 
 def read(server: PageServer, cluster: Cluster, name: str) -> str:
     """Read four bytes of the page with a certificate; return the failure."""
-    into = Destination.of([[4]])
-    asked = np.array([[0], [2]], np.uint64)
-    page = PeerRead(member_at(server), asked[0], into.lengths, into.runs, asked[1])
+    page, _ = one_page(server)
     with contextlib.closing(fabric_with(cluster.client(name))) as fabric:
         return fabric.read(page, time.monotonic() + TIMEOUT_S).failure
 
@@ -112,3 +116,34 @@ def test_all_certificates_together_hold_no_more_than_there_is(
         assert 4 <= served.count(True) < len(slow)
         wait_until(lambda: server.connections() == 0)
         assert read(server, cluster, "other") == ""
+
+
+PLACES = 16
+
+
+def test_one_certificate_has_a_quarter_of_the_places(cluster: Cluster) -> None:
+    """It is refused one more, and gets it when one of its own has gone; others are let in."""
+    greeting = greeting_of()
+    memory = PlainMemory.of(GRANULE, GRANULE)
+    server = serve(memory, cluster.node(), connections_max=PLACES)
+    greedy = openssl_client(cluster.client_files("greedy"))
+    with contextlib.ExitStack() as stack:
+
+        def answer(context: object = greedy) -> str:
+            connection = stack.enter_context(context.wrap_socket(connect(server)))  # type: ignore[attr-defined]
+            held.append(connection)
+            connection.sendall(greeting)
+            return wire.decode_answer(connection.recv(wire.ANSWER_BYTES))
+
+        held: list[object] = []
+        admitted = [answer() for _ in range(PLACES // 4)]
+        refused = answer()
+        other = answer(openssl_client(cluster.client_files("modest")))
+        held[0].close()  # type: ignore[attr-defined]
+        wait_until(lambda: answer() == "")
+
+    server.close()
+
+    assert admitted == [""] * (PLACES // 4)
+    assert refused == wire.BUSY
+    assert other == ""

@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 
@@ -33,8 +32,6 @@ from tests.unit.fabric.serving import CLUSTER, PageServer, fabric_for
 PAGE_MEMORY_BYTES = 16 * 2**20
 STEP_BYTES_MAX = 2**20
 """What the server hands the kernel at a time, as in _serving.h."""
-HELD = 300
-"""Connections that one thread of a flood holds."""
 
 OFFSETS = st.integers(0, PAGE_MEMORY_BYTES // GRANULE).map(lambda granule: granule * GRANULE)
 OFFSETS |= st.integers(0, 2**64 - 1)
@@ -148,34 +145,6 @@ def test_request_is_refused_by_its_head_alone(server: PageServer, head: bytes, r
         answer = receive(client, wire.ANSWER_BYTES)
 
     assert wire.decode_status(answer) == reason
-    assert serves(server)
-
-
-@pytest.mark.parametrize(
-    ("entries", "total", "reason"),
-    [
-        ([(0, 0)], 0, wire.BOUNDS),
-        ([(PAGE_MEMORY_BYTES, 1)], 1, wire.BOUNDS),
-        ([(PAGE_MEMORY_BYTES - GRANULE, GRANULE + 1)], GRANULE + 1, wire.BOUNDS),
-        ([(0, PAGE_MEMORY_BYTES + 1)], PAGE_MEMORY_BYTES + 1, wire.BOUNDS),
-        ([(2**64 - GRANULE, 2 * GRANULE)], 2 * GRANULE, wire.BOUNDS),
-        ([(0, 1), (0, 2**64 - 1)], 0, wire.BOUNDS),
-        ([(1, 1)], 1, wire.BOUNDS),
-        ([(0, 1), (GRANULE, 1)], 3, wire.MALFORMED),
-    ],
-)
-def test_slots_that_cannot_be_are_refused(
-    server: PageServer, entries: list[tuple[int, int]], total: int, reason: str
-) -> None:
-    """Nothing outside the page memory is served, and nothing that no word stands for."""
-    head = struct.pack("<4sIQQ", b"PCtr", len(entries), INCARNATION, total)
-    with admitted(server) as client:
-        client.sendall(head + b"".join(struct.pack("<QQQ", *entry, 2) for entry in entries))
-        answer = receive(client, wire.ANSWER_BYTES)
-        rest = receive(client, 1)
-
-    assert wire.decode_status(answer) == reason
-    assert rest == b""
     assert server.refusals(reason) == 1
     assert serves(server)
 
@@ -186,6 +155,13 @@ def test_slots_that_cannot_be_are_refused(
     total=st.none() | st.integers(0, 2**64 - 1),
 )
 @example(slots=[(2**64 - GRANULE, GRANULE)], total=None)
+@example(slots=[(2**64 - GRANULE, 2 * GRANULE)], total=None)
+@example(slots=[(PAGE_MEMORY_BYTES, 1)], total=None)
+@example(slots=[(PAGE_MEMORY_BYTES - GRANULE, GRANULE + 1)], total=None)
+@example(slots=[(0, PAGE_MEMORY_BYTES + 1)], total=None)
+@example(slots=[(0, 1), (0, 2**64 - 1)], total=0)
+@example(slots=[(0, 0)], total=None)
+@example(slots=[(1, 1)], total=None)
 @example(slots=[(0, 2**63), (0, 2**63)], total=0)
 @example(slots=[(0, 5)], total=6)
 def test_slots_are_served_only_if_they_lie_in_the_page_memory(
@@ -239,45 +215,31 @@ def test_garbage_ends_its_own_connection_only(
     assert serves(server)
 
 
-def test_hundreds_of_idle_connections_delay_no_client(server: PageServer) -> None:
-    """Silent ones, half greetings and idle admitted ones cost a task each, and no thread."""
-    with contextlib.ExitStack() as stack:
-        for index in range(200):
-            client = stack.enter_context(connect(server))
-            client.sendall(greeting()[: index % wire.OPENING_BYTES * 8])
-
-        assert serves(server)
-
-
-def test_half_a_greeting_is_not_waited_for_long(
-    server: PageServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit", "is_greeted", "said"),
+    [
+        ("SILENCE_S", False, greeting()[:20]),
+        (
+            "REQUEST_S",
+            True,
+            wire.encode_request(*np.array([[0, 0], [1, 1], [1, 1]], np.uint64), INCARNATION)[:-1],
+        ),
+        ("IDLE_S", True, b""),
+    ],
+    ids=["half a greeting", "half a request", "nothing"],
+)
+def test_client_that_stops_is_hung_up_on(
+    server: PageServer,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    *,
+    is_greeted: bool,
+    said: bytes,
 ) -> None:
-    """A client that stops in mid-greeting is hung up on."""
-    monkeypatch.setattr(tcp_server, "SILENCE_S", 0.05)
-    with connect(server) as client:
-        client.sendall(greeting()[:20])
-
-        assert receive(client, 1) == b""
-
-
-def test_half_a_request_is_not_waited_for_long(
-    server: PageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that stops in mid-request is hung up on."""
-    monkeypatch.setattr(tcp_server, "REQUEST_S", 0.05)
-    offsets, lengths = np.zeros(2, np.uint64), np.ones(2, np.uint64)
-    with admitted(server) as client:
-        client.sendall(wire.encode_request(offsets, lengths, lengths, INCARNATION)[:-1])
-
-        assert receive(client, 1) == b""
-
-
-def test_idle_client_is_hung_up_on_in_the_end(
-    server: PageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection that is never used again does not stay for ever."""
-    monkeypatch.setattr(tcp_server, "IDLE_S", 0.05)
-    with admitted(server) as client:
+    """In mid-greeting, in mid-request, and between two requests."""
+    monkeypatch.setattr(tcp_server, limit, 0.05)
+    with admitted(server) if is_greeted else connect(server) as client:
+        client.sendall(said)
         assert receive(client, 1) == b""
 
 
@@ -384,39 +346,6 @@ async def test_taken_port_is_named() -> None:
 
 
 # --- floods ---------------------------------------------------------------------------------------
-
-
-def test_silent_connections_keep_no_client_out(memory: PlainMemory) -> None:
-    """Hundreds of connections, each held without a byte, as fast as two threads can."""
-    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    ended = threading.Event()
-    opened = [0, 0]
-
-    def flood(index: int) -> None:
-        held: list[socket.socket] = []
-        while not ended.is_set():
-            with contextlib.suppress(OSError):
-                held.append(connect(server))
-                opened[index] += 1
-            if len(held) > HELD:
-                held.pop(0).close()
-        for each in held:
-            each.close()
-
-    threads = [threading.Thread(target=flood, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: sum(opened) > 2 * HELD)
-    most = server.connections()
-    served = [serves(server) for _ in range(8)]
-    ended.set()
-    for thread in threads:
-        thread.join()
-    server.close()
-
-    assert served == [True] * 8
-    assert most <= tcp_server.NEWCOMERS_MAX
-    assert server.refusals(reasons.SILENT) > 0
 
 
 def test_newcomer_that_is_silent_for_longest_makes_room(

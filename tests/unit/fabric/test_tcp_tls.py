@@ -15,9 +15,10 @@ import attrs
 import numpy as np
 import pytest
 
+import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.fabric.tcp import server as tcp_server
 from peercache.fabric.tcp import wire
-from peercache.fabric.tcp.client import TcpFabric
+from peercache.fabric.tcp.tls import Contexts, TlsSession
 from peercache.model.keys import Namespace
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.runs import PageRuns
@@ -31,10 +32,20 @@ from peercache.observability.reasons import (
 )
 from peercache.trust import authority as authority_module
 from peercache.trust.files import LiveTls
-from tests.contracts.fabric_suite import GRANULE, Destination, Owner
+from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
-from tests.unit.fabric.secured import Cluster, fabric_with, incarnation, member_at, serve
+from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.unit.fabric.secured import (
+    Cluster,
+    connect,
+    fabric_with,
+    greeting_of,
+    incarnation,
+    member_at,
+    one_page,
+    openssl_client,
+    serve,
+)
 from tests.unit.fabric.serving import PageServer
 
 MEMORY_BYTES = 16 * 2**20
@@ -80,10 +91,8 @@ def read(
     generation: int = 2,
 ) -> tuple[Fetched, bytes]:
     """Read the first page as a client with this certificate."""
-    into = Destination.of([[size]])
+    page, into = one_page(server, name, size=size, generation=generation)
     with contextlib.closing(fabric_with(tls)) as fabric:
-        asked = np.array([[0], [generation]], np.uint64)
-        page = PeerRead(member_at(server, name), asked[0], into.lengths, into.runs, asked[1])
         got = fabric.read(page, time.monotonic() + timeout_s)
     return got, into.page(0)
 
@@ -92,11 +101,6 @@ def serves(server: PageServer, cluster: Cluster) -> bool:
     """Return whether a client with a good certificate reads."""
     got, page = read(server, cluster.client())
     return (got.failure, page) == ("", b"page")
-
-
-def connect(server: PageServer) -> socket.socket:
-    """Connect as a stranger."""
-    return socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
 
 
 # --- certificates ---------------------------------------------------------------------------------
@@ -131,21 +135,9 @@ def test_certificate_of_another_authority_is_refused(
     assert serves(server, cluster)
 
 
-def openssl_client(settings: dict[str, str] | None) -> ssl.SSLContext:
-    """Return a client that believes every server, with a certificate or without."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    if settings is not None:
-        context.load_cert_chain(settings["tls_cert"], settings["tls_key"])
-    return context
-
-
 def told(server: PageServer, context: ssl.SSLContext) -> bytes:
     """Greet over TLS; return the answer, or nothing where the server hung up."""
-    greeting = wire.encode_greeting(
-        wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    )
+    greeting = greeting_of()
     try:
         with context.wrap_socket(connect(server)) as stranger:
             stranger.sendall(greeting)
@@ -154,52 +146,56 @@ def told(server: PageServer, context: ssl.SSLContext) -> bytes:
         return b""
 
 
-def test_server_itself_refuses_a_foreign_certificate(
-    server: PageServer, cluster: Cluster, others: Cluster
+def settings_of(kind: str, cluster: Cluster, others: Cluster) -> dict[str, str] | None:
+    """Return the files that a stranger of some kind shows."""
+    match kind:
+        case "none":
+            return None
+        case "foreign":
+            return others.client_files()
+        case "early":
+            return cluster.client_files("early", lifetime=dt.timedelta(days=3))
+        case _:
+            return cluster.client_files()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("none", reasons.NO_CERTIFICATE),
+        ("foreign", reasons.UNKNOWN_CA),
+        # The reason tells it from an expired one: most often a clock is wrong.
+        ("early", reasons.NOT_YET_VALID),
+        ("old TLS", reasons.OLD_TLS),
+    ],
+)
+def test_a_stranger_that_believes_every_server_comes_no_further(
+    server: PageServer,
+    cluster: Cluster,
+    others: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    reason: str,
 ) -> None:
-    """A client that believes every server comes no further."""
-    answer = told(server, openssl_client(others.client_files()))
+    """As `openssl s_client`, whose good certificate is answered."""
+    if kind == "early":
+        monkeypatch.setattr(authority_module, "CLOCK_DIFFERENCE", dt.timedelta(days=-1))
+    context = openssl_client(settings_of(kind, cluster, others))
+    if kind == "old TLS":
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
 
-    assert answer == b""
-    wait_until(lambda: server.refusals(reasons.UNKNOWN_CA) == 1)
+    assert told(server, context) == b""
+
+    wait_until(lambda: server.refusals(reason) == 1)
+    monkeypatch.undo()
+    assert wire.decode_answer(told(server, openssl_client(cluster.client_files()))) == ""
     assert serves(server, cluster)
-
-
-def test_client_without_a_certificate_is_refused(server: PageServer, cluster: Cluster) -> None:
-    """`openssl s_client` without one, in other words."""
-    answer = told(server, openssl_client(None))
-
-    assert answer == b""
-    wait_until(lambda: server.refusals(reasons.NO_CERTIFICATE) == 1)
-    assert serves(server, cluster)
-
-
-def test_good_certificate_with_another_library_is_answered(
-    server: PageServer, cluster: Cluster
-) -> None:
-    """So what the refused ones above lack is the certificate."""
-    answer = told(server, openssl_client(cluster.client_files()))
-
-    assert wire.decode_answer(answer) == ""
-
-
-def test_tls_1_2_is_refused(server: PageServer, cluster: Cluster) -> None:
-    """Even with a good certificate."""
-    context = openssl_client(cluster.client_files())
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-
-    answer = told(server, context)
-
-    assert answer == b""
-    wait_until(lambda: server.refusals(reasons.OLD_TLS) == 1)
 
 
 def test_session_is_never_resumed(server: PageServer, cluster: Cluster) -> None:
     """A ticket would let a client in again whose certificate has been revoked since."""
     context = openssl_client(cluster.client_files())
-    greeting = wire.encode_greeting(
-        wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    )
+    greeting = greeting_of()
     with context.wrap_socket(connect(server)) as first:
         first.sendall(greeting)
         answer = first.recv(wire.ANSWER_BYTES)
@@ -221,17 +217,6 @@ def test_certificate_that_has_expired_is_refused(server: PageServer, cluster: Cl
     wait_until(lambda: server.refusals(reasons.EXPIRED) == 1)
 
 
-def test_certificate_of_tomorrow_is_refused(
-    server: PageServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reason tells it from an expired one: most often a clock is wrong."""
-    monkeypatch.setattr(authority_module, "CLOCK_DIFFERENCE", dt.timedelta(days=-1))
-    early = cluster.client_files("early", lifetime=dt.timedelta(days=3))
-
-    assert told(server, openssl_client(early)) == b""
-    wait_until(lambda: server.refusals(reasons.NOT_YET_VALID) == 1)
-
-
 def test_server_whose_certificate_has_expired_is_not_read(
     memory: PlainMemory, cluster: Cluster
 ) -> None:
@@ -246,30 +231,16 @@ def test_server_whose_certificate_has_expired_is_not_read(
     assert page != b"page"
 
 
-def test_node_of_another_name_is_not_the_member(server: PageServer, cluster: Cluster) -> None:
-    """The incarnation follows from the name in the certificate: "two" is not at this address."""
-    got, page = read(server, cluster.client(), name="two")
-
-    assert got.failure == REFUSED
-    assert page != b"page"
-
-
-def test_node_in_the_place_of_the_member_is_not_read(memory: PlainMemory, cluster: Cluster) -> None:
-    with contextlib.closing(serve(memory, cluster.node("two"))) as server:
+@pytest.mark.parametrize("shown", ["node of another name", "client"])
+def test_who_answers_in_the_place_of_the_member_is_not_read(
+    memory: PlainMemory, cluster: Cluster, shown: str
+) -> None:
+    """The incarnation follows from the name in a node's certificate; a client's serves nothing."""
+    impostor = cluster.client("one") if shown == "client" else cluster.node("two")
+    with contextlib.closing(serve(memory, impostor)) as server:
         got, page = read(server, cluster.client())
 
     assert (got.failure, page == b"page") == (REFUSED, False)
-
-
-def test_client_certificate_serves_nothing(memory: PlainMemory, cluster: Cluster) -> None:
-    """A client that answers at a node's address is no node, whatever it claims."""
-    impostor = serve(memory, cluster.client("one"))
-
-    got, page = read(impostor, cluster.client())
-    impostor.close()
-
-    assert got.failure == REFUSED
-    assert page != b"page"
 
 
 def test_revoked_certificate_is_refused(memory: PlainMemory, cluster: Cluster) -> None:
@@ -282,9 +253,7 @@ def test_revoked_certificate_is_refused(memory: PlainMemory, cluster: Cluster) -
         contextlib.closing(fabric_with(cluster.client())) as honest,
         contextlib.closing(fabric_with(thief)) as open_before,
     ):
-        into = Destination.of([[4]])
-        asked = np.array([[0], [2]], np.uint64)
-        page = PeerRead(member_at(server), asked[0], into.lengths, into.runs, asked[1])
+        page, _ = one_page(server)
         assert honest.read(page, time.monotonic() + TIMEOUT_S).failure == ""
         assert open_before.read(page, time.monotonic() + TIMEOUT_S).failure == ""
         cluster.certificates.authority.revoke("client-thief")
@@ -315,9 +284,7 @@ def test_open_channel_of_a_dropped_authority_is_closed(
     )
     server = serve(memory, ours, "bundled")
     theirs = cluster.live({**others.client_files("old"), "tls_ca": str(bundle)})
-    into = Destination.of([[4]])
-    asked = np.array([[0], [2]], np.uint64)
-    page = PeerRead(member_at(server, "bundled"), asked[0], into.lengths, into.runs, asked[1])
+    page, _ = one_page(server, "bundled")
     with (
         contextlib.closing(fabric_with(cluster.client())) as good,
         contextlib.closing(fabric_with(theirs)) as old,
@@ -360,9 +327,7 @@ def test_new_connections_use_the_renewed_certificate(memory: PlainMemory, cluste
     """And a channel that is open goes on."""
     ours = cluster.node("renewed", lifetime=dt.timedelta(seconds=3))
     server = serve(memory, ours, "renewed")
-    into = Destination.of([[4]])
-    asked = np.array([[0], [2]], np.uint64)
-    page = PeerRead(member_at(server, "renewed"), asked[0], into.lengths, into.runs, asked[1])
+    page, _ = one_page(server, "renewed")
     with contextlib.closing(fabric_with(cluster.client())) as fabric:
         first = fabric.read(page, time.monotonic() + TIMEOUT_S)
         cluster.certificates.issue(ours.files.identity.role, "renewed", is_renewal=True)
@@ -422,9 +387,7 @@ def test_restricted_client_sees_no_byte_of_a_page_that_takes_the_slot(
             owner.store(0, b"\x02" * size, 12)
 
     server = serve(memory, cluster.node(), before_send=take_the_slot)
-    into = Destination.of([[size]])
-    asked = np.array([[0], [10]], np.uint64)
-    page = PeerRead(member_at(server), asked[0], into.lengths, into.runs, asked[1])
+    page, into = one_page(server, size=size, generation=10)
     with contextlib.closing(fabric_with(cluster.client("mine-only", "mine"))) as fabric:
         got = fabric.read(page, time.monotonic() + TIMEOUT_S)
     server.close()
@@ -473,15 +436,11 @@ def test_peer_that_stops_in_the_handshake_ends_a_read_at_its_deadline(cluster: C
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=trickle, args=(listener,))
         thread.start()
-        into = Destination.of([[4]])
-        asked = np.array([[0], [2]], np.uint64)
         stub = attrs.make_class("Stub", ["address"])
-        member = member_at(stub(f"127.0.0.1:{listener.getsockname()[1]}"))
+        page, _ = one_page(stub(f"127.0.0.1:{listener.getsockname()[1]}"))
         begun = time.monotonic()
         with contextlib.closing(fabric_with(cluster.client())) as fabric:
-            got = fabric.read(
-                PeerRead(member, asked[0], into.lengths, into.runs, asked[1]), begun + 0.3
-            )
+            got = fabric.read(page, begun + 0.3)
         seconds = time.monotonic() - begun
         ended.set()
         thread.join()
@@ -522,11 +481,9 @@ def test_no_page_byte_and_no_key_crosses_the_wire_in_clear_text(
             sink.shutdown(socket.SHUT_WR)
 
     with socket.create_server(("127.0.0.1", 0)) as relay:
-        into = Destination.of([[len(secret)]])
-        asked = np.array([[0], [2]], np.uint64)
+        page, into = one_page(server, size=len(secret))
         address = f"127.0.0.1:{relay.getsockname()[1]}"
-        member = attrs.evolve(member_at(server), data=address)
-        page = PeerRead(member, asked[0], into.lengths, into.runs, asked[1])
+        page = attrs.evolve(page, member=attrs.evolve(page.member, data=address))
 
         def run() -> None:
             with relay.accept()[0] as theirs, connect(server) as ours:
@@ -553,9 +510,7 @@ def test_hundred_requests_sent_at_once_are_all_answered(
 ) -> None:
     """Several requests come in one record, and no poll sees those that TLS has read ahead."""
     Owner(memory).store(0, b"page", 2)
-    greeting = wire.encode_greeting(
-        wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    )
+    greeting = greeting_of()
     request = wire.encode_request(*np.array([[0], [4], [2]], np.uint64), incarnation())
     context = openssl_client(cluster.client_files())
     expected = wire.ANSWER_BYTES + 100 * (wire.ANSWER_BYTES + 4 + SEAL_BYTES)
@@ -576,9 +531,7 @@ def test_reader_that_does_not_receive_holds_up_no_other(
     monkeypatch.setattr(tcp_server, "SEND_STALL_S", 0.5)
     memory.seals["length"][0] = MEMORY_BYTES
     server = serve(memory, cluster.node())
-    greeting = wire.encode_greeting(
-        wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    )
+    greeting = greeting_of()
     whole = np.array([[0] * 9, [MEMORY_BYTES] * 9, [2] * 9], np.uint64)
     context = openssl_client(cluster.client_files())
     with context.wrap_socket(connect(server)) as stuck:
@@ -595,18 +548,62 @@ def test_reader_that_does_not_receive_holds_up_no_other(
     assert_within(seconds, PROMPT_S)
 
 
-def test_warm_channel_shakes_no_hands(server: PageServer, cluster: Cluster) -> None:
+def test_warm_channel_shakes_no_hands(
+    server: PageServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One handshake for many reads."""
-    contexts: list[socket.socket] = []
-    into = Destination.of([[4]])
-    asked = np.array([[0], [2]], np.uint64)
-    page = PeerRead(member_at(server), asked[0], into.lengths, into.runs, asked[1])
-    fabric: TcpFabric = fabric_with(cluster.client())
-    assert fabric._contexts is not None
-    opened = fabric._contexts.open
-    fabric._contexts.open = lambda connection: (contexts.append(connection), opened(connection))[1]  # type: ignore[method-assign]
-    with contextlib.closing(fabric):
+    opened: list[socket.socket] = []
+    right = Contexts.open
+
+    def counted(contexts: Contexts, connection: socket.socket) -> TlsSession:
+        opened.append(connection)
+        return right(contexts, connection)
+
+    page, _ = one_page(server)
+    with contextlib.closing(fabric_with(cluster.client())) as fabric:
+        monkeypatch.setattr(Contexts, "open", counted)
         got = [fabric.read(page, time.monotonic() + TIMEOUT_S).failure for _ in range(5)]
 
     assert got == [""] * 5
-    assert len(contexts) == 1
+    # The server is of this process: each handshake has two ends.
+    assert len(opened) == 2
+
+
+BRIEF = dt.timedelta(seconds=2 * FACTOR)
+
+
+def test_open_channel_of_a_certificate_that_expires_is_closed(
+    memory: PlainMemory, cluster: Cluster
+) -> None:
+    """By the server; that of another client stays."""
+    server = serve(memory, cluster.node())
+    late = cluster.live(cluster.client_files("ends", lifetime=BRIEF))
+    with (
+        contextlib.closing(fabric_with(late)) as expires,
+        contextlib.closing(fabric_with(cluster.client())) as stays,
+    ):
+        page, _ = one_page(server)
+        for fabric in (expires, stays):
+            assert fabric.read(page, time.monotonic() + TIMEOUT_S).failure == ""
+        assert server.connections() == 2
+
+        wait_until(lambda: server.connections() == 1)
+
+        assert stays.read(page, time.monotonic() + TIMEOUT_S).failure == ""
+        assert expires.read(page, time.monotonic() + TIMEOUT_S).failure == REFUSED
+    server.close()
+
+
+def test_open_channel_to_a_server_whose_certificate_expires_is_used_no_more(
+    memory: PlainMemory, cluster: Cluster
+) -> None:
+    """The client looks, too: the server may be who stole the certificate."""
+    server = serve(memory, cluster.node("short", lifetime=BRIEF), "short")
+    with contextlib.closing(fabric_with(cluster.client())) as fabric:
+        page, _ = one_page(server, "short")
+        assert fabric.read(page, time.monotonic() + TIMEOUT_S).failure == ""
+
+        wait_until(
+            lambda: fabric.read(page, time.monotonic() + TIMEOUT_S).failure == REFUSED,
+        )
+    server.close()

@@ -13,11 +13,17 @@ import numpy as np
 import pytest
 
 from peercache.fabric.tcp import wire
-from tests.contracts.fabric_suite import Owner
+from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
-from tests.unit.fabric.secured import Cluster, incarnation, serve
+from tests.unit.fabric.secured import (
+    Cluster,
+    connect,
+    greeting_of,
+    incarnation,
+    openssl_client,
+    serve,
+)
 from tests.unit.fabric.serving import PageServer
-from tests.unit.fabric.test_tcp_tls import GRANULE, connect, openssl_client
 
 WATCHED_S = 1.0
 
@@ -74,8 +80,7 @@ def test_a_record_that_is_not_whole_costs_no_processor_time_and_is_answered_in_t
     """Its first bytes are in the session, and nothing can be done with them."""
     running, settings = server
     client = Records(running, settings)
-    greeting = wire.greet(cluster="tests", granule=GRANULE, incarnation=incarnation())
-    client.connection.sendall(client.of(wire.encode_greeting(greeting)))
+    client.connection.sendall(client.of(greeting_of()))
     client.heard(wire.ANSWER_BYTES)
     request = client.of(wire.encode_request(*np.array([[0], [4], [2]], np.uint64), incarnation()))
     client.connection.sendall(request[:cut])
