@@ -212,13 +212,18 @@ class Rig:
         self.perform(Forget(gone.places, job=self.jobs))
         self.await_fact(ForgetDone, self.jobs)
 
+    @property
+    def parts(self) -> Any:
+        """Return what an open store is made of: its folder, files, index, mover and workers."""
+        return self.store._opened
+
     def place_of(self, number: int) -> int:
         return int(self.index.entries(self.index.find(key_of(number)))["place"][0])
 
     def file_of(self, number: int) -> tuple[Path, int]:
         """Return the slab file of a page, and where its header lies in it."""
         slab, offset = divmod(self.place_of(number), self.opened.slab_bytes)
-        return self.store._opened.folder.path / f"slab-{slab:06d}.pcs", offset
+        return self.parts.folder.path / f"slab-{slab:06d}.pcs", offset
 
     def perform(self, effect: DiskEffect) -> None:
         self.store.perform(effect)

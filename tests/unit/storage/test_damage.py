@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,7 +91,7 @@ def test_missing_slab_is_a_miss_and_is_made_again(tmp_path: Path) -> None:
         rig.spill([1, 2])
         file, _ = rig.file_of(1)
         file.unlink()
-        rig.store._opened.files.forget(0)
+        rig.parts.files.forget(0)
 
         assert rig.load([1]) == [DAMAGED]
         rig.index.remove(rig.index.find(key_of(1) + key_of(2)))
@@ -117,27 +114,6 @@ def test_nothing_is_written_to_a_slab_without_a_name(tmp_path: Path) -> None:
         assert rig.load([2]) == [DAMAGED]
     with Rig(tmp_path) as again:
         assert again.load([3, 4]) == ["right"] * 2
-
-
-def test_no_descriptor_is_closed_under_a_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of a slab that is forgotten is closed by its last call; the next opens the file again."""
-    closed: list[int] = []
-    close = os.close
-    with Rig(tmp_path) as rig:
-        rig.spill([1])
-        files = rig.store._opened.files
-        monkeypatch.setattr(os, "close", lambda file: (closed.append(file), close(file)))
-        with files._use(0) as first:
-            with files._use(0) as same:
-                files.forget(0)
-                assert same == first
-                with files._use(0) as again:
-                    assert again != first
-            assert first not in closed
-        assert closed.count(first) == 1
-        assert rig.load([1]) == ["right"]
 
 
 def test_slab_that_is_missing_at_start_takes_its_pages_with_it(tmp_path: Path) -> None:
@@ -303,18 +279,6 @@ def test_store_of_another_format_is_not_read(
     assert (tmp_path / "0" / "notes.txt").read_text() == "another program's"
 
 
-def test_folder_that_vanishes_ends_the_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Open files would go on as if nothing were; the folder is looked after."""
-    monkeypatch.setattr("peercache.storage.jobs.HOUSEKEEPING_S", 0.2)
-    with Rig(tmp_path / "disk") as rig:
-        rig.spill([1])
-        shutil.rmtree(tmp_path / "disk")
-
-        assert "has gone" in rig.ended()
-
-
 def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) -> None:
     """ENOSPC is DISK_FULL for what needs a new slab; nothing half made is left behind."""
     with Rig(small, size_bytes=32 * MIB) as rig:
@@ -331,42 +295,12 @@ def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) ->
         assert rig.spill([200]) == bytes(1), "there is room again"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_slab_that_cannot_be_allocated_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Another program was faster, or a quota is full: DISK_FULL, and nothing half made."""
-    allocate = os.posix_fallocate
-
-    def fail(file: int, offset: int, size: int) -> None:
-        allocate(file, offset, size // 2)
-        raise OSError(number, os.strerror(number))
-
-    with Rig(tmp_path) as rig:
-        monkeypatch.setattr("peercache.storage.slab_files.os.posix_fallocate", fail)
-        assert rig.spill([1]) == bytes([DISK_FULL])
-        assert list((tmp_path / "0").glob("slab-*")) == []
-        monkeypatch.undo()
-        assert rig.spill([2]) == bytes(1)
-        assert rig.load([2]) == ["right"]
-
-
 def test_floor_of_free_space_is_left(small: Path) -> None:
     """No slab is made that would leave less than the floor."""
     with Rig(small, size_bytes=32 * MIB, free_floor=0.5) as rig:
         for begin in range(0, 90, 9):
             rig.spill(list(range(begin, begin + 9)))
 
-        free, total = rig.store._opened.folder.free_bytes()
+        free, total = rig.parts.folder.free_bytes()
         assert free >= total // 2
         assert len(list((small / "0").glob("slab-*"))) >= 2
-
-
-def test_start_on_a_read_only_file_system_is_no_tier(small: Path) -> None:
-    """The tier is off from the start, with a reason; the node goes on without it."""
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-
-    rig = Rig(small, opened=False)
-
-    assert "Read-only" in rig.ended()
-    rig.store.close()

@@ -13,7 +13,7 @@ import pytest
 from peercache.actors.ports import DISK_FULL, DiskOpened
 from peercache.storage import store
 from peercache.storage.slab_files import SlabFiles
-from tests.pace import TIMEOUT_S
+from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.storage.rig import MIB, Rig
 
 NUMBERS = list(range(20))
@@ -25,6 +25,11 @@ def fill(folder: Path) -> Path:
     others.write_bytes(bytes(shutil.disk_usage(folder).free))
     assert shutil.disk_usage(folder).free == 0
     return others
+
+
+def opening() -> list[str]:
+    """Return the threads of this process that open stores."""
+    return [each.name for each in threading.enumerate() if each.name == "peercache-disk"]
 
 
 def leave_as_killed(folder: Path) -> None:
@@ -95,9 +100,7 @@ def test_store_that_waits_for_room_is_closed_at_once(small: Path) -> None:
     rig = Rig(small, size_bytes=32 * MIB, opened=False)
 
     rig.store.close()
-    rig.store._opening.join(TIMEOUT_S)
-
-    assert not rig.store._opening.is_alive()
+    wait_until(lambda: not opening())
 
 
 def test_opening_that_fails_again_and_again_keeps_no_descriptor(
@@ -122,6 +125,6 @@ def test_opening_that_fails_again_and_again_keeps_no_descriptor(
     for _ in range(5):
         assert tries.acquire(timeout=TIMEOUT_S)
     failing.store.close()
-    failing.store._opening.join(TIMEOUT_S)
+    wait_until(lambda: not opening())
 
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - a count

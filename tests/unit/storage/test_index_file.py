@@ -1,4 +1,4 @@
-"""The index on disk: rows come and go in order, in batches, and a failure of it is heard."""
+"""The index on disk: rows come and go in order, and a failure of it is heard."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from peercache.actors.ports import DISK_ENTRY, DISK_UNTRIED
+from peercache.actors.disk.index import DiskIndex
+from peercache.actors.storage_port import DISK_ENTRY, DISK_UNTRIED
 from peercache.storage.index_file import IndexWriter, load_entries, open_index, store_entries
 from tests.pace import TIMEOUT_S
 from tests.unit.storage.rig import Log, Rig
@@ -94,7 +96,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
         rig.forget([1])
-        index, go_on = rig.store._opened.index, threading.Event()
+        index, go_on = rig.parts.index, threading.Event()
         # Rows that it takes once it goes on would make room again, at any moment.
         wait_for(index)
         write = index._write
@@ -163,3 +165,25 @@ def test_whole_table_is_replaced(tmp_path: Path) -> None:
 
     assert load_entries(connection)["place"].tolist() == [7]
     connection.close()
+
+
+SLAB = 64 * 1024
+
+
+def test_entries_touched_since_are_told_coldest_first() -> None:
+    """Only those, in the order of their last touch; what is being written is none of them."""
+    index = DiskIndex(capacity_bytes=2 * SLAB, slab_bytes=SLAB)
+    keys = b"".join(bytes([n]) * 16 for n in range(5))
+    ones = np.ones(5, np.uint64)
+    begun = index.begin(keys, ones, 3000 * ones, ones, 0)
+    index.finish(begun.entries[:4])
+    since = index.clock
+    zero, one, two, _ = index.find(keys[:64]).tolist()
+
+    index.touch(np.array([two]))
+    index.touch(np.array([zero]))
+    index.touch(np.array([one]))
+    index.touch(np.array([two]))
+
+    assert index.touched_since(since).tolist() == [zero, one, two]
+    assert index.touched_since(index.clock).tolist() == []

@@ -1,26 +1,31 @@
-"""Whose a folder on disk is: no node serves the pages of another cluster or another user."""
+"""Whose a folder on disk is: its lock, its cluster, its user, and what it says of itself."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from peercache.actors.ports import DiskEnded
 from peercache.storage import folder as folders
-from peercache.storage.layout import FORMAT_VERSION, LOCK_NAME
+from peercache.storage.folder import LOCK_ATTEMPTS, FolderBusyError, open_folder
+from peercache.storage.layout import FORMAT_VERSION, LOCK_NAME, SUPERBLOCK_NAME
+from tests.children import in_child
 from tests.contracts.frozen.record import FOLDER
-from tests.unit.storage.rig import Rig, key_of
+from tests.unit.storage.rig import MIB, Rig, key_of
 
 STRANGER = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes folders of another user")
 
 
 def folder_name(rig: Rig) -> str:
-    return rig.store._opened.folder.path.name
+    return rig.parts.folder.path.name
 
 
 def passed_over(rig: Rig) -> list[str]:
@@ -80,28 +85,31 @@ def test_the_folder_of_an_earlier_version_is_adopted_once(tmp_path: Path) -> Non
         assert "disk.folder_adopted" not in red.log.events()
 
 
-@pytest.mark.parametrize("said", ["garbage", "{}", '{"cluster": "red", "uid": "x"}', "[]"])
-def test_a_folder_whose_name_is_damaged_is_passed_over(tmp_path: Path, said: str) -> None:
-    """Its pages are of an unknown cluster; they are neither served nor removed."""
+@pytest.mark.parametrize(
+    ("said", "mode", "why"),
+    [
+        *((said, 0o700, "unknown cluster") for said in ("garbage", "{}", "[]")),
+        ('{"cluster": "red", "uid": "x"}', 0o700, "unknown cluster"),
+        # A copied folder has our uid as its owner, and names the one that wrote the pages.
+        (json.dumps({"cluster": "red", "uid": STRANGER}), 0o700, f"uid {STRANGER}"),
+        ("", 0o777, "chmod o-w"),
+    ],
+)
+def test_a_folder_that_may_have_another_s_pages_is_passed_over(
+    tmp_path: Path, said: str, mode: int, why: str
+) -> None:
+    """Its pages are neither served nor removed."""
     filled(tmp_path, cluster="red")
-    (tmp_path / "0" / LOCK_NAME).write_text(said)
+    if said:
+        (tmp_path / "0" / LOCK_NAME).write_text(said)
+    (tmp_path / "0").chmod(mode)
     before = sorted(path.name for path in (tmp_path / "0").iterdir())
 
     with Rig(tmp_path, cluster="red") as rig:
         assert folder_name(rig) == "1"
-        assert "unknown cluster" in passed_over(rig)[0]
+        assert why in passed_over(rig)[0]
+
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == before
-
-
-def test_pages_of_another_uid_are_passed_over(tmp_path: Path) -> None:
-    """A copied folder has our uid as its owner, and names the one that wrote the pages."""
-    filled(tmp_path, cluster="red")
-    told = json.dumps({"cluster": "red", "uid": STRANGER})
-    (tmp_path / "0" / LOCK_NAME).write_text(told)
-
-    with Rig(tmp_path, cluster="red") as rig:
-        assert folder_name(rig) == "1"
-        assert f"uid {STRANGER}" in passed_over(rig)[0]
 
 
 @needs_root
@@ -131,15 +139,6 @@ def test_a_folder_that_this_user_may_not_open_ends_no_tier(
     with Rig(tmp_path) as rig:
         assert folder_name(rig) == "1"
         assert "may not open" in passed_over(rig)[0]
-
-
-def test_a_folder_that_every_user_may_write_is_passed_over(tmp_path: Path) -> None:
-    filled(tmp_path)
-    (tmp_path / "0").chmod(0o777)
-
-    with Rig(tmp_path) as rig:
-        assert folder_name(rig) == "1"
-        assert "chmod o-w" in passed_over(rig)[0]
 
 
 def test_links_lead_nowhere(tmp_path: Path) -> None:
@@ -197,3 +196,75 @@ def test_a_path_that_another_user_may_change_is_told_and_used(
 
     assert len(told) == bool(problem)
     assert all(problem in each and str(judged) in each for each in told)
+
+
+@contextmanager
+def held(path: Path, pauses: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Hold the lock of a folder for so many pauses of the process that waits; tell these."""
+    paused: list[float] = []
+    with (path / LOCK_NAME).open("w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+
+        def pause(seconds: float) -> None:
+            paused.append(seconds)
+            if len(paused) == pauses:
+                fcntl.flock(holder, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(folders.time, "sleep", pause)
+        yield paused
+
+
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that tests whether the folder is in use."""
+    with held(tmp_path, LOCK_ATTEMPTS - 1, monkeypatch) as paused:
+        folder = open_folder(tmp_path, 16 * MIB)
+    assert len(paused) == LOCK_ATTEMPTS - 1
+    with (tmp_path / LOCK_NAME).open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.close()
+
+
+def test_a_lock_that_stays_held_is_a_running_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        held(tmp_path, LOCK_ATTEMPTS, monkeypatch) as paused,
+        pytest.raises(FolderBusyError, match="a running node has"),
+    ):
+        open_folder(tmp_path, 16 * MIB)
+    assert len(paused) == LOCK_ATTEMPTS - 1
+
+
+def test_a_child_closes_no_lock_that_was_let_go(tmp_path: Path) -> None:
+    """Its number may be another file's by then."""
+    folder = open_folder(tmp_path, 16 * MIB)
+    lock = folder.lock
+    folder.close()
+    ours = os.open("/dev/null", os.O_RDONLY)
+    if ours != lock:
+        os.dup2(ours, lock)
+        os.close(ours)
+    assert in_child(lambda: os.fstat(lock)) == 0
+    os.close(lock)
+
+
+def test_tools_take_a_folder_as_it_is(tmp_path: Path) -> None:
+    """Without a size, a cluster or a log; an empty one, and one of another format, has nothing."""
+    (tmp_path / "empty").mkdir()
+    with Rig(tmp_path / "disk") as rig:
+        rig.spill([1])
+        known = rig.parts.folder
+    empty = open_folder(tmp_path / "empty", None)
+    assert (empty.slab_bytes, empty.slab_count, empty.fresh) == (MIB, 0, True)
+    told = open_folder(known.path, None)
+    assert (told.slab_bytes, told.slab_count, told.fresh) == (known.slab_bytes, 1, False)
+    told.close()
+    empty.close()
+    for version, slab_bytes in ((FORMAT_VERSION, 4 * MIB), (FORMAT_VERSION + 1, MIB)):
+        superblock = {"format": version, "slab_bytes": 4 * MIB}
+        (known.path / SUPERBLOCK_NAME).write_text(json.dumps(superblock))
+        other = open_folder(known.path, None)
+        assert (other.slab_bytes, other.fresh) == (slab_bytes, version != FORMAT_VERSION)
+        other.close()

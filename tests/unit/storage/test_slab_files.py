@@ -1,4 +1,4 @@
-"""Slab files, and what an index is made of from their headers."""
+"""Slab files, their headers, and what an index is made of from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,19 @@ from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.ports import DISK_ENTRY
 from peercache.storage import slab_files
+from peercache.actors.storage_port import DISK_ENTRY
+from peercache.storage import layout, slab_files
 from peercache.storage.folder import Folder, open_folder
-from peercache.storage.layout import slab_name
+from peercache.storage.layout import (
+    SlabHeader,
+    SlotHeader,
+    pack_slab,
+    pack_slot,
+    parse_slab,
+    parse_slot,
+    slab_name,
+    slab_number,
+)
 from peercache.storage.slab_files import PROBE_NAME, NoRoomError, SlabFiles, aligned, consistent
 from tests.unit.storage.rig import MIB, Log
 
@@ -72,10 +83,19 @@ def test_few_descriptors_are_held(folder: Folder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(slab_files, "FILES_OPEN_MAX", 2)
     files = files_of(folder)
     files.prepare(0, 1)
-    with files._use(0):
+    seen: list[list[int]] = []
+    real = os.pwritev
+
+    def others_come(*given: Any) -> int:
+        monkeypatch.setattr(os, "pwritev", real)
         for number in (1, 2, 3):
             files.prepare(number, 1)
-        assert open_slabs(folder) == [0, 3]
+        seen.append(open_slabs(folder))
+        return real(*given)
+
+    monkeypatch.setattr(os, "pwritev", others_come)
+    write(files, 0)
+    assert seen == [[0, 3]]
     for number in (2, 3, 2, 1):
         write(files, number)
     assert open_slabs(folder) == [1, 2]
@@ -83,6 +103,33 @@ def test_few_descriptors_are_held(folder: Folder, monkeypatch: pytest.MonkeyPatc
     assert open_slabs(folder) == [1]
     files.close()
     assert open_slabs(folder) == []
+
+
+def test_no_descriptor_is_closed_under_a_call(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a slab that is forgotten is closed by its last call; the next opens the file again."""
+    files = files_of(folder)
+    files.prepare(0, 1)
+    used: list[int] = []
+    closed: list[int] = []
+    write_all, close = os.pwritev, os.close
+
+    def forgotten_meanwhile(file: int, *more: Any) -> int:
+        used.append(file)
+        if len(used) == 1:
+            files.forget(0)
+            write(files, 0)
+        assert file not in closed
+        return write_all(file, *more)
+
+    monkeypatch.setattr(os, "pwritev", forgotten_meanwhile)
+    monkeypatch.setattr(os, "close", lambda file: (closed.append(file), close(file)))
+    write(files, 0)
+
+    first, again = used
+    assert first != again
+    assert closed.count(first) == 1
 
 
 @pytest.mark.parametrize("number", slab_files.NO_ROOM)
@@ -114,7 +161,7 @@ def test_a_slab_that_cannot_be_allocated_leaves_no_file(
 ) -> None:
     """Nor a descriptor; and it is tried again."""
     files = files_of(folder)
-    for error in (errno.ENOSPC, errno.EIO):
+    for error in (*slab_files.NO_ROOM, errno.EIO):
         with monkeypatch.context() as patched:
             failing(patched, "posix_fallocate", OSError(error, "refused"))
             with pytest.raises((NoRoomError, OSError)) as raised:
@@ -292,3 +339,51 @@ def test_rows_are_told_coldest_first() -> None:
     ]
 
     assert kept(*rows) == [3, 2, 1]
+
+
+SLOT_HEADER = SlotHeader(b"k" * 16, 5, 1000, 8192, 77, 2**63 + 1, 1_800_000_000)
+SLAB_HEADER = SlabHeader(3, 257, 256 * 2**20)
+
+
+def test_headers_are_read_as_they_were_written() -> None:
+    """With whatever else the block holds."""
+    assert parse_slot(pack_slot(SLOT_HEADER) + b"rest of the block", 8192) == SLOT_HEADER
+    assert parse_slab(pack_slab(SLAB_HEADER)) == SLAB_HEADER
+
+
+def test_every_flipped_bit_of_a_header_is_seen() -> None:
+    """Its checksum covers all of it, the checksum included."""
+    for packed, parse in (
+        (pack_slot(SLOT_HEADER), lambda block: parse_slot(block, 8192)),
+        (pack_slab(SLAB_HEADER)[:48], parse_slab),
+    ):
+        length = len(packed.rstrip(b"\0"))
+        for bit in range(8 * length):
+            damaged = bytearray(packed)
+            damaged[bit // 8] ^= 1 << bit % 8
+            assert parse(bytes(damaged)) is None
+
+
+def test_every_header_that_is_cut_short_is_seen() -> None:
+    """What a truncated file has left of it."""
+    for end in range(len(pack_slot(SLOT_HEADER))):
+        assert parse_slot(pack_slot(SLOT_HEADER)[:end], 8192) is None
+
+
+def test_header_of_another_place_or_format_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each whole in itself."""
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "FORMAT_VERSION", 99)
+        slot, slab = pack_slot(SLOT_HEADER), pack_slab(SLAB_HEADER)
+
+    assert parse_slot(pack_slot(SLOT_HEADER), 4096) is None
+    assert parse_slot(slot, 8192) is None
+    assert parse_slab(slab) is None
+    assert parse_slot(pack_slab(SLAB_HEADER), 8192) is None
+
+
+def test_only_our_own_names_are_slabs() -> None:
+    """What is removed is looked for by name."""
+    assert slab_number(slab_name(123)) == 123
+    for name in ("slab-12.pcs", "slab-000123.pcs.bak", "xslab-000123.pcs", "slab-00012x.pcs"):
+        assert slab_number(name) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 from pathlib import Path
 
@@ -20,19 +21,8 @@ from peercache.actors.ports import (
     NoteUse,
     SpillDone,
 )
+from tests.children import fork
 from tests.unit.storage.rig import MIB, Rig, key_of
-
-
-def test_pages_come_back_as_they_were_written(tmp_path: Path) -> None:
-    """A batch of pages, longer than one thread takes at a time, is loaded byte for byte."""
-    with Rig(tmp_path) as rig:
-        numbers = list(range(90))
-
-        said = rig.spill(numbers)
-
-        assert said == bytes(90)
-        assert rig.load(numbers) == ["right"] * 90
-        assert rig.log.errors() == []
 
 
 def test_many_small_pages_of_one_job_come_back(tmp_path: Path) -> None:
@@ -58,7 +48,7 @@ def test_neighbours_are_moved_by_one_call(tmp_path: Path) -> None:
     """Slots next to each other, whose pages fill them, are one write and one read."""
     with Rig(tmp_path) as rig:
         calls: list[int] = []
-        files = rig.store._opened.files
+        files = rig.parts.files
         write, read = files.write, files.read
         files.write = lambda place, buffers: calls.append(len(buffers)) or write(place, buffers)
         files.read = lambda place, buffers: calls.append(-len(buffers)) or read(place, buffers)
@@ -69,17 +59,6 @@ def test_neighbours_are_moved_by_one_call(tmp_path: Path) -> None:
         assert found == ["right"] * 12
         # The first write is the slab's own block.
         assert calls == [1, 24, -24]
-
-
-def test_restart_finds_what_was_written(tmp_path: Path) -> None:
-    """A second store on the same folder tells the pages of the first, and loads them."""
-    with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
-
-    with Rig(tmp_path) as again:
-        assert len(again.opened.entries) == 3
-        assert again.load([2, 3, 1]) == ["right"] * 3
-        assert "disk.index_rebuild_started" not in again.log.events()
 
 
 def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
@@ -98,17 +77,6 @@ def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
         keys = [entry["key"].tobytes() for entry in third.opened.entries]
 
         assert keys[-2:] == [key_of(4), key_of(2)]
-
-
-def test_forgotten_page_does_not_come_back(tmp_path: Path) -> None:
-    """Once ForgetDone is told, a restart does not find the page."""
-    with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
-        rig.forget([2])
-
-    with Rig(tmp_path) as again:
-        keys = {entry["key"].tobytes() for entry in again.opened.entries}
-        assert keys == {key_of(1), key_of(3)}
 
 
 def test_forgotten_page_does_not_come_back_after_a_graceful_stop(tmp_path: Path) -> None:
@@ -136,29 +104,11 @@ def test_index_made_from_slots_finds_a_forgotten_page_with_its_own_bytes(tmp_pat
         assert again.load([1, 2, 3]) == ["right"] * 3
 
 
-def test_page_that_was_evicted_before_is_not_written(tmp_path: Path) -> None:
-    """A record whose generation word has changed is DISK_CHANGED; its neighbours are written."""
-    with Rig(tmp_path) as rig:
-        rig.spill([9])
-        begin = rig.store._opened.mover._unchanged
-
-        def evict_first(records: np.ndarray) -> np.ndarray:
-            rig.pool.evict(records[1])
-            return begin(records)
-
-        rig.store._opened.mover._unchanged = evict_first
-        said = rig.spill([1, 2, 3])
-
-        assert said == bytes([0, DISK_CHANGED, 0])
-        assert rig.load([1, 3]) == ["right"] * 2
-        assert rig.load([2]) == [str(DISK_DAMAGED)]
-
-
 def test_page_that_is_evicted_while_it_is_written_is_not_there(tmp_path: Path) -> None:
     """The word is looked at after the write too, and the header is overwritten."""
     with Rig(tmp_path) as rig:
         rig.spill([9], 65_536)
-        files = rig.store._opened.files
+        files = rig.parts.files
         write = files.write
 
         def write_and_evict(place: int, buffers: list[memoryview]) -> None:
@@ -220,38 +170,17 @@ def test_job_whose_deadline_has_passed_touches_nothing(tmp_path: Path) -> None:
         assert rig.spill([2], until_s=-1.0) == bytes([DISK_UNTRIED])
 
 
-def test_two_nodes_do_not_share_a_folder(tmp_path: Path) -> None:
-    """The second takes the next one; each finds its own again, the first one first."""
-    with Rig(tmp_path) as one, Rig(tmp_path) as two:
-        one.spill([1])
-        two.spill([2])
-        folders = [rig.store._opened.folder.path.name for rig in (one, two)]
-
-    assert folders == ["0", "1"]
-    with Rig(tmp_path) as one, Rig(tmp_path) as two:
-        assert one.opened.entries["key"].tobytes() == key_of(1)
-        assert two.opened.entries["key"].tobytes() == key_of(2)
-
-
 def test_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     """A child that an engine forks outlives the node, and the folder is free all the same."""
     with Rig(tmp_path) as rig:
         rig.spill([1])
-        begun, ended = os.pipe(), os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(begun[1], b"x")
-            os.read(ended[0], 1)
-            os._exit(0)
-        os.read(begun[0], 1)
+        child = fork(signal.pause)
     try:
         with Rig(tmp_path) as again:
-            assert again.store._opened.folder.path.name == "0"
+            assert again.parts.folder.path.name == "0"
     finally:
-        os.write(ended[1], b"x")
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        for file in (*begun, *ended):
-            os.close(file)
 
 
 def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
@@ -262,7 +191,7 @@ def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.spill([1])
 
-        assert rig.store._opened.folder.path.name == "1"
+        assert rig.parts.folder.path.name == "1"
     assert (tmp_path / "0" / "slab-000000.pcs").read_bytes() == b"another program's"
     assert [entry.name for entry in (tmp_path / "0").iterdir()] == ["slab-000000.pcs"]
 
@@ -321,7 +250,7 @@ def test_store_that_is_not_open_answers_at_once(tmp_path: Path) -> None:
     """Jobs after the end are DISK_UNTRIED, one answer each."""
     rig = Rig(tmp_path)
     rig.spill([1])
-    rig.store._opened.workers.end("a test")
+    rig.parts.workers.end("a test")
     rig.await_fact(DiskEnded)
 
     said = rig.spill([2])
