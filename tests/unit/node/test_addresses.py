@@ -12,7 +12,7 @@ import pytest
 from peercache.config import settings
 from peercache.config.quantities import DEFAULT_CONTROL_PORT
 from peercache.config.settings import Config
-from peercache.errors import AddressTaken, ConfigError
+from peercache.errors import ConfigError
 from peercache.memory.client_lock import folder_of
 from peercache.net.sockets import Listener, reached
 from peercache.node import addresses
@@ -87,14 +87,6 @@ def test_without_certificates_only_this_host_reaches_the_default_port(
             assert stranger.connect_ex((address, free)) != 0
 
 
-def test_a_named_port_that_is_taken_is_an_error(listener: Listener, other: Listener) -> None:
-    """A named port is taken literally."""
-    port = other.listen_tcp("listen", "127.0.0.1", 0)
-
-    with pytest.raises(AddressTaken, match=str(port)):
-        listen_control(listener, Config(listen=f"127.0.0.1:{port}"))
-
-
 def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> None:
     """A client that may connect may read every page."""
     home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), 1, Sharing.of())
@@ -103,37 +95,6 @@ def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> 
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert reached(home, 1.0)
-
-
-def test_the_socket_of_a_dead_node_is_in_no_way(listener: Listener, tmp_path: Path) -> None:
-    """The address is the same after a restart, however the last node ended."""
-    path = tmp_path / "n.ipc"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-
-    assert reached(listen_home(listener, Config(home=f"ipc://{path}"), 1, Sharing.of()), 1.0)
-
-
-def test_a_home_that_is_in_use_is_an_error(
-    listener: Listener, other: Listener, tmp_path: Path
-) -> None:
-    """The living node keeps its clients."""
-    config = Config(home=f"ipc://{tmp_path}/n.ipc")
-    listen_home(other, config, 1, Sharing.of())
-
-    with pytest.raises(AddressTaken, match="home"):
-        listen_home(listener, config, 1, Sharing.of())
-    assert reached(config.home, 1.0)
-
-
-def test_a_file_in_the_place_of_the_socket_is_kept(listener: Listener, tmp_path: Path) -> None:
-    """A typing error must not delete a file."""
-    path = tmp_path / "thesis.txt"
-    path.write_text("ten years")
-
-    with pytest.raises((AddressTaken, ConfigError), match="home"):
-        listen_home(listener, Config(home=f"ipc://{path}"), 1, Sharing.of())
-    assert path.read_text() == "ten years"
 
 
 def test_a_folder_that_cannot_be_is_an_error(listener: Listener, tmp_path: Path) -> None:

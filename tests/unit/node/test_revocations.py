@@ -19,6 +19,7 @@ from peercache.node.revocations import TAKE_S, VOID_S, RevocationSpread
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.files import LiveTls, common_name_of
+from peercache.trust.identity import CertificateRole
 from peercache.wire.messages.pool import Clear
 from peercache.wire.messages.session import ReportRevocations
 from tests.certificates import Certificates
@@ -128,7 +129,8 @@ def test_node_that_took_a_list_tells_a_newer_one_of_its_own_file(
             node.list.write_text(newer)
             assert node.live.look()
 
-    node.live._tell()
+    certificates.issue(CertificateRole.NODE, "n1", is_renewal=True)
+    assert node.live.look()
 
     assert [said.message for said in node.said] == [ReportRevocations(newer.encode())]
     assert len(node.said_to_clients) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,11 +26,14 @@ from peercache.actors.effects import (
     Send,
     SendTo,
     StoreWords,
+    TellDirectory,
     TellPool,
+    TellPublisher,
+    TellRing,
 )
-from peercache.actors.mailboxes import PeerAnswered, PoolGrew, RingBuilt
+from peercache.actors.mailboxes import PeerAnswered, PoolGrew, Republish, RingBuilt, ViewChanged
 from peercache.actors.origin import Origin
-from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF
+from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, run_actor
 from peercache.memory.client_lock import LockProbe
 from peercache.model.hash_ring import HashRing
 from peercache.model.member import ALIVE, Member
@@ -46,7 +50,7 @@ from peercache.node.switchboard import (
     Switchboard,
 )
 from peercache.observability.log import get_logger
-from peercache.observability.metrics import Metrics
+from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import ENVELOPE_VERSION, WIRE_VERSION, Envelope, versions_spoken
@@ -72,6 +76,8 @@ ME = 0x11
 CLIENT = 0x77
 HERE = Peer(Transport.INPROC)
 SECRET = b"t" * 32
+FAILS = 666
+"""The number of a question whose answer fails."""
 
 
 def hello(**fields: Any) -> Hello:
@@ -99,7 +105,7 @@ class Board:
     members: dict[int, Member]
 
     def dropped(self, reason: str) -> int:
-        return int(self.metrics.messages_dropped.labels(reason)._value.get())
+        return int(totals_of(self.metrics.messages_dropped).get(reason, 0))
 
     def waiting(self) -> list[tuple[str, Origin, object]]:
         """Take everything out of the mailboxes."""
@@ -120,6 +126,14 @@ async def running(
     revoked: ReportRevocations | None = None,
 ) -> AsyncIterator[Board]:
     """Run a switchboard on loopback."""
+
+    def answer(_: Origin, message: Message) -> Message | None:
+        if not isinstance(message, RequestStats):
+            return None
+        if message.request == FAILS:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return ReportStats(message.request, {"pages": 3})
+
     token = trio.lowlevel.current_trio_token()
     gate = gate or Gate(Sharing.of(), None)
     admission = Admission(
@@ -143,11 +157,7 @@ async def running(
         admission=admission,
         mailboxes=mailboxes,
         member_of=members.get,
-        answer=lambda _, message: (
-            ReportStats(message.request, {"pages": 3})
-            if isinstance(message, RequestStats)
-            else None
-        ),
+        answer=answer,
         reach=reach,
         segment_bytes=4096,
         revocations=lambda: revoked,
@@ -453,20 +463,13 @@ async def test_the_nodes_own_questions_are_answered(tmp_path: Path, calling: Cal
 
 
 async def test_an_answer_that_fails_costs_that_answer_only(
-    tmp_path: Path, calling: Calling, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calling: Calling
 ) -> None:
     """For want of a descriptor, or by a bug: the node serves what comes next."""
     async with running(tmp_path) as board:
-        answer = board.inbound._answer
-
-        def fail_once(*asked: Any) -> Message | None:
-            monkeypatch.setattr(board.inbound, "_answer", answer)
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        monkeypatch.setattr(board.inbound, "_answer", fail_once)
         caller = calling(board)
         await caller.greet()
-        caller.say(RequestStats(4))
+        caller.say(RequestStats(FAILS))
 
         assert await caller.ask(RequestStats(5)) == ReportStats(5, {"pages": 3})
         assert board.dropped("failed") == 1
@@ -614,3 +617,61 @@ async def test_links_are_bounded(tmp_path: Path) -> None:
 
         assert len(board.links) == 4
         assert board.dropped("links_full") == 1
+
+
+@attrs.define
+class Relay:
+    """An actor that tells another one what it hears."""
+
+    next: Callable[[Any], Effect] | None = None
+    heard: list[object] = attrs.field(factory=list)
+
+    def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
+        self.heard.append(message)
+        return [self.next(message)] if self.next else []
+
+    def on_tick(self, now: float) -> list[Effect]:
+        raise AssertionError("nothing is ever due")
+
+    def deadline(self) -> float:
+        return math.inf
+
+    def check(self) -> None:
+        assert len(self.heard) < 100, "it goes round in circles"
+
+
+async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_returns(
+    tmp_path: Path,
+) -> None:
+    """From actor to actor, in any order of the mailboxes, and no task has to be woken for it."""
+    fact = ViewChanged(())
+    relays = {
+        "ring": Relay(lambda _: TellDirectory(fact)),
+        "directory": Relay(lambda _: TellPublisher(Republish())),
+        "publisher": Relay(),
+    }
+    async with running(tmp_path) as board, trio.open_nursery() as nursery:
+        boxes = board.mailboxes.named()
+        for name, relay in relays.items():
+            nursery.start_soon(run_actor, relay, boxes[name], board.board.perform)
+        await trio.testing.wait_all_tasks_blocked()
+
+        board.board.tell(TellRing(fact))
+
+        heard = [relay.heard for relay in relays.values()]
+        assert heard == [[fact], [fact], [Republish()]]
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_is_told_outside_any_turn_wakes_its_actor(tmp_path: Path) -> None:
+    """The mailboxes are attended to only while the switchboard is at work."""
+    relay = Relay()
+    async with running(tmp_path) as board, trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, relay, board.mailboxes.pool, board.board.perform)
+        await trio.testing.wait_all_tasks_blocked()
+        board.board.tell(TellPublisher(Republish()))
+        board.mailboxes.pool.tell(SELF, PoolGrew(1))
+        await trio.testing.wait_all_tasks_blocked()
+
+        assert relay.heard == [PoolGrew(1)]
+        nursery.cancel_scope.cancel()
