@@ -51,6 +51,12 @@ class Series:
         )
 
 
+def counter(name: str, good: float, bad: float, **labels: str) -> Series:
+    """Return a made counter of one node, by its increases a minute."""
+    told = "".join(f',{label}="{value}"' for label, value in labels.items())
+    return Series(f"peercache_{name}{{{INSTANCE}{told}}}", good, bad, grows=True)
+
+
 @attrs.frozen
 class Alert:
     """An alert, its runbook entry, and the series on which it fires and clears.
@@ -205,14 +211,7 @@ ALERTS = (
         "`client.checksum_failed` or `client.call_failed` in the log of the engine; errors of the "
         "memory of the holder's host (`dmesg`, `edac-util`).",
         "Report it with these lines. Take a host with memory errors out of service.",
-        (
-            Series(
-                f'peercache_pages_missed_total{{{INSTANCE},reason="verify_failed"}}',
-                0,
-                1,
-                grows=True,
-            ),
-        ),
+        (counter("pages_missed_total", 0, 1, reason="verify_failed"),),
         5,
         {**EVERYWHERE, "reason": "verify_failed"},
     ),
@@ -227,11 +226,7 @@ ALERTS = (
         "show`). Without certificates every process that connects is believed to be a member.",
         "Revoke the certificate (`peercache certs revoke`), and "
         "[secure the cluster](secure-a-cluster.md).",
-        (
-            Series(
-                f'peercache_records_refused_total{{{INSTANCE},reason="forged"}}', 0, 1, grows=True
-            ),
-        ),
+        (counter("records_refused_total", 0, 1, reason="forged"),),
         5,
         {**EVERYWHERE, "reason": "forged"},
     ),
@@ -247,11 +242,7 @@ ALERTS = (
         "`node.peer_refused` in the log of the node names the peer and what differs.",
         "Give both the same setting; see [which connections are refused]"
         "(read-the-metrics.md#which-connections-are-refused).",
-        (
-            Series(
-                f'peercache_messages_dropped_total{{{INSTANCE},reason="granule"}}', 0, 1, grows=True
-            ),
-        ),
+        (counter("messages_dropped_total", 0, 1, reason="granule"),),
         5,
         {**EVERYWHERE, "reason": "granule"},
     ),
@@ -267,11 +258,7 @@ ALERTS = (
         "`peercache_reservations`, the page size of the engine.",
         "`no_home`: see that the node runs. `pool_full`: raise `client_uncommitted_max` or the "
         "[pool](size-the-pool.md). `too_large`: a larger pool.",
-        (
-            Series(
-                f'peercache_sets_refused_total{{{INSTANCE},reason="no_home"}}', 0, 60, grows=True
-            ),
-        ),
+        (counter("sets_refused_total", 0, 60, reason="no_home"),),
         10,
         {**EVERYWHERE, "reason": "no_home"},
     ),
@@ -291,13 +278,8 @@ ALERTS = (
         "Open the data port (31999); correct `advertise`; take a host that comes and goes out of "
         "service.",
         (
-            Series(
-                f'peercache_pages_missed_total{{{INSTANCE},reason="peer_unreachable"}}',
-                0,
-                60,
-                grows=True,
-            ),
-            Series(f'peercache_pages_hit_total{{{INSTANCE},fabric="tcp"}}', 60, 60, grows=True),
+            counter("pages_missed_total", 0, 60, reason="peer_unreachable"),
+            counter("pages_hit_total", 60, 60, fabric="tcp"),
         ),
         15,
     ),
@@ -359,7 +341,7 @@ ALERTS = (
         "faults. These pages are lost at a restart.",
         "`df` of `disk_path`; `disk.writes_failed` and `disk.call_failed` in the log.",
         "Make room, or lower `disk_size`; replace a disk that fails.",
-        (Series(f'peercache_spills_dropped_total{{{INSTANCE},reason="full"}}', 0, 60, grows=True),),
+        (counter("spills_dropped_total", 0, 60, reason="full"),),
         10,
         {**EVERYWHERE, "reason": "full"},
     ),
@@ -372,11 +354,7 @@ ALERTS = (
         "A page's bytes or header on disk were not what was written. The page was dropped.",
         "`disk.page_damaged` names the file and place; `dmesg`, `smartctl -a`.",
         "`peercache disk check` on the stopped node; replace the device if it goes on.",
-        (
-            Series(
-                f'peercache_disk_pages_lost_total{{{INSTANCE},reason="damaged"}}', 0, 1, grows=True
-            ),
-        ),
+        (counter("disk_pages_lost_total", 0, 1, reason="damaged"),),
         5,
         {**EVERYWHERE, "reason": "damaged"},
     ),

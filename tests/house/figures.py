@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tests.house.layers import circles
 from tests.house.test_tidy import ROOT, SOURCE
 
 _LAYOUT = frozenset(
@@ -69,27 +70,6 @@ def calls_among(sources: Mapping[str, str]) -> dict[str, set[str]]:
         - {name}
         for name, text in plain.items()
     }
-
-
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the groups of names that reach each other."""
-    reached = {name: _reached(graph, name) for name in graph}
-    found = {
-        frozenset(other for other in reached[name] if name in reached[other])
-        for name in graph
-        if name in reached[name]
-    }
-    return sorted(sorted(one) for one in found)
-
-
-def _reached(graph: Mapping[str, set[str]], name: str) -> set[str]:
-    reached: set[str] = set()
-    ahead = list(graph[name])
-    while ahead:
-        if (one := ahead.pop()) not in reached:
-            reached.add(one)
-            ahead += graph[one]
-    return reached
 
 
 def _texts(folder: Path) -> Iterable[str]:

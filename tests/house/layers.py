@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Every folder of the package, from the bottom up, with the folders that it may import. A folder
 # imports only what stands above its own line in this table, so folders form no circle. `errors`
 # is free to all, and so are files of the same folder; among files, circles are looked for apart.
@@ -98,3 +100,24 @@ HOMES: dict[str, frozenset[str]] = {
     "sqlite3": frozenset({"storage"}),
     "asyncio": frozenset(),
 }
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of names that reach each other, over whatever other names."""
+    reached = {name: _reached(graph, name) for name in graph}
+    found = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in graph
+        if name in reached[name]
+    }
+    return sorted(sorted(one) for one in found)
+
+
+def _reached(graph: Mapping[str, set[str]], name: str) -> set[str]:
+    reached: set[str] = set()
+    ahead = list(graph[name])
+    while ahead:
+        if (one := ahead.pop()) not in reached:
+            reached.add(one)
+            ahead += graph[one]
+    return reached

@@ -25,7 +25,7 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Receiver, Role
-from tests.house import alerts, board, picture
+from tests.house import alerts, board
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -216,7 +216,6 @@ FILES: dict[str, Callable[[], str]] = {
     "../../deploy/prometheus/rules_test.yml": alerts.rules_test,
     "../../deploy/grafana/peercache.json": board.board,
     "prefix-index.openapi.json": lambda: json.dumps(openapi(), indent=1) + "\n",
-    "../explanation/architecture.svg": picture.picture,
     "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
         peers_report.measured()
     ),

@@ -1,10 +1,11 @@
 """Every block of the documentation is read by what reads it where a user pastes it.
 
 What runs where: Python behind `<!-- runnable -->` in tests/system/test_snippets.py, the tutorial in
-tests/system/test_tutorial.py, settings of TOML and of SGLang's JSON in test_names_shown.py, the
-flags of commands in test_commands_shown.py, the chart's values in tests/deploy/test_chart.py.
-Here: certificates are made, shell is parsed and its programs are known, values of flags are
-judged, and all other languages are read. `ELSEWHERE` says which programs are not run, and why.
+tests/system/test_tutorial.py, settings of TOML and of SGLang's JSON in test_docs.py, the
+chart's values in tests/deploy/test_chart.py.
+Here: certificates are made, shell is parsed, its programs and the flags of ours are known, their
+values are judged, and all other languages are read. `ELSEWHERE` says which programs are not run,
+and why.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 import pytest
 import yaml
 
-from peercache.cli.main import main
+from peercache.cli.main import main, peercache
 from peercache.config.settings import SETTINGS, Config
 from tests.house.reference_pages import ROOT
-from tests.house.test_commands_shown import INLINE, problem_of
+from tests.house.test_docs import NOW, id_of
 from tests.house.test_monitoring import unknown
-from tests.house.test_names_shown import NOW
 
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PAGES = [*NOW, *sorted((ROOT / "deploy").rglob("*.md"))]
@@ -58,6 +59,7 @@ PYTHON_RUN_ELSEWHERE = {
     "docs/tutorials/first-cluster.md": "tests/system/test_tutorial.py",
     "docs/how-to/add-an-actor.md": "a protocol, which mypy holds every actor to",
 }
+INLINE = re.compile(r"`(peercache [^`\n]+)`")
 PLACEHOLDER = re.compile(r"HOST-A|HOST-B|\bHOST\b")
 
 
@@ -149,13 +151,48 @@ def trouble_of(words: list[str]) -> str:
     return "" if program in " ".join(ELSEWHERE).split() else program
 
 
+def problem_of(line: str) -> str:
+    """Return what is wrong with a command line, "" for nothing. Values are not looked at."""
+    try:
+        words = shlex.split(line, comments=True)[1:]
+    except ValueError:
+        return ""  # A part of a longer text, with a quote that ends elsewhere.
+    command: click.Command = peercache
+    context = click.Context(peercache, info_name="peercache")
+    while words and isinstance(command, click.Group):
+        name = words[0]
+        if name.startswith("-") or not re.fullmatch(r"[a-z]+", name):
+            break  # `peercache …`, or a flag of the whole program.
+        found = command.get_command(context, name)
+        if found is None:
+            return f"{command.name or 'peercache'} has no command {name!r}"
+        command, words = found, words[1:]
+        context = click.Context(command, info_name=name, parent=context)
+    known = {flag for parameter in command.params for flag in [*parameter.opts,
+             *parameter.secondary_opts]} | {"--help"}  # fmt: skip
+    for word in words:
+        flag = word.partition("=")[0]
+        if re.fullmatch(r"--[a-z][a-z-]*", flag) and flag not in known:
+            return f"`{command.name}` has no flag {flag}"
+    return ""
+
+
+@pytest.mark.parametrize("page", NOW, ids=id_of)
+def test_commands_within_a_sentence_exist_with_their_flags(page: Path) -> None:
+    """A reader copies them as they are."""
+    problems = {line: problem_of(line) for line in INLINE.findall(page.read_text())}
+
+    assert {line: problem for line, problem in problems.items() if problem} == {}
+
+
 def test_a_command_that_cannot_work_is_found() -> None:
     """Each kind of trouble; and a chain and a pipe have several commands."""
     assert simple_commands("a b | c 'd\ne' && f # g\nh \\\n i") == [
         ["a", "b"], ["c", "d\ne"], ["f"], ["h", "i"],
     ]  # fmt: skip
     for wrong in ("make nothing", "python gone.py", "python -m peercache.gone", "frobnicate x",
-                  "venv/bin/peercache node --gone"):  # fmt: skip
+                  "venv/bin/peercache node --gone", "peercache nodes",
+                  "peercache disk chek /data"):  # fmt: skip
         assert trouble_of(wrong.split()), wrong
     assert not trouble_of(["A=1", "make", "lint"])
 
@@ -245,7 +282,7 @@ def test_python_can_be_compiled_and_names_what_there_is(block: Block) -> None:
 
 @pytest.mark.parametrize("block", blocks("json"))
 def test_json_is_json(block: Block) -> None:
-    """What of it are settings of SGLang is read in test_names_shown.py."""
+    """What of it are settings of SGLang is read in test_docs.py."""
     assert isinstance(json.loads(block.text), dict)
 
 

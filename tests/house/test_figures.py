@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.house.figures import calls_among, circles, code_lines, private_accesses
+from tests.house.figures import calls_among, code_lines, private_accesses
+from tests.house.layers import circles
 
 SOURCE = '''"""A module.
 
