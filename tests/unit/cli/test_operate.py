@@ -1,4 +1,4 @@
-"""What an operator sees: readable for 3 members and for 64, on a terminal and without one."""
+"""What an operator sees: of 3 members and of 64, on a terminal and without one, of a drain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import attrs
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from peercache.cli import main as cli
 from peercache.cli.operate.screen import NAMESPACES_MAX, age, is_fine, whole
+from peercache.cli.operate import drain
+from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine, whole
 from peercache.cli.operate.top import frame
 from peercache.cli.terminal import duration
 from peercache.client import operator
@@ -345,3 +348,49 @@ def test_a_program_that_names_a_node_keeps_its_own_log() -> None:
     Target.of(at="127.0.0.1:1", environment={})
 
     assert (logger.handlers, logger.level, logger.propagate) == before
+
+
+@attrs.frozen
+class Told:
+    """An answer."""
+
+    figures: dict[str, int | float | str]
+
+
+def drained(state: str, given: int) -> Told:
+    """Return the answer of a node that has handed over so many pages of two."""
+    figures = {"given": given, "given_bytes": given, "there": 0, "left": 2 - given, "lost": 0}
+    return Told({"state": state, "problem": "", **figures})
+
+
+def test_progress_is_printed_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each change, and none for an answer that says the same."""
+    answers = [drained("handing_over", 0), drained("handing_over", 0), drained("handing_over", 1)]
+    answers += 3 * [drained("leaving", 2)]
+
+    class Node:
+        def __init__(self, *_: Any) -> None:
+            """Answer any question."""
+
+        def __enter__(self) -> Node:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Keep nothing."""
+
+        def ask(self, *_: Any) -> Told:
+            if not answers:
+                raise PeerUnreachable("a:1")
+            return answers.pop(0)
+
+    monkeypatch.setattr(drain, "Operator", Node)
+    monkeypatch.setattr(drain, "LOOK_S", 0.0)
+
+    done = CliRunner().invoke(drain.drain, ["a:1"], standalone_mode=False)
+
+    assert done.exception is None, done.exception
+    assert [line.partition(":")[0] for line in done.output.splitlines()] == [
+        "handing over", "handing over", "leaving", "left",
+    ]  # fmt: skip
+    assert "0 pages" in done.output
+    assert done.return_value == 0

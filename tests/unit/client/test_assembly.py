@@ -1,19 +1,33 @@
-"""The wiring of a client: its lock in a folder that is in a bad way, and memory to register."""
+"""The parts of a client: its lock, memory to register, its home node, the report of a call."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from peercache import Client
 from peercache.client.assembly import ClientParts
+from peercache.client.home import Attached, Home
+from peercache.client.report import current, reporting, tell_missed, tell_moved
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
+from peercache.memory.attached import AttachedSegment
 from peercache.memory.client_lock import folder_of, lock_name
+from peercache.memory.published import PublishedSegment
+from peercache.model.ids import Incarnation
 from peercache.model.keys import Namespace
+from peercache.net.breaker import Breakers
+from peercache.observability.log import get_logger
+from peercache.observability.metrics import Metrics
+from peercache.paths.reading import Touches
+from peercache.paths.reserving import ClientReservations
 
 
 def test_a_namespace_is_one_or_a_name_and_nothing_else() -> None:
@@ -88,3 +102,114 @@ def test_breakers_that_open_are_counted_in_the_metrics_once() -> None:
         wiring.close(is_quiet=True)
 
     assert wiring.metrics.registry.get_sample_value("peercache_breakers_opened_total") == 5
+
+
+GRANULE = 4096
+
+
+def home() -> Home:
+    return Home(
+        url="ipc:///home",
+        config=Config(),
+        bridge=cast("Any", None),
+        breakers=Breakers(),
+        touches=Touches(),
+        report=None,
+        on_view=lambda _: None,
+        renew_lock=lambda: None,
+        metrics=Metrics(),
+        log=get_logger(),
+    )
+
+
+def attached(folder: Path, number: int) -> tuple[PublishedSegment, Attached]:
+    published = PublishedSegment.create(
+        folder, incarnation=Incarnation(number), page_bytes=GRANULE, granule=GRANULE
+    )
+    memory = AttachedSegment.open(published.path, incarnation=Incarnation(number), writable=True)
+    return published, Attached(number, memory, ClientReservations())
+
+
+def test_memory_of_the_node_before_goes_although_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor would keep the whole pool of a node that is dead."""
+    published = [attached(tmp_path, number) for number in (1, 2)]
+    (_, old), (_, new) = published
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    unmapped: list[AttachedSegment] = []
+    close = AttachedSegment.close
+    monkeypatch.setattr(
+        AttachedSegment,
+        "close",
+        lambda segment, timeout_s: unmapped.append(segment) or close(segment, timeout_s),
+    )
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    home()._came(new, old)
+
+    assert unmapped == [old.memory]
+    new.memory.close(1.0)
+    for segment, _ in published:
+        segment.close()
+
+
+def test_a_report_collects_until_its_block_ends() -> None:
+    with reporting() as report:
+        tell_moved(3, 300)
+        tell_moved(1, 100)
+        tell_missed({"absent": 2, "": 7, "evicted": 0})
+        tell_missed({"absent": 1, "deadline": 4})
+    tell_moved(9, 900)
+    tell_missed({"absent": 9})
+
+    assert (report.pages, report.bytes) == (4, 400)
+    assert report.misses == Counter({"absent": 3, "deadline": 4})
+
+
+def test_no_report_is_open_where_nothing_asked_for_one() -> None:
+    assert current.report is None
+
+
+def test_an_inner_block_has_a_report_of_its_own() -> None:
+    with reporting() as outer:
+        with reporting(is_detailed=True) as inner:
+            tell_moved(1, 10)
+        tell_moved(2, 20)
+
+    assert (inner.pages, outer.pages) == (1, 2)
+    assert (inner.is_detailed, outer.is_detailed) == (True, False)
+
+
+def test_an_error_ends_the_report_too() -> None:
+    try:
+        with reporting():
+            raise ValueError
+    except ValueError:
+        pass
+
+    assert current.report is None
+
+
+def test_threads_do_not_write_into_the_reports_of_others() -> None:
+    """SGLang's exists, get and set run at once."""
+    both = threading.Barrier(2)
+    seen: dict[str, Counter[str]] = {}
+
+    def call(reason: str) -> None:
+        with reporting() as report:
+            both.wait(60)
+            for _ in range(1000):
+                tell_missed({reason: 1})
+            both.wait(60)
+        seen[reason] = report.misses
+
+    threads = [threading.Thread(target=call, args=(reason,)) for reason in ("absent", "evicted")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert seen == {"absent": Counter(absent=1000), "evicted": Counter(evicted=1000)}

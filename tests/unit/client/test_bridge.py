@@ -94,18 +94,27 @@ class Mute:
         self.noted.append(messages)
 
 
-def bridge_over(*fabrics: Pipe) -> Bridge:
+def bridge_over(*fabrics: Pipe, breakers: Breakers | None = None) -> Bridge:
     return Bridge(
         asker=cast("Asker", Mute()),
         fabrics=fabrics,
-        breakers=Breakers(),
+        breakers=breakers or Breakers(),
         clock=time.monotonic,
         log=get_logger(),
     )
 
 
+def done(bridge: Bridge, step: Step, segment: AttachedSegment | None = None) -> Any:
+    """Return what a path of one step is answered."""
+
+    def path() -> Generator[Step, Any, Any]:
+        return (yield step)
+
+    return bridge.run(path(), segment)
+
+
 def fetch(bridge: Bridge, *reads: PeerRead, timeout_s: float = TIMEOUT_S) -> list[Fetched]:
-    found: list[Fetched] = bridge._do(Fetch(reads, time.monotonic() + timeout_s), None)
+    found: list[Fetched] = done(bridge, Fetch(reads, time.monotonic() + timeout_s))
     return found
 
 
@@ -287,12 +296,13 @@ def test_only_an_unreachable_holder_opens_its_breaker(failure: str, opens: bool)
     """That a deadline came, or a slot was refused, is no evidence against it."""
     pipe = Pipe(failure=failure)
     pipe.go.set()
-    bridge = bridge_over(pipe)
+    breakers = Breakers()
+    bridge = bridge_over(pipe, breakers=breakers)
 
     fetch(bridge, read_of(1)[0])
     again = fetch(bridge, read_of(1)[0])
 
-    assert bridge._breakers.is_open(data_port(1)) is opens
+    assert breakers.is_open(data_port(1)) is opens
     assert len(pipe.begun) == (1 if opens else 2)
     assert again[0].failure == failure
 
@@ -301,12 +311,13 @@ def test_a_read_that_works_closes_the_breaker() -> None:
     """The probe of one caller is enough."""
     pipe = Pipe()
     pipe.go.set()
-    bridge = bridge_over(pipe)
-    bridge._breakers.failed(data_port(1), time.monotonic() - 60)
+    breakers = Breakers()
+    bridge = bridge_over(pipe, breakers=breakers)
+    breakers.failed(data_port(1), time.monotonic() - 60)
 
     fetch(bridge, read_of(1)[0])
 
-    assert not bridge._breakers.is_open(data_port(1))
+    assert not breakers.is_open(data_port(1))
 
 
 @pytest.fixture
@@ -326,7 +337,7 @@ def placed(segment: AttachedSegment | None, offsets: list[int], size: int = PAGE
     page = np.full(size, 7, np.uint8)
     runs = PageRuns.of([[(page.ctypes.data, size)]] * len(offsets))
     step = Place(np.array(offsets, np.uint64), runs, time.monotonic() + TIMEOUT_S)
-    count: int = bridge_over()._do(step, segment)
+    count: int = done(bridge_over(), step, segment)
     return count
 
 
@@ -380,7 +391,7 @@ def test_nothing_is_placed_after_the_deadline(segment: Any) -> None:
     page = np.full(PAGE, 7, np.uint8)
     runs = PageRuns.of([[(page.ctypes.data, PAGE)]])
 
-    count = bridge_over()._do(Place(np.zeros(1, np.uint64), runs, time.monotonic()), attached)
+    count = done(bridge_over(), Place(np.zeros(1, np.uint64), runs, time.monotonic()), attached)
 
     assert count == 0
     assert not published.pages.any()

@@ -215,7 +215,7 @@ def test_the_least_recently_used_pages_go(tmp_path: Path) -> None:
 
     again = opened(tmp_path, 20 * file_bytes)
     left = {file.name for file in files_of(tmp_path)}
-    assert again._room.used() == len(left) * file_bytes <= 20 * file_bytes
+    assert len(left) <= 20
     assert {key.hex() for key in KEYS[:2].tolist()} <= left
     assert {key.hex() for key in KEYS[14:30].tolist()} <= left
     until = time.monotonic() + TIMEOUT_S
@@ -250,12 +250,12 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    store = opened(tmp_path)
+    store = opened(tmp_path, 8 * (4096 + 5 * 4096))
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        assert store.set_from(KEYS[:2], runs_of(pages_of(2))) == [False, False]
+        for _ in range(16):
+            assert store.set_from(KEYS[:2], runs_of(pages_of(2))) == [False, False]
     assert (files_of(tmp_path), list((tmp_path / WRITING).iterdir())) == ([], [])
-    assert store._room.used() == 0
     assert store.set_from(KEYS[:2], runs_of(pages_of(2))) == [True, True]
     store.close()
 

@@ -28,6 +28,8 @@ class FakeClient:
         self.is_closed = False
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.entered = threading.Event()
+        """A call has come."""
         self.problem: Exception | None = None
         self.home_address = "ipc:///home"
         self.home_state = HomeState(is_lost=False, answered_s=time.monotonic())
@@ -89,6 +91,7 @@ class FakeClient:
         self.is_closed = True
 
     def _come_in(self) -> None:
+        self.entered.set()
         assert self.may_answer.wait(30)
         if self.problem is not None:
             raise self.problem

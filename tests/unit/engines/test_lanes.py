@@ -1,16 +1,22 @@
-"""Lanes: each piece of work is done or refused once, and its caller waits for neither."""
+"""What adapters share: lanes, whose pieces of work are done or refused once, and a late client."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from peercache.engines.lanes import CallLane
-from peercache.observability.log import get_logger
-from tests.pace import wait_until
+from peercache.engines.lanes import CallLane, harmless
+from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_config, level_named
+from peercache.errors import ConfigError, PeerUnreachable
+from peercache.model.keys import Namespace
+from peercache.observability.log import LOGGER, get_logger
+from tests.pace import TIMEOUT_S, wait_until
+from tests.unit.engines.fake_client import FakeClient
 
 
 class Told:
@@ -20,7 +26,7 @@ class Told:
         """Nothing yet."""
         self.done: list[str] = []
         self.refused: list[str] = []
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def submit(
         self, lane: CallLane, name: str, *, waits: bool = False, fails: bool = False
@@ -28,6 +34,7 @@ class Told:
         """Submit a piece of work that may wait for `go`, or raise."""
 
         def work() -> None:
+            self.begun.set()
             if waits:
                 assert self.go.wait(30)
             if fails:
@@ -74,7 +81,7 @@ def test_a_full_lane_refuses_at_once(told: Told) -> None:
     """The queue is bounded: what does not fit is refused in the caller's thread."""
     full = lane(work_max=2)
     told.submit(full, "busy", waits=True)
-    wait_until(lambda: len(full) == 1 and not full._waiting)
+    assert told.begun.wait(30)
     told.submit(full, "waits")
     told.submit(full, "too much")
     assert told.refused == ["too much"]
@@ -88,7 +95,7 @@ def test_work_that_waited_too_long_is_refused(told: Told) -> None:
     clock = Clock()
     slow = lane(timeout_s=1.0, clock=clock)
     told.submit(slow, "busy", waits=True)
-    wait_until(lambda: len(slow) == 1 and not slow._waiting)
+    assert told.begun.wait(30)
     told.submit(slow, "late")
     clock.now = 1.5
     told.go.set()
@@ -125,7 +132,7 @@ def test_a_drain_refuses_what_waits_and_ends_when_the_rest_is_done(told: Told) -
     """Nothing runs after it, and the lane goes on."""
     drained = lane()
     told.submit(drained, "busy", waits=True)
-    wait_until(lambda: len(drained) == 1 and not drained._waiting)
+    assert told.begun.wait(30)
     told.submit(drained, "waits")
     assert not drained.drain(timeout_s=0.01)
     assert told.refused == ["waits"]
@@ -141,10 +148,115 @@ def test_a_closed_lane_refuses_everything(told: Told) -> None:
     """Closing is bounded, even while a call does not come back."""
     closed = lane()
     told.submit(closed, "busy", waits=True)
-    wait_until(lambda: len(closed) == 1 and not closed._waiting)
+    assert told.begun.wait(30)
     told.submit(closed, "waits")
     assert not closed.close(0.01)
     told.submit(closed, "after")
     assert told.refused == ["waits", "after"]
     told.go.set()
     assert closed.close(30)
+
+
+SPACE = Namespace("test")
+
+
+def late_client(fake: FakeClient) -> LateClient:
+    """Return an attachment that tries often."""
+    return LateClient(
+        engine_config({}, {}), SPACE, get_logger(), client_factory=fake.open, retry_s=0.01
+    )
+
+
+def test_a_client_is_there_at_once() -> None:
+    """The first call of an engine is served."""
+    fake = FakeClient()
+    attached = late_client(fake)
+    assert attached.client is fake
+    assert fake.namespace == SPACE
+    attached.close()
+    attached.close()
+    assert fake.is_closed
+    assert attached.client is None
+
+
+def test_a_home_node_that_comes_later_is_found() -> None:
+    """An engine starts without its cache, and has it when the node is there."""
+    fake = FakeClient()
+    fake.problem = PeerUnreachable("the home node")
+    attached = late_client(fake)
+    assert attached.client is None
+    status = attached.status()
+    assert not status["is_healthy"]
+    assert (status["reason"], status["why"]) == ("not_open", str(fake.problem))
+    fake.problem = None
+    wait_until(lambda: attached.client is fake)
+    assert attached.status()["is_healthy"]
+    attached.close()
+
+
+def test_a_client_that_comes_after_the_close_is_closed() -> None:
+    """A node that is found while the engine stops keeps no client of it."""
+    fake = FakeClient()
+    made: Future[LateClient] = Future()
+    attached = LateClient(
+        engine_config({}, {}),
+        SPACE,
+        get_logger(),
+        on_open=lambda _: made.result(TIMEOUT_S).close(),
+        client_factory=_second_try(fake),
+        retry_s=0.01,
+    )
+    # Its thread may have opened the client before this line.
+    made.set_result(attached)
+    wait_until(lambda: fake.is_closed)
+    assert attached.client is None
+
+
+def _second_try(fake: FakeClient):  # noqa: ANN202 - a stand-in of Client.open
+    tries: list[int] = []
+
+    def open_client(*given: object, **named: object) -> FakeClient:
+        tries.append(1)
+        if len(tries) == 1:
+            raise PeerUnreachable("the home node")
+        return fake
+
+    return open_client
+
+
+def test_an_engine_waits_a_second_unless_a_setting_says_more() -> None:
+    """The JSON line and the environment come before the default of adapters."""
+    assert engine_config({}, {}).op_timeout_s == OP_TIMEOUT_S
+    assert engine_config({}, {"PEERCACHE_OP_TIMEOUT_S": "3"}).op_timeout_s == 3
+    assert engine_config({"op_timeout_s": 2}, {"PEERCACHE_OP_TIMEOUT_S": "3"}).op_timeout_s == 2
+    with pytest.raises(ConfigError, match="pool_sise"):
+        engine_config({"pool_sise": "1GiB"}, {})
+
+
+def test_what_would_raise_answers() -> None:
+    """The engine gets the harmless answer, and other answers as they are."""
+
+    @harmless(lambda: -1)
+    def half(number: int) -> int:
+        if number % 2:
+            raise ValueError(number)
+        return number // 2
+
+    assert [half(4), half(3)] == [2, -1]
+
+
+def test_the_log_level_of_an_engines_settings_counts() -> None:
+    """That of the JSON line, then that of the environment; the default is the engine's own."""
+    for settings, environment, level in (
+        ({"log_level": "debug"}, {"PEERCACHE_LOG_LEVEL": "error"}, "debug"),
+        ({}, {"PEERCACHE_LOG_LEVEL": "error"}, "error"),
+        ({}, {}, ""),
+    ):
+        assert level_named(engine_config(settings, environment), settings, environment) == level
+    logger = logging.getLogger(LOGGER)
+    before = logger.level
+    try:
+        engine_config({"log_level": "debug"}, {}, engine="an engine")
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(before)

@@ -236,34 +236,6 @@ def followed(nodes: dict[str, MadeUpNode], members: set[str]) -> Iterator[tuple[
         yield holds, index
 
 
-def test_an_index_follows_all_members_and_those_that_come() -> None:
-    """Each node's pages, as they come; a node that is a member no longer takes its pages along."""
-    nodes, members = {A: MadeUpNode(5), B: MadeUpNode(6)}, {A}
-    nodes[A].store(1, 2)
-    with followed(nodes, members) as (holds, _):
-        holds({A: 2})
-        nodes[A].store(3)
-        nodes[B].store(1)
-        members.add(B)
-        holds({A: 3, B: 1})
-        members.remove(A)
-        holds({B: 1})
-
-
-def test_the_pages_of_a_node_that_ended_vanish_and_come_back_with_it() -> None:
-    """Its process is not there: nothing of it can be read. Its successor begins again."""
-    nodes = {A: MadeUpNode(5)}
-    nodes[A].store(1, 2)
-    with followed(nodes, {A}) as (holds, _):
-        holds({A: 2})
-        nodes[A].fail(PeerUnreachable("a:1: nothing listens there"))
-        holds({})
-        nodes[A].keys, nodes[A].life = [], 9
-        nodes[A].store(7)
-        nodes[A].fail(None)
-        holds({A: 1})
-
-
 def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
     """Its old question is still under way: what that ends with comes before all that is new."""
     nodes, members = {A: MadeUpNode(5)}, {A}

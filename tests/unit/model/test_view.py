@@ -51,29 +51,6 @@ def merged(one: View, other: View) -> View:
     return one.merge(other.members())[0]
 
 
-@given(views, views)
-def test_merging_is_commutative(one: View, other: View) -> None:
-    """Who tells whom makes no difference."""
-    assert merged(one, other) == merged(other, one)
-
-
-@given(views, views, views)
-def test_merging_is_associative(one: View, two: View, three: View) -> None:
-    """The way that news took makes no difference."""
-    assert merged(merged(one, two), three) == merged(one, merged(two, three))
-
-
-@given(views, views)
-def test_merging_is_idempotent(one: View, other: View) -> None:
-    """Hearing it again changes nothing, and says so."""
-    once = merged(one, other)
-
-    again, changed = once.merge(other.members())
-
-    assert again is once
-    assert not changed
-
-
 @given(st.lists(members, max_size=12))
 def test_merging_keeps_the_newest_entry_of_each_incarnation(entries: list[Member]) -> None:
     """The oracle: sort by counter, state and the rest, and take the last one of each."""

@@ -21,6 +21,7 @@ from peercache.trust.authority import Authority
 from peercache.trust.files import LiveTls, TlsFiles, common_name_of, serial_of, with_cluster
 from peercache.trust.identity import CertificateRole, Identity
 from tests.certificates import Certificates
+from tests.descriptors import no_descriptors
 
 
 class Log:
@@ -595,3 +596,41 @@ def test_an_authority_that_is_not_trusted_any_more_is_counted(
         seen.append(live.authorities_dropped)
 
     assert seen == [0, 0, 1]
+
+
+def test_list_that_could_not_be_read_is_read_when_there_is_a_descriptor(
+    certificates: Certificates,
+) -> None:
+    """Else a stranger who takes all descriptors would keep a revoked certificate good."""
+    live = _live(certificates.node("a"), Log())
+    bad = _names(certificates.client("bad"))
+    certificates.authority.revoke("client-bad")
+
+    with no_descriptors():
+        assert not live.look()
+        assert live.admit(*bad).name == "bad"
+    assert live.look()
+
+    with pytest.raises(Rejected, match="revoked"):
+        live.admit(*bad)
+
+
+def test_what_did_not_follow_a_change_is_asked_to_do_so_again(certificates: Certificates) -> None:
+    """A part of the node that has no descriptor for the new certificate gets it later."""
+    live = _live(certificates.node("a"), Log())
+    told: list[int] = []
+
+    def follow(changed: LiveTls) -> None:
+        told.append(changed.files.serial)
+        if len(told) == 1:
+            raise OSError(24, "Too many open files")
+
+    live.on_change(follow)
+    certificates.issue(CertificateRole.NODE, "a", is_renewal=True)
+
+    with pytest.raises(OSError, match="Too many"):
+        live.look()
+    live.look()
+    live.look()
+
+    assert told == [live.files.serial] * 2
