@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -45,14 +44,6 @@ def memory() -> PlainMemory:
     plain.seals["word"] = 2 * np.arange(len(plain.seals)) + 2
     plain.seals["length"] = len(plain.pages)
     return plain
-
-
-@pytest.fixture
-def server(memory: PlainMemory) -> Iterator[PageServer]:
-    """A server of that memory on a free port."""
-    running = PageServer(memory, incarnation=INCARNATION, granule=GRANULE)
-    yield running
-    running.close()
 
 
 def connect(server: PageServer) -> socket.socket:

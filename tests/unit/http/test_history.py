@@ -25,9 +25,13 @@ def node(
     return MemberStatus(seen="alive", answers=True, status=status)
 
 
-def test_totals_become_rates_of_each_member_and_of_all() -> None:
+@pytest.fixture
+def kept() -> History:
+    return History()
+
+
+def test_totals_become_rates_of_each_member_and_of_all(kept: History) -> None:
     """A counter with a label counts for its value and for the whole counter."""
-    kept = History()
     kept.take(0.0, [node("a:1", pages_hit__shm=10), node("b:1", pages_hit__tcp=5)])
     kept.take(
         STEP_S,
@@ -46,9 +50,8 @@ def test_totals_become_rates_of_each_member_and_of_all() -> None:
     assert kept.seconds == STEP_S
 
 
-def test_restart_counts_from_zero_and_silence_is_unknown() -> None:
+def test_restart_counts_from_zero_and_silence_is_unknown(kept: History) -> None:
     """No rate is negative, no gap is zero, and a gap of steps stays as wide as it was."""
-    kept = History()
     first = node(pages_set=1000)
     kept.take(0.0, [first])
     kept.take(STEP_S, [node(incarnation="02", pages_set=10)])
@@ -65,9 +68,8 @@ def test_restart_counts_from_zero_and_silence_is_unknown() -> None:
     assert kept.mean("pages_set", 2 * STEP_S) == 0
 
 
-def test_it_forgets_what_is_older_than_its_window() -> None:
+def test_it_forgets_what_is_older_than_its_window(kept: History) -> None:
     """And members that have told nothing in it, with their memory."""
-    kept = History()
     for step in range(POINTS + 3):
         kept.take(step * STEP_S, [node("a:1", pages_set=step), *([node("b:1")] * (step < 2))])
 
@@ -78,9 +80,8 @@ def test_it_forgets_what_is_older_than_its_window() -> None:
     assert np.isfinite(kept.series("pages_set")).sum() == 1
 
 
-def test_quantiles_are_those_of_each_step() -> None:
+def test_quantiles_are_those_of_each_step(kept: History) -> None:
     """Interpolated as Prometheus does: of the calls of a step, not since the start."""
-    kept = History()
     slow = Latencies(bounds=(0.001, 0.01), counts=(0, 100, 100))
     kept.take(0.0, [node(latency=slow)])
     kept.take(STEP_S, [node(latency=attrs.evolve(slow, counts=(80, 180, 200)))])
@@ -115,18 +116,16 @@ def test_quantiles_agree_with_those_of_a_status(share: float) -> None:
         Latencies(),
     ],
 )
-def test_histogram_of_other_bounds_is_left_out(told: Latencies) -> None:
+def test_histogram_of_other_bounds_is_left_out(kept: History, told: Latencies) -> None:
     """Another version's buckets must not spoil the figures of the cluster."""
-    kept = History()
     for step in range(2):
         right = node("a:1", latency=latencies(100 * step, 0.004))
         kept.take(step * STEP_S, [right, node("b:1", latency=told)])
     assert kept.quantiles("get", 0.5)[-1] == pytest.approx(0.004, rel=0.5)
 
 
-def test_lies_of_members_end_nothing() -> None:
+def test_lies_of_members_end_nothing(kept: History) -> None:
     """The largest numbers, and the smallest, of any sign."""
-    kept = History()
     for step, value in enumerate((0.0, 1.8e19, -1.8e19, 1.7e308, 5.0)):
         kept.take(step * 0.0, [node(pages_hit__shm=value, pages_missed__absent=-value)])
 
@@ -146,9 +145,8 @@ def test_memory_is_bounded_and_the_sum_counts_all(monkeypatch: pytest.MonkeyPatc
     assert kept.series("pages_set")[-1] == pytest.approx(20 * 5 / STEP_S)
 
 
-def test_bound_is_of_bytes() -> None:
+def test_bound_is_of_bytes(kept: History) -> None:
     """What one member takes times how many are kept."""
-    kept = History()
     kept.take(0.0, [node()])
     (track,) = kept._tracks.values()
     assert track.rates is not None

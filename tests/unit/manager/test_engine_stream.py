@@ -66,17 +66,20 @@ class Engine:
         return told.why, told.prefix_tokens // BLOCK
 
 
-def test_an_engine_is_followed_from_its_first_event() -> None:
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(has_replay=False)
+
+
+def test_an_engine_is_followed_from_its_first_event(engine: Engine) -> None:
     """Without a replay endpoint, too, if it is connected before it publishes anything."""
-    engine = Engine(has_replay=False)
     engine.stream.connected()
     assert engine.found == (JOINED_LATE, 0)
     engine.publish(3)
     assert engine.found == ("", 3)
 
 
-def test_an_engine_that_has_begun_is_unknown_until_it_clears() -> None:
-    engine = Engine(has_replay=False)
+def test_an_engine_that_has_begun_is_unknown_until_it_clears(engine: Engine) -> None:
     engine.publish(2, arrives=False)
     engine.stream.connected()
     engine.publish(2)
@@ -119,8 +122,7 @@ def test_a_gap_that_nothing_fills_makes_it_unknown(way: str) -> None:
     assert engine.found == ("", 0)
 
 
-def test_a_dead_engine_has_nothing_and_begins_again() -> None:
-    engine = Engine(has_replay=False)
+def test_a_dead_engine_has_nothing_and_begins_again(engine: Engine) -> None:
     engine.publish(3)
     engine.stream.disconnected()
     assert engine.found == (AWAY, 0)
@@ -130,9 +132,8 @@ def test_a_dead_engine_has_nothing_and_begins_again() -> None:
     assert engine.found == ("", 2)
 
 
-def test_a_restart_without_an_end_of_the_connection() -> None:
+def test_a_restart_without_an_end_of_the_connection(engine: Engine) -> None:
     """A number that goes back is another process: what it had before is gone."""
-    engine = Engine(has_replay=False)
     engine.publish(4)
     engine.published = 0
     engine.publish(1)
@@ -148,17 +149,15 @@ def test_a_restart_without_an_end_of_the_connection() -> None:
         (msgspec.msgpack.encode([0.5, [["BlockMoved", [1]]]]), "an event of it cannot be read"),
     ],
 )
-def test_what_cannot_be_read_makes_it_unknown(payload: bytes, why: str) -> None:
+def test_what_cannot_be_read_makes_it_unknown(engine: Engine, payload: bytes, why: str) -> None:
     """It may have removed a block."""
-    engine = Engine(has_replay=False)
     engine.publish(2)
     engine.stream.take(2, payload)
     assert engine.found[0].startswith(why)
     assert engine.found[1] == 0
 
 
-def test_only_gpu_memory_counts() -> None:
-    engine = Engine(has_replay=False)
+def test_only_gpu_memory_counts(engine: Engine) -> None:
     engine.publish(2)
     elsewhere = [
         BlockStored((2,), 1, (2, 2), BLOCK, medium="CPU_PINNED"),
@@ -172,9 +171,8 @@ def test_only_gpu_memory_counts() -> None:
     assert engine.found == ("", 1)
 
 
-def test_blocks_of_an_offloading_connector_do_not_make_an_engine_unknown() -> None:
+def test_blocks_of_an_offloading_connector_do_not_make_an_engine_unknown(engine: Engine) -> None:
     """VLLM sends them without tokens and with a block size of 0: they are in host memory."""
-    engine = Engine(has_replay=False)
     engine.publish(2)
     offloaded = {
         "type": "BlockStored", "block_hashes": [b"chunk"], "parent_block_hash": None,
@@ -197,9 +195,10 @@ def of_group(group: int, kind: str, window: int, first: int, *kept: int, until: 
     )  # fmt: skip
 
 
-def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs() -> None:
+def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs(
+    engine: Engine,
+) -> None:
     """The window's group is told first, without its early blocks: the other says where it is."""
-    engine = Engine(has_replay=False)
     engine.published = 4
     window = of_group(0, WINDOW, 5, 0, 2, 3, until=4)
     whole = of_group(1, FULL, 0, 0, 0, 1, 2, 3, until=4)
@@ -214,10 +213,9 @@ def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs() -
     assert engine.found == ("", 0)
 
 
-def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine_starts_again() -> (
-    None
-):
-    engine = Engine(has_replay=False)
+def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine_starts_again(
+    engine: Engine,
+) -> None:
     engine.published = 1
     whole = of_group(0, FULL, 0, 0, 0, until=1)
     window = of_group(1, WINDOW, 9, 0, 0, until=1)
@@ -242,10 +240,9 @@ def test_a_group_is_remembered_when_the_cache_is_cleared_and_not_when_the_engine
     ],
 )
 def test_an_engine_whose_groups_cannot_be_followed_is_unknown(
-    events: list[BlockEvent], why: str
+    engine: Engine, events: list[BlockEvent], why: str
 ) -> None:
     """And again after it has cleared its cache."""
-    engine = Engine(has_replay=False)
     engine.published = 1
     for at, more in enumerate([[], [AllBlocksCleared()]]):
         engine.stream.take(at, batch(*more, *events))

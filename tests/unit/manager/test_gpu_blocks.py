@@ -121,8 +121,12 @@ TestEngines = Engines.TestCase
 TestEngines.settings = settings(stateful_step_count=20, max_examples=40)
 
 
-def test_an_engine_that_was_missed_is_unknown_until_it_begins_again() -> None:
-    index = begun("a")
+@pytest.fixture
+def index() -> GpuBlocks:
+    return begun("a")
+
+
+def test_an_engine_that_was_missed_is_unknown_until_it_begins_again(index: GpuBlocks) -> None:
     store(index, "a", 1, 2)
 
     index.lose("a", "events 3 to 5 were missed")
@@ -139,9 +143,8 @@ def test_an_engine_that_was_missed_is_unknown_until_it_begins_again() -> None:
     assert index.find(np.array(prompt(1), np.uint32)) == [OnGpu("a", KNOWN, "", BLOCK, BLOCK, 1)]
 
 
-def test_adapters_and_salts_are_told_apart() -> None:
+def test_adapters_and_salts_are_told_apart(index: GpuBlocks) -> None:
     """A block of another adapter, or that depends on more than tokens, is no hit for a prompt."""
-    index = begun("a")
     store(index, "a", 1, lora="french")
     assert (found(index, 1), found(index, 1, lora="french")) == ({"a": 0}, {"a": 1})
     index.store("a", stored(["x", "y"], None, prompt(7, 8), BLOCK, extra=[None, ("image-1",)]))
@@ -195,8 +198,7 @@ WINDOW = {"group": 1, "kind": "sliding_window", "window": BLOCK * 2 + 1}
 FULL = {"group": 0, "kind": "full_attention"}
 
 
-def test_a_window_is_placed_behind_blocks_that_only_another_group_has() -> None:
-    index = begun("a")
+def test_a_window_is_placed_behind_blocks_that_only_another_group_has(index: GpuBlocks) -> None:
     store(index, "a", 1, 2, 3, 4, **FULL)
     index.store("a", stored(hashes_of(1, 2, 3, 4)[2:], (1, 2), prompt(3, 4), BLOCK, **WINDOW))
     assert found(index, 1, 2, 3, 4, 5) == {"a": 4}
@@ -216,8 +218,9 @@ def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() ->
         assert found(index, 1, 2) == {"a": 2}
 
 
-def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is() -> None:
-    index = begun("a")
+def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is(
+    index: GpuBlocks,
+) -> None:
     store(index, "a", 1, 2)
     index.store("a", stored([(1, 2)], "unknown", prompt(2), BLOCK))
     assert found(index, 1, 2) == {"a": 2}
@@ -225,9 +228,8 @@ def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is() -> 
     assert found(index, 1, 2) == {"a": 1}
 
 
-def test_a_block_that_ends_within_another_is_none_of_a_prompt() -> None:
+def test_a_block_that_ends_within_another_is_none_of_a_prompt(index: GpuBlocks) -> None:
     """It takes no room among those that are."""
-    index = begun("a")
     index.store("a", stored([(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL))
     index.store("a", stored([(1,)], None, prompt(1), BLOCK, **FULL))
     index.store("a", stored([(1, 2, 3)], (1, 2), prompt(3), BLOCK, **FULL))
@@ -235,9 +237,8 @@ def test_a_block_that_ends_within_another_is_none_of_a_prompt() -> None:
     assert found(index, 1, 2, 3) == {"a": 2}
 
 
-def test_a_group_that_keeps_nothing_yet_is_understood() -> None:
+def test_a_group_that_keeps_nothing_yet_is_understood(index: GpuBlocks) -> None:
     """It is not known then which blocks it keeps, and there are none."""
-    index = begun("a")
     index.store("a", stored([(1, 2)], None, prompt(1, 2), 2 * BLOCK, **FULL))
     index.store("a", stored([], None, prompt(1, 2), BLOCK, **WINDOW))
     index.settle("a")
@@ -277,18 +278,16 @@ def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None
     assert len(index) == 0
 
 
-def test_a_hash_that_is_told_of_another_block_leaves_the_one_before() -> None:
+def test_a_hash_that_is_told_of_another_block_leaves_the_one_before(index: GpuBlocks) -> None:
     """And a block may be of one token."""
-    index = begun("a")
     for token in (7, 8):
         index.store("a", stored(["x"], None, [token], 1))
     assert [index.find(np.array([one], np.uint32))[0].prefix_tokens for one in (7, 8)] == [0, 1]
     assert len(index) == 1
 
 
-def test_an_engine_that_begins_again_has_its_groups_again() -> None:
+def test_an_engine_that_begins_again_has_its_groups_again(index: GpuBlocks) -> None:
     """They have the places that they had, however many there are."""
-    index = begun("a")
     for _ in range(2):
         for group in range(GROUPS_MAX):
             store(index, "a", 1, group=group, kind="full_attention")
@@ -298,8 +297,7 @@ def test_an_engine_that_begins_again_has_its_groups_again() -> None:
     assert index.why("a") == f"it has more than {GROUPS_MAX} groups of layers"
 
 
-def test_what_an_engine_was_lost_for_first_stays_told() -> None:
-    index = begun("a")
+def test_what_an_engine_was_lost_for_first_stays_told(index: GpuBlocks) -> None:
     index.store("a", stored([(1, 2)], None, prompt(1, 2, 3), BLOCK, **WINDOW))
     index.lose("a", "events 3 to 5 were missed")
     index.settle("a")

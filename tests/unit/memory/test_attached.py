@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ def copy(
     )
 
 
+@pytest.fixture
+def owner(shm_dir: Path) -> Iterator[PublishedSegment]:
+    owner = publish(shm_dir)
+    yield owner
+    owner.close()
+
+
 def test_words_and_bytes_of_another_process_are_seen_fresh(
     start_owner: Callable[..., Any],
 ) -> None:
@@ -82,9 +89,8 @@ def test_words_and_bytes_of_another_process_are_seen_fresh(
     segment.close(1.0)
 
 
-def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
+def test_writer_writes_pages_and_never_words(owner: PublishedSegment) -> None:
     """A writer's copy lands in the owner's page memory; its table is read-only."""
-    owner = publish(shm_dir)
     segment = attach(owner.path, writable=True)
     host = np.full(GRANULE, 3, np.uint8)
 
@@ -97,12 +103,10 @@ def test_writer_writes_pages_and_never_words(shm_dir: Path) -> None:
     assert copy(segment, host[:8], to_slots=True, offset=to_words) == 0
     assert owner.words[0] == 0
     segment.close(1.0)
-    owner.close()
 
 
-def test_reader_cannot_write(shm_dir: Path) -> None:
+def test_reader_cannot_write(owner: PublishedSegment) -> None:
     """A copy into a reader's mapping ends as not copied; nothing changes, nothing crashes."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
 
     copied = copy(segment, np.ones(GRANULE, np.uint8), to_slots=True)
@@ -110,7 +114,6 @@ def test_reader_cannot_write(shm_dir: Path) -> None:
     assert copied == 0
     assert (owner.pages == 0).all()
     segment.close(1.0)
-    owner.close()
 
 
 def test_missing_file_is_unreachable(shm_dir: Path) -> None:
@@ -119,9 +122,8 @@ def test_missing_file_is_unreachable(shm_dir: Path) -> None:
         attach(shm_dir / segment_name(NODE))
 
 
-def test_header_of_another_incarnation_is_rejected(shm_dir: Path) -> None:
+def test_header_of_another_incarnation_is_rejected(owner: PublishedSegment, shm_dir: Path) -> None:
     """A file under the right name that belongs to another node is not believed."""
-    owner = publish(shm_dir)
     other = Incarnation(6)
     path = shm_dir / segment_name(other)
     path.hardlink_to(owner.path)
@@ -131,12 +133,9 @@ def test_header_of_another_incarnation_is_rejected(shm_dir: Path) -> None:
     with pytest.raises(Rejected, match="is no file of node"):
         AttachedSegment.open(owner.path, incarnation=other, writable=False)
 
-    owner.close()
 
-
-def test_file_of_another_size_than_its_header_wants_is_rejected(shm_dir: Path) -> None:
+def test_file_of_another_size_than_its_header_wants_is_rejected(owner: PublishedSegment) -> None:
     """Cut short anywhere, or grown: never mapped, so never a bus error."""
-    owner = publish(shm_dir)
     whole = owner.layout.total_bytes
 
     # Downwards, so that the header stays as long as it can.
@@ -144,8 +143,6 @@ def test_file_of_another_size_than_its_header_wants_is_rejected(shm_dir: Path) -
         os.truncate(owner.path, size)
         with pytest.raises(Rejected, match="bytes, "):
             attach(owner.path)
-
-    owner.close()
 
 
 @pytest.mark.parametrize(
@@ -201,9 +198,8 @@ def test_mapping_outlives_its_owner_and_its_file(start_owner: Callable[..., Any]
     segment.close(1.0)
 
 
-def test_file_cut_short_under_a_mapping_is_no_crash(shm_dir: Path) -> None:
+def test_file_cut_short_under_a_mapping_is_no_crash(owner: PublishedSegment) -> None:
     """A mapped file is truncated: bytes fail to copy, words are odd."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
     os.truncate(owner.path, 0)
 
@@ -214,7 +210,6 @@ def test_file_cut_short_under_a_mapping_is_no_crash(shm_dir: Path) -> None:
     assert segment.seals(np.zeros(2, np.uint64))["word"].tolist() == [int(ODD)] * 2
     assert segment.populate() == 0
     segment.close(1.0)
-    owner.close()
 
 
 def test_populate_follows_the_owner_and_fills_no_hole(shm_dir: Path) -> None:
@@ -233,9 +228,8 @@ def test_populate_follows_the_owner_and_fills_no_hole(shm_dir: Path) -> None:
     owner.close()
 
 
-def test_closed_segment_takes_no_new_use(shm_dir: Path) -> None:
+def test_closed_segment_takes_no_new_use(owner: PublishedSegment) -> None:
     """After close, a use is refused; a second close finds it done."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
 
     closed = [segment.close(0.0), segment.close(0.0)]
@@ -245,12 +239,12 @@ def test_closed_segment_takes_no_new_use(shm_dir: Path) -> None:
     with pytest.raises(PeerUnreachable), segment.in_use():
         pass
     assert segment.populate() == 0
-    owner.close()
 
 
-def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(shm_dir: Path) -> None:
+def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(
+    owner: PublishedSegment,
+) -> None:
     """Under a copy nothing is unmapped: two users, a close of no timeout, then they end."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
     address = segment.pages_address
 
@@ -263,12 +257,10 @@ def test_close_that_runs_out_of_time_leaves_the_unmapping_to_the_last_user(shm_d
     mapped.append((segment.close(0.0), is_mapped(address)))
 
     assert mapped == [(False, True), (True, True), (False, True), (True, False)]
-    owner.close()
 
 
-def test_close_waits_for_the_last_use_in_another_thread(shm_dir: Path) -> None:
+def test_close_waits_for_the_last_use_in_another_thread(owner: PublishedSegment) -> None:
     """Close with timeout returns once the use has ended, and not before."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
     inside, order = threading.Event(), []
 
@@ -289,19 +281,16 @@ def test_close_waits_for_the_last_use_in_another_thread(shm_dir: Path) -> None:
     user.join()
 
     assert order == [("used", True), ("closed", True)]
-    owner.close()
 
 
-def test_use_that_fails_is_no_use_any_more(shm_dir: Path) -> None:
+def test_use_that_fails_is_no_use_any_more(owner: PublishedSegment) -> None:
     """An exception within a use gives it back."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
 
     with pytest.raises(RuntimeError), segment.in_use():
         raise RuntimeError
 
     assert segment.close(0.0)
-    owner.close()
 
 
 def is_mapped(address: int) -> bool:
@@ -314,9 +303,8 @@ def is_mapped(address: int) -> bool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
-def test_a_segment_of_another_uid_is_never_mapped(shm_dir: Path) -> None:
+def test_a_segment_of_another_uid_is_never_mapped(owner: PublishedSegment) -> None:
     """Its owner could truncate it during a copy, and a load beyond the end is a bus error."""
-    owner = publish(shm_dir)
     os.chown(owner.path, 65_534, -1)
 
     with pytest.raises(Rejected, match=r"65534.*share_uids") as caught:
@@ -326,7 +314,6 @@ def test_a_segment_of_another_uid_is_never_mapped(shm_dir: Path) -> None:
     shared = Sharing.of(share_uids=("65534",))
     segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=False, sharing=shared)
     segment.close(1.0)
-    owner.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
@@ -360,10 +347,9 @@ def test_bytes_and_seals_of_a_sharing_user_come_by_the_kernels_copy(shm_dir: Pat
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
 @pytest.mark.parametrize("writable", [False, True])
 def test_no_byte_of_a_sharing_users_segment_is_loaded(
-    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, *, writable: bool
+    owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch, *, writable: bool
 ) -> None:
     """Its owner may cut it short at any moment: a load would end this process, a copy only ends."""
-    owner = publish(shm_dir)
     os.chown(owner.path, 65_534, -1)
     shared = Sharing.of(share_uids=("65534",))
     segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=writable, sharing=shared)
@@ -381,7 +367,6 @@ def test_no_byte_of_a_sharing_users_segment_is_loaded(
     assert segment.populate() == owner.layout.page_bytes
     assert loads == []
     segment.close(1.0)
-    owner.close()
 
 
 def test_seals_that_went_while_they_were_loaded_are_unread(shm_dir: Path) -> None:
@@ -406,10 +391,9 @@ def test_seals_that_went_while_they_were_loaded_are_unread(shm_dir: Path) -> Non
 
 
 def test_populate_ends_where_the_kernel_refuses(
-    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+    owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only speed is lost: the thread that populates must not end with an error."""
-    owner = publish(shm_dir)
     segment = attach(owner.path)
 
     def refuse(*_of: Any, **_more: Any) -> None:
@@ -419,12 +403,10 @@ def test_populate_ends_where_the_kernel_refuses(
 
     assert segment.populate() == 0
     segment.close(1.0)
-    owner.close()
 
 
-def test_closed_segment_keeps_no_descriptor(shm_dir: Path) -> None:
+def test_closed_segment_keeps_no_descriptor(owner: PublishedSegment) -> None:
     """A descriptor of a dead node's file would keep all of its memory."""
-    owner = publish(shm_dir)
     before = descriptors_of(owner.path)
     segment = attach(owner.path)
     assert descriptors_of(owner.path) > before
@@ -432,7 +414,6 @@ def test_closed_segment_keeps_no_descriptor(shm_dir: Path) -> None:
     segment.close(1.0)
 
     assert descriptors_of(owner.path) == before
-    owner.close()
 
 
 def descriptors_of(path: Path) -> int:
@@ -446,9 +427,8 @@ def descriptors_of(path: Path) -> int:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")
 def test_where_the_kernels_copy_is_forbidden_a_sharing_users_segment_is_not_mapped(
-    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+    owner: PublishedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = publish(shm_dir)
     os.chown(owner.path, 65_534, -1)
     monkeypatch.setattr(attached, "kernel_copies", lambda: False)
 
@@ -457,28 +437,27 @@ def test_where_the_kernels_copy_is_forbidden_a_sharing_users_segment_is_not_mapp
             owner.path, incarnation=NODE, writable=False,
             sharing=Sharing.of(share_uids=("65534",)),
         )  # fmt: skip
-    owner.close()
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o666])
-def test_a_segment_that_every_user_may_write_is_never_mapped(shm_dir: Path, mode: int) -> None:
-    owner = publish(shm_dir)
+def test_a_segment_that_every_user_may_write_is_never_mapped(
+    owner: PublishedSegment, mode: int
+) -> None:
     owner.path.chmod(mode)
 
     with pytest.raises(Rejected, match="every user"):
         attach(owner.path)
-    owner.close()
 
 
-def test_a_link_in_the_place_of_a_segment_is_not_followed(shm_dir: Path) -> None:
-    owner = publish(shm_dir)
+def test_a_link_in_the_place_of_a_segment_is_not_followed(
+    owner: PublishedSegment, shm_dir: Path
+) -> None:
     moved = shm_dir / "moved"
     owner.path.rename(moved)
     owner.path.symlink_to(moved)
 
     with pytest.raises(Rejected, match="cannot open"):
         attach(owner.path)
-    owner.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another group")

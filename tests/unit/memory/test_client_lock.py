@@ -104,17 +104,6 @@ def test_a_lock_survives_a_stopped_process(home: str) -> None:
         assert probe.is_held()
 
 
-def test_a_lock_is_gone_after_sigkill(home: str) -> None:
-    """At once: the kernel drops it with the process."""
-    with holder(home) as process, probing(home) as probe:
-        assert probe.is_held()
-
-        process.kill()
-        process.wait()
-
-        assert not probe.is_held()
-
-
 def test_a_forked_child_neither_takes_nor_drops_the_lock(home: str) -> None:
     """Even one that closes the file: the lock is the parent's."""
     with holder(home) as process, probing(home) as probe:

@@ -8,7 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +46,33 @@ def publish(folder: Path, granules: int = 8, node: Incarnation = NODE) -> Publis
     )
 
 
-def test_created_segment_says_whose_it_is_and_is_private(shm_dir: Path) -> None:
-    """The file has the node's name, its full size, mode 0600 and a header that parses."""
+@pytest.fixture
+def segment(shm_dir: Path) -> Iterator[PublishedSegment]:
     segment = publish(shm_dir)
+    yield segment
+    segment.close()
 
+
+def test_created_segment_says_whose_it_is_and_is_private(
+    segment: PublishedSegment, shm_dir: Path
+) -> None:
+    """The file has the node's name, its full size, mode 0600 and a header that parses."""
     found = segment.path.stat()
     header = parse_header(segment.path.read_bytes()[:4096])
     assert segment.path == shm_dir / segment_name(NODE)
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert found.st_size == Layout.of(8 * GRANULE, GRANULE).total_bytes
     assert (header.incarnation, header.page_bytes, header.boot_id) == (NODE, 8 * GRANULE, boot_id())
-    segment.close()
 
 
-def test_words_of_slots_never_committed_are_zero(shm_dir: Path) -> None:
+def test_words_of_slots_never_committed_are_zero(segment: PublishedSegment) -> None:
     """No record has the generation zero, so none fits the seal of an unused slot."""
-    segment = publish(shm_dir)
-
     assert len(segment.words) == len(segment.seals) == 8
     assert not segment.seals.view(np.uint8).any()
-    segment.close()
 
 
-def test_store_words_changes_the_named_words_and_no_others(shm_dir: Path) -> None:
+def test_store_words_changes_the_named_words_and_no_others(segment: PublishedSegment) -> None:
     """Words are stored at their indices, in order; an index before the table is our bug."""
-    segment = publish(shm_dir)
-
     segment.store_words(np.array([3, 5, 3]), np.array([10, 20, 30], np.uint64))
     segment.store_words(np.array([], np.int64), np.array([], np.uint64))
 
@@ -84,12 +85,10 @@ def test_store_words_changes_the_named_words_and_no_others(shm_dir: Path) -> Non
         # Not even those before it.
         segment.store_words(np.array([0, 8]), np.array([40, 40], np.uint64))
     assert segment.words.tolist() == [0, 0, 0, 30, 0, 20, 0, 0]
-    segment.close()
 
 
-def test_store_words_stores_what_the_seals_name_before_the_words(shm_dir: Path) -> None:
+def test_store_words_stores_what_the_seals_name_before_the_words(segment: PublishedSegment) -> None:
     """Key, space and length of each slot stand beside its word; an odd word leaves them."""
-    segment = publish(shm_dir)
     named = np.zeros(2, SEAL)
     named["key"], named["space"], named["length"] = [b"k" * 16, b"l" * 16], [7, 2**64 - 1], [1, 2]
 
@@ -100,7 +99,6 @@ def test_store_words_stores_what_the_seals_name_before_the_words(shm_dir: Path) 
     assert seals["word"].tolist() == [13, 14, 0]
     assert seals["key"].tolist() == [b"k" * 16, b"l" * 16, bytes(16)]
     assert (seals["space"].tolist(), seals["length"].tolist()) == ([7, 2**64 - 1, 0], [1, 2, 0])
-    segment.close()
 
 
 def test_populate_makes_memory_usable_in_steps(shm_dir: Path) -> None:
@@ -170,9 +168,10 @@ def test_file_system_that_fills_up_while_a_segment_is_made_leaves_no_file(
     assert list(small_tmpfs.iterdir()) == [filler]
 
 
-def test_second_segment_of_one_incarnation_is_refused(shm_dir: Path) -> None:
+def test_second_segment_of_one_incarnation_is_refused(
+    segment: PublishedSegment, shm_dir: Path
+) -> None:
     """A file that is there is never reopened or overwritten."""
-    segment = publish(shm_dir)
     segment.store_words(np.array([0]), np.array([42], np.uint64))
 
     with pytest.raises(AddressTaken):
@@ -180,7 +179,6 @@ def test_second_segment_of_one_incarnation_is_refused(shm_dir: Path) -> None:
 
     assert segment.words[0] == 42
     assert segment.path.exists()
-    segment.close()
 
 
 def test_close_unlinks_and_leaves_exported_views_alive(shm_dir: Path) -> None:
@@ -199,13 +197,11 @@ def test_close_unlinks_and_leaves_exported_views_alive(shm_dir: Path) -> None:
     assert segment.pages.size == segment.words.size == 0
 
 
-def test_forked_child_that_closes_leaves_the_file(shm_dir: Path) -> None:
+def test_forked_child_that_closes_leaves_the_file(segment: PublishedSegment) -> None:
     """The file belongs to the process that made it; a child's exit must not take it away."""
-    segment = publish(shm_dir)
     assert in_child(segment.close) == 0
 
     assert segment.path.exists()
-    segment.close()
 
 
 def test_words_are_never_torn_for_another_process(start_owner: Callable[..., Any]) -> None:

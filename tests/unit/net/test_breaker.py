@@ -8,10 +8,13 @@ from peercache.net.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breaker
 from peercache.observability import reasons
 
 
-def test_a_quarter_second_of_fruitless_waiting_opens() -> None:
-    """Not before, and it may be in pieces."""
-    breakers = Breakers()
+@pytest.fixture
+def breakers() -> Breakers:
+    return Breakers()
 
+
+def test_a_quarter_second_of_fruitless_waiting_opens(breakers: Breakers) -> None:
+    """Not before, and it may be in pieces."""
     breakers.waited(1, 0.1, 10.1)
     breakers.waited(1, 0.1, 20.1)
     assert breakers.available(1, 20.1)
@@ -22,20 +25,16 @@ def test_a_quarter_second_of_fruitless_waiting_opens() -> None:
     assert breakers.opened_count == 1
 
 
-def test_a_failure_opens_at_once() -> None:
+def test_a_failure_opens_at_once(breakers: Breakers) -> None:
     """A refused or broken connection needs no second proof."""
-    breakers = Breakers()
-
     breakers.failed(1, 10.0)
 
     assert not breakers.available(1, 10.0 + BACKOFF_MIN_S / 2)
     assert breakers.available(2, 10.0)
 
 
-def test_threads_that_wait_together_wait_once() -> None:
+def test_threads_that_wait_together_wait_once(breakers: Breakers) -> None:
     """Eight threads in the same 70 ms have not seen half a second of silence."""
-    breakers = Breakers()
-
     for _ in range(8):
         breakers.waited(1, 0.07, 10.07)
     breakers.waited(1, 0.07, 10.10)
@@ -45,9 +44,8 @@ def test_threads_that_wait_together_wait_once() -> None:
     assert breakers.is_open(1)
 
 
-def test_an_answer_forgets_the_waiting_before_it() -> None:
+def test_an_answer_forgets_the_waiting_before_it(breakers: Breakers) -> None:
     """Any sign of life starts the count again."""
-    breakers = Breakers()
     breakers.waited(1, 0.2, 10.2)
 
     breakers.answered(1)
@@ -56,9 +54,8 @@ def test_an_answer_forgets_the_waiting_before_it() -> None:
     assert not breakers.is_open(1)
 
 
-def test_one_probe_a_backoff_is_let_through() -> None:
+def test_one_probe_a_backoff_is_let_through(breakers: Breakers) -> None:
     """The first caller probes; the others wait for its result."""
-    breakers = Breakers()
     breakers.failed(1, 10.0)
     due = 10.0 + BACKOFF_MIN_S
 
@@ -67,9 +64,8 @@ def test_one_probe_a_backoff_is_let_through() -> None:
     assert breakers.available(1, due + BACKOFF_MIN_S)
 
 
-def test_looking_does_not_take_the_probe() -> None:
+def test_looking_does_not_take_the_probe(breakers: Breakers) -> None:
     """Only a read takes it."""
-    breakers = Breakers()
     breakers.end_read(1, reasons.PEER_UNREACHABLE, 10.0)
     due = 10.0 + BACKOFF_MIN_S
 
@@ -84,9 +80,10 @@ def test_looking_does_not_take_the_probe() -> None:
     ("failure", "is_open"),
     [("", False), (reasons.PEER_UNREACHABLE, True), (reasons.DEADLINE, True)],
 )
-def test_end_of_a_probe_decides_whether_the_holder_is_read(failure: str, is_open: bool) -> None:
+def test_end_of_a_probe_decides_whether_the_holder_is_read(
+    breakers: Breakers, failure: str, is_open: bool
+) -> None:
     """A read that met its caller's deadline says nothing about the holder."""
-    breakers = Breakers()
     breakers.end_read(1, reasons.PEER_UNREACHABLE, 10.0)
     assert breakers.begin_read(1, 10.0 + BACKOFF_MIN_S)
 
@@ -96,9 +93,8 @@ def test_end_of_a_probe_decides_whether_the_holder_is_read(failure: str, is_open
     assert not breakers.is_open(1), "the breaker of questions is another one"
 
 
-def test_backoff_doubles_with_each_failed_probe_up_to_its_bound() -> None:
+def test_backoff_doubles_with_each_failed_probe_up_to_its_bound(breakers: Breakers) -> None:
     """A peer that stays away is asked ever more seldom, but for ever."""
-    breakers = Breakers()
     now, waits = 10.0, []
     breakers.failed(1, now)
     for _ in range(6):
@@ -111,10 +107,8 @@ def test_backoff_doubles_with_each_failed_probe_up_to_its_bound() -> None:
     assert waits == [BACKOFF_MIN_S, 1.0, 2.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
 
 
-def test_failures_at_the_same_time_are_one_piece_of_evidence() -> None:
+def test_failures_at_the_same_time_are_one_piece_of_evidence(breakers: Breakers) -> None:
     """Four threads on one broken connection do not make the back-off eight times as long."""
-    breakers = Breakers()
-
     for _ in range(4):
         breakers.failed(1, 10.0)
 
@@ -122,9 +116,8 @@ def test_failures_at_the_same_time_are_one_piece_of_evidence() -> None:
     assert breakers.opened_count == 1
 
 
-def test_a_probe_that_is_answered_closes() -> None:
+def test_a_probe_that_is_answered_closes(breakers: Breakers) -> None:
     """And the next trouble begins with the shortest back-off again."""
-    breakers = Breakers()
     breakers.failed(1, 10.0)
     breakers.available(1, 11.0)
 
@@ -134,10 +127,8 @@ def test_a_probe_that_is_answered_closes() -> None:
     assert not breakers.is_open(1)
 
 
-def test_long_success_is_no_evidence() -> None:
+def test_long_success_is_no_evidence(breakers: Breakers) -> None:
     """However long a batch takes, answers close and never open."""
-    breakers = Breakers()
-
     for second in range(100):
         breakers.waited(1, 0.2, second + 0.2)
         breakers.answered(1)
@@ -146,10 +137,8 @@ def test_long_success_is_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("peer", [1, 2**64 - 1])
-def test_control_and_data_port_have_breakers_of_their_own(peer: int) -> None:
+def test_control_and_data_port_have_breakers_of_their_own(breakers: Breakers, peer: int) -> None:
     """A node may answer questions and serve no pages; both are forgotten with the peer."""
-    breakers = Breakers()
-
     breakers.failed(data_port(peer), 10.0)
     breakers.answered(peer)
 
@@ -161,18 +150,15 @@ def test_control_and_data_port_have_breakers_of_their_own(peer: int) -> None:
     assert not breakers.is_open(data_port(peer))
 
 
-def test_a_wait_a_little_under_the_limit_opens() -> None:
+def test_a_wait_a_little_under_the_limit_opens(breakers: Breakers) -> None:
     """Callers wait for the limit by the same clock, and wake a moment early."""
-    breakers = Breakers()
-
     breakers.waited(1, STALL_S * 0.99, 10.0)
 
     assert breakers.is_open(1)
 
 
-def test_a_wait_that_ended_before_another_takes_nothing_back() -> None:
+def test_a_wait_that_ended_before_another_takes_nothing_back(breakers: Breakers) -> None:
     """Two threads report in any order."""
-    breakers = Breakers()
     breakers.waited(1, STALL_S - 0.01, 10.0)
 
     breakers.waited(1, 0.02, 9.5)
@@ -181,9 +167,8 @@ def test_a_wait_that_ended_before_another_takes_nothing_back() -> None:
     assert breakers.is_open(1)
 
 
-def test_a_probe_cut_short_is_no_failed_one() -> None:
+def test_a_probe_cut_short_is_no_failed_one(breakers: Breakers) -> None:
     """The waiting that opened the breaker is not counted again."""
-    breakers = Breakers()
     breakers.waited(1, STALL_S, 10.0)
     assert breakers.available(1, 10.0 + BACKOFF_MIN_S)
 
@@ -192,9 +177,8 @@ def test_a_probe_cut_short_is_no_failed_one() -> None:
     assert breakers.available(1, 10.0 + 2 * BACKOFF_MIN_S)
 
 
-def test_an_older_question_adds_nothing_to_a_failed_probe() -> None:
+def test_an_older_question_adds_nothing_to_a_failed_probe(breakers: Breakers) -> None:
     """It was asked before: only the next probe lengthens the back-off again."""
-    breakers = Breakers()
     breakers.failed(1, 10.0)
     now = 10.0 + BACKOFF_MIN_S
     assert breakers.available(1, now)

@@ -73,8 +73,12 @@ class Kept:
         return list(self.closed)
 
 
-def test_the_connection_used_last_is_taken_first() -> None:
-    kept = Kept()
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+def test_the_connection_used_last_is_taken_first(kept: Kept) -> None:
     for name in "abc":
         kept.keep(7, name)
 
@@ -84,8 +88,7 @@ def test_the_connection_used_last_is_taken_first() -> None:
     assert kept.forget(set()) == []
 
 
-def test_a_broken_one_is_closed_and_the_next_one_taken() -> None:
-    kept = Kept()
+def test_a_broken_one_is_closed_and_the_next_one_taken(kept: Kept) -> None:
     kept.keep(7, "works")
     kept.keep(7, "breaks")
     kept.lines["breaks"].is_broken = True
@@ -94,9 +97,7 @@ def test_a_broken_one_is_closed_and_the_next_one_taken() -> None:
     assert kept.closed == ["breaks"]
 
 
-def test_one_peer_keeps_a_few() -> None:
-    kept = Kept()
-
+def test_one_peer_keeps_a_few(kept: Kept) -> None:
     gone = [kept.keep(7, str(number)) for number in range(OF_ONE_MAX + 2)]
 
     assert gone == [[]] * OF_ONE_MAX + [["0"], ["1"]]
@@ -123,9 +124,10 @@ def test_a_peer_with_several_connections_counts_as_used_with_any_of_them() -> No
     assert kept.keep(4, "e") == ["c"]
 
 
-def test_what_was_not_used_for_long_goes_while_the_home_node_is_asked_each_second() -> None:
+def test_what_was_not_used_for_long_goes_while_the_home_node_is_asked_each_second(
+    kept: Kept,
+) -> None:
     """Nothing but the client's own beat is needed to notice it."""
-    kept = Kept()
     kept.keep(7, "home")
     kept.keep(8, "early")
     kept.keep(9, "late", passed_s=10.0)
@@ -139,17 +141,15 @@ def test_what_was_not_used_for_long_goes_while_the_home_node_is_asked_each_secon
     assert kept.forget(set()) == ["home"]
 
 
-def test_further_connections_of_a_burst_go_too() -> None:
+def test_further_connections_of_a_burst_go_too(kept: Kept) -> None:
     """Four threads asked one peer at once, and one of them still does."""
-    kept = Kept()
     for name in "abcd":
         kept.keep(7, name)
 
     assert kept.keep(7, kept.take(7), passed_s=IDLE_S) == ["a", "b", "c"]
 
 
-def test_peers_that_are_gone_give_theirs_back() -> None:
-    kept = Kept()
+def test_peers_that_are_gone_give_theirs_back(kept: Kept) -> None:
     for peer in (7, 7, 8):
         kept.keep(peer, f"to {peer}")
 

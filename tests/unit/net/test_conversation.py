@@ -155,9 +155,13 @@ def number_of(line: Line) -> int:
     return [m for m in line.sent if isinstance(m, Lookup)][-1].request
 
 
-def test_an_answer_ends_the_exchange_and_the_connection_is_kept() -> None:
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def test_an_answer_ends_the_exchange_and_the_connection_is_kept(side: Side) -> None:
     """A Hello first, once; the next question goes over the same connection with a new number."""
-    side = Side()
     line = side.pooled()
     first = number_of(line)
 
@@ -176,9 +180,8 @@ def test_an_answer_ends_the_exchange_and_the_connection_is_kept() -> None:
     assert side.watched == []
 
 
-def test_unawaited_messages_are_heard_between_two_questions() -> None:
+def test_unawaited_messages_are_heard_between_two_questions(side: Side) -> None:
     """It is handed on with whom it came from; the connection is kept."""
-    side = Side()
     line = side.pooled()
     line.comes(Located(0, bytes(56)))
     line.comes(Located(0, b""))
@@ -191,9 +194,10 @@ def test_unawaited_messages_are_heard_between_two_questions() -> None:
 
 
 @pytest.mark.parametrize("message", [HelloRequired(7), Refused(0, "stranger", "who are you?")])
-def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Message) -> None:
+def test_a_connection_that_is_refused_meanwhile_is_not_used_again(
+    side: Side, message: Message
+) -> None:
     """The next question gets a new one, and learns the reason."""
-    side = Side()
     line = side.pooled()
     line.comes(message)
 
@@ -204,9 +208,8 @@ def test_a_connection_that_is_refused_meanwhile_is_not_used_again(message: Messa
     assert side.connections.lease(7, fresh=False) is not line
 
 
-def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
+def test_what_a_stale_connection_swallowed_is_asked_once_more(side: Side) -> None:
     """On a new one that greets; if that breaks too, the peer has failed, and at once."""
-    side = Side()
     side.pooled()
     exchange = side.ask(7)
     # Another pooled one, just as old.
@@ -226,12 +229,11 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more() -> None:
     assert side.breakers.is_open(7)
 
 
-def test_a_stranger_greets_again() -> None:
+def test_a_stranger_greets_again(side: Side) -> None:
     """HelloRequired on a pooled connection: once more over a new one, and no peer is to blame.
 
     On one that has just greeted it means that another node is there, and the peer has failed.
     """
-    side = Side()
     line = side.pooled()
     exchange = side.ask(7)
 
@@ -251,9 +253,8 @@ def test_a_stranger_greets_again() -> None:
     assert side.breakers.is_open(8)
 
 
-def test_a_refusal_counts_only_on_a_connection_that_is_new() -> None:
+def test_a_refusal_counts_only_on_a_connection_that_is_new(side: Side) -> None:
     """On a pooled one it may be the answer to what was posted before."""
-    side = Side()
     line = side.pooled()
     side.connections.post([(7, Touched(b""))])
     exchange = side.ask(7)
@@ -270,9 +271,8 @@ def test_a_refusal_counts_only_on_a_connection_that_is_new() -> None:
     assert all(line.is_closed for line in side.lines)
 
 
-def test_one_answer_may_be_enough_and_the_others_are_not_blamed() -> None:
+def test_one_answer_may_be_enough_and_the_others_are_not_blamed(side: Side) -> None:
     """A peer that was cut short has not been silent."""
-    side = Side()
     exchange = side.ask(1, 2, enough=lambda _: True)
     side.answer(side.lines[1])
     over = side.turn(exchange, 2 * STALL_S)
@@ -299,9 +299,8 @@ def test_silence_until_the_deadline_counts_for_the_breaker() -> None:
         assert side.breakers.is_open(7) == opens
 
 
-def test_a_welcome_is_no_answer() -> None:
+def test_a_welcome_is_no_answer(side: Side) -> None:
     """It proves that the peer listens, not that it works."""
-    side = Side()
     side.breakers.failed(7, side.now)
     exchange = side.ask(7)
     side.lines[0].comes(WELCOME)
@@ -311,9 +310,8 @@ def test_a_welcome_is_no_answer() -> None:
     assert side.breakers.is_open(7)
 
 
-def test_who_was_late_himself_looks_before_he_blames() -> None:
+def test_who_was_late_himself_looks_before_he_blames(side: Side) -> None:
     """The thread got no turn until long after the deadline: the answer lies there."""
-    side = Side()
     exchange = side.ask(7, until=101.0)
     side.now = 200.0
     waits_s = exchange.wait_s()
@@ -326,9 +324,8 @@ def test_who_was_late_himself_looks_before_he_blames() -> None:
     assert not side.breakers.is_open(7)
 
 
-def test_missing_peer_is_noticed_after_a_slice() -> None:
+def test_missing_peer_is_noticed_after_a_slice(side: Side) -> None:
     """One that does not come about is asked about once, and not before."""
-    side = Side()
     exchange = side.ask(7)
     side.lines[0].refuses = True
     at_once = side.turn(exchange)
@@ -370,9 +367,8 @@ def test_a_question_that_was_never_sent_is_no_failure_of_its_peer() -> None:
     assert not side.breakers.is_open(8)
 
 
-def test_nothing_begins_after_the_close_and_what_comes_back_ends() -> None:
+def test_nothing_begins_after_the_close_and_what_comes_back_ends(side: Side) -> None:
     """A call may be in flight while another thread closes."""
-    side = Side()
     leased = side.connections.lease(7, fresh=False)
     assert leased is not None
     side.connections.close()
@@ -382,9 +378,8 @@ def test_nothing_begins_after_the_close_and_what_comes_back_ends() -> None:
     assert side.connections.lease(7, fresh=False) is None
 
 
-def test_who_was_not_asked_for_lack_of_time_is_not_blamed() -> None:
+def test_who_was_not_asked_for_lack_of_time_is_not_blamed(side: Side) -> None:
     """Others used the time up: not even a connection is begun."""
-    side = Side()
     exchange = side.ask(7, until=side.now)
     exchange.end()
 
@@ -393,18 +388,16 @@ def test_who_was_not_asked_for_lack_of_time_is_not_blamed() -> None:
     assert not side.breakers.is_open(7)
 
 
-def test_nothing_is_posted_to_a_peer_whose_breaker_is_open() -> None:
+def test_nothing_is_posted_to_a_peer_whose_breaker_is_open(side: Side) -> None:
     """What is lost anyway should cost nothing."""
-    side = Side()
     side.breakers.failed(7, side.now)
     side.connections.post([(7, Touched(b"")), (8, Touched(b""))])
 
     assert [line.url for line in side.lines] == ["url-8"]
 
 
-def test_a_peer_that_talks_without_end_gets_one_burst_a_turn() -> None:
+def test_a_peer_that_talks_without_end_gets_one_burst_a_turn(side: Side) -> None:
     """The clock is looked at in between."""
-    side = Side()
     exchange = side.ask(7)
     for _ in range(3 * BURST_MESSAGES):
         side.lines[0].comes(Located(10**9, b""))
@@ -414,9 +407,8 @@ def test_a_peer_that_talks_without_end_gets_one_burst_a_turn() -> None:
     assert len(side.lines[0].inbox) == 2 * BURST_MESSAGES
 
 
-def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> None:
+def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection(side: Side) -> None:
     """What came before the connection broke still counts."""
-    side = Side()
     answers: list[Message | None] = []
     for message, breaks in ((WELCOME, True), (Refused(0, "cluster", "no"), False), (None, True)):
         greeting, number = side.greet(side.now + 1.0)
@@ -442,9 +434,8 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection() -> Non
     assert side.breakers.opened_count == 0
 
 
-def test_the_connection_of_a_greeting_serves_whom_it_has_named() -> None:
+def test_the_connection_of_a_greeting_serves_whom_it_has_named(side: Side) -> None:
     """Only where its caller says so: a client asks a member over one that knows its name."""
-    side = Side()
     for keeps in (False, True):
         talk = side.talk(Breakers())
         number = talk.greet("there", side.now + 1.0)
@@ -461,9 +452,8 @@ def test_the_connection_of_a_greeting_serves_whom_it_has_named() -> None:
     assert side.connections.lease(7, fresh=False) is line
 
 
-def test_what_a_caller_slept_beyond_its_deadline_is_no_silence_of_the_peer() -> None:
+def test_what_a_caller_slept_beyond_its_deadline_is_no_silence_of_the_peer(side: Side) -> None:
     """A starved thread looks late: the peer had the time until the deadline, and no more."""
-    side = Side()
     exchange = side.ask(7, until=side.now + 0.8 * STALL_S)
 
     side.turn(exchange, passed_s=2 * STALL_S)
@@ -484,9 +474,8 @@ def test_questions_that_wait_are_not_sent_when_an_answer_was_enough() -> None:
     assert side.watched == []
 
 
-def test_the_refusal_of_another_question_is_not_this_ones_answer() -> None:
+def test_the_refusal_of_another_question_is_not_this_ones_answer(side: Side) -> None:
     """It comes late, to a question that was given up."""
-    side = Side()
     exchange = side.ask(7)
     late = Refused(10**9, "busy", "why")
     side.lines[0].comes(late)
@@ -498,17 +487,15 @@ def test_the_refusal_of_another_question_is_not_this_ones_answer() -> None:
     assert side.unasked == [(7, late)]
 
 
-def test_who_waits_long_may_look_less_often() -> None:
+def test_who_waits_long_may_look_less_often(side: Side) -> None:
     """An operator's program follows many nodes, each with a question that waits for changes."""
-    side = Side()
     side.connections.slice_s = 5 * SLICE_S
 
     assert side.ask(7).wait_s() == 5 * SLICE_S
 
 
-def test_an_address_is_probed_within_the_deadline() -> None:
+def test_an_address_is_probed_within_the_deadline(side: Side) -> None:
     """A probe blocks: no longer than what is left, and not at all when nothing is."""
-    side = Side()
     exchange = side.ask(7, until=side.now + 2 * SLICE_S)
     side.turn(exchange, 1.25 * SLICE_S)
     late = Side()
@@ -519,9 +506,8 @@ def test_an_address_is_probed_within_the_deadline() -> None:
     assert late.lines[0].probed_for == []
 
 
-def test_a_peer_that_talks_slowly_takes_no_longer_than_a_turn() -> None:
+def test_a_peer_that_talks_slowly_takes_no_longer_than_a_turn(side: Side) -> None:
     """To decode one message may take milliseconds: the clock is looked at before each."""
-    side = Side()
     exchange = side.ask(7, until=side.now + SLICE_S)
     greeting, _ = side.greet(side.now + SLICE_S)
     for line in side.lines:
@@ -550,9 +536,8 @@ def questions(line: Line) -> list[Message]:
     return [message for message in line.sent if not isinstance(message, Hello)]
 
 
-def test_questions_go_out_at_once_and_answers_are_found_by_number() -> None:
+def test_questions_go_out_at_once_and_answers_are_found_by_number(side: Side) -> None:
     """Over one connection, in their order; an answer may come before it is waited for."""
-    side = Side()
     talk = side.talk()
     first, second = talk.send(7, FIRST), talk.send(7, SECOND)
     (line,) = side.lines
@@ -570,9 +555,8 @@ def test_questions_go_out_at_once_and_answers_are_found_by_number() -> None:
     assert not line.is_closed
 
 
-def test_silence_counts_from_the_last_sign_of_life() -> None:
+def test_silence_counts_from_the_last_sign_of_life(side: Side) -> None:
     """A peer that has just answered another question is not hung."""
-    side = Side()
     talk = side.talk()
     first, second = talk.send(7, FIRST), talk.send(7, SECOND)
     side.now += STALL_S
@@ -584,9 +568,8 @@ def test_silence_counts_from_the_last_sign_of_life() -> None:
     assert not side.breakers.is_open(7)
 
 
-def test_a_late_answer_and_one_to_no_question_are_unasked() -> None:
+def test_a_late_answer_and_one_to_no_question_are_unasked(side: Side) -> None:
     """They may be of use to another call."""
-    side = Side()
     talk = side.talk()
     late = talk.send(7, FIRST)
     assert await_(side, talk, late, side.now + SLICE_S) is None
@@ -600,9 +583,8 @@ def test_a_late_answer_and_one_to_no_question_are_unasked() -> None:
     assert side.unasked == [(7, Located(late, b"", False)), (7, ahead)]
 
 
-def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one() -> None:
+def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one(side: Side) -> None:
     """All of it, in order, with the same numbers; the peer has not failed."""
-    side = Side()
     talk_before = side.talk()
     talk_before.send(7, FIRST)
     talk_before.end()
@@ -624,9 +606,8 @@ def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one() -> Non
     assert side.breakers.opened_count == 0
 
 
-def test_a_new_connection_that_breaks_is_the_peers_failure() -> None:
+def test_a_new_connection_that_breaks_is_the_peers_failure(side: Side) -> None:
     """No answer will come, so no question waits any more."""
-    side = Side()
     talk = side.talk()
     first, second = talk.send(7, FIRST), talk.send(7, SECOND)
     side.lines[0].is_broken = True
@@ -639,9 +620,8 @@ def test_a_new_connection_that_breaks_is_the_peers_failure() -> None:
     assert len(side.lines) == 1
 
 
-def test_a_refusal_over_a_new_connection_is_the_answer_to_its_question_alone() -> None:
+def test_a_refusal_over_a_new_connection_is_the_answer_to_its_question_alone(side: Side) -> None:
     """The other question is asked once more; one that names no question answers all."""
-    side = Side()
     talk = side.talk()
     first, second = talk.send(7, FIRST), talk.send(7, SECOND)
     refused = Refused(first, "malformed", "why")
@@ -658,9 +638,8 @@ def test_a_refusal_over_a_new_connection_is_the_answer_to_its_question_alone() -
     assert side.refusals == [(7, refused), (7, every)]
 
 
-def test_a_peer_without_an_address_is_not_asked() -> None:
+def test_a_peer_without_an_address_is_not_asked(side: Side) -> None:
     """It has failed at once."""
-    side = Side()
     side.connections.close()
     talk = side.talk()
 
@@ -670,9 +649,8 @@ def test_a_peer_without_an_address_is_not_asked() -> None:
     talk.end()
 
 
-def test_any_message_is_a_sign_of_life() -> None:
+def test_any_message_is_a_sign_of_life(side: Side) -> None:
     """A probe that is answered closes the breaker, whatever the answer is to."""
-    side = Side()
     side.breakers.failed(7, side.now)
     talk = side.talk()
     talk.send(7, FIRST)

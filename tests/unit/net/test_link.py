@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -62,15 +62,21 @@ def url(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/x.ipc"
 
 
+@pytest.fixture
+def listener(url: str) -> Iterator[Listener]:
+    listener = listening(url)
+    yield listener
+    listener.close()
+
+
 async def take(listener: Listener, count: int) -> list[tuple[int, bytes]]:
     """Return the next messages with their pipes."""
     with ends_within():
         return [await listener.receive() for _ in range(count)]
 
 
-async def test_a_connection_begins_with_a_hello(url: str) -> None:
+async def test_a_connection_begins_with_a_hello(url: str, listener: Listener) -> None:
     """What was said before it came about follows, in order, over the same connection."""
-    listener = listening(url)
     async with linked(url) as ends:
         for i in range(5):
             ends.link.send(b"%d" % i)
@@ -79,12 +85,10 @@ async def test_a_connection_begins_with_a_hello(url: str) -> None:
 
     assert [raw for _, raw in heard] == [HELLO, b"0", b"1", b"2", b"3", b"4"]
     assert len({pipe for pipe, _ in heard}) == 1
-    listener.close()
 
 
-async def test_a_new_connection_begins_with_a_hello_again(url: str) -> None:
+async def test_a_new_connection_begins_with_a_hello_again(url: str, listener: Listener) -> None:
     """The other end has forgotten the pipe that it had greeted us on."""
-    listener = listening(url)
     async with linked(url) as ends:
         ends.link.send(b"a")
         pipe, _ = (await take(listener, 2))[0]
@@ -96,7 +100,6 @@ async def test_a_new_connection_begins_with_a_hello_again(url: str) -> None:
 
     assert [raw for _, raw in again + after] == [HELLO, b"b"]
     assert again[0][0] == after[0][0] != pipe
-    listener.close()
 
 
 async def test_a_restarted_peer_hears_hello_and_then_what_waited(url: str) -> None:
@@ -119,9 +122,8 @@ async def test_a_restarted_peer_hears_hello_and_then_what_waited(url: str) -> No
     second.close()
 
 
-async def test_a_peer_that_does_not_know_us_is_greeted_again(url: str) -> None:
+async def test_a_peer_that_does_not_know_us_is_greeted_again(url: str, listener: Listener) -> None:
     """Before anything else is said."""
-    listener = listening(url)
     async with linked(url) as ends:
         ends.link.send(b"a")
         await take(listener, 2)
@@ -131,7 +133,6 @@ async def test_a_peer_that_does_not_know_us_is_greeted_again(url: str) -> None:
         heard = await take(listener, 2)
 
     assert [raw for _, raw in heard] == [HELLO, b"b"]
-    listener.close()
 
 
 @pytest.fixture
@@ -142,9 +143,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_link_whose_peer_receives_nothing_dials_again(url: str) -> None:
+async def test_a_link_whose_peer_receives_nothing_dials_again(url: str, listener: Listener) -> None:
     """The connection may be lost, though neither the kernel nor nng says so."""
-    listener = listening(url)
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]
         listener.reply(pipe, b"welcome")
@@ -156,13 +156,11 @@ async def test_a_link_whose_peer_receives_nothing_dials_again(url: str) -> None:
                 assert heard[1] in (b"a", HELLO)
 
     assert heard[1] == HELLO
-    listener.close()
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_link_whose_peer_answers_keeps_its_connection(url: str) -> None:
+async def test_a_link_whose_peer_answers_keeps_its_connection(url: str, listener: Listener) -> None:
     """However little it says of its own, and however much it is sent."""
-    listener = listening(url)
     async with linked(url) as ends:
         asked: list[int] = []
         with ends_within():
@@ -175,13 +173,11 @@ async def test_a_link_whose_peer_answers_keeps_its_connection(url: str) -> None:
                 await trio.sleep(0.01)
 
     assert len(set(asked)) == 1
-    listener.close()
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_link_without_anything_to_say_says_nothing(url: str) -> None:
+async def test_a_link_without_anything_to_say_says_nothing(url: str, listener: Listener) -> None:
     """In a cluster of thousands most links are idle."""
-    listener = listening(url)
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]
         listener.reply(pipe, b"welcome")
@@ -190,7 +186,6 @@ async def test_a_link_without_anything_to_say_says_nothing(url: str) -> None:
         await trio.sleep(20 * link_module.SILENT_S)
 
         assert listener.receive_now() is None
-    listener.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -230,9 +225,8 @@ async def test_connections_that_end_with_a_last_message_over_tls_are_dialled_aga
     listener.close()
 
 
-async def test_answers_come_back(url: str) -> None:
+async def test_answers_come_back(url: str, listener: Listener) -> None:
     """Welcome, Refused and HelloRequired arrive on the connection that was greeted on."""
-    listener = listening(url)
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]
         for count, raw in enumerate((b"welcome", b"", b"again")):
@@ -242,7 +236,6 @@ async def test_answers_come_back(url: str) -> None:
 
     # One of no bytes at all, which no correct peer sends, ends nothing.
     assert ends.answers == [b"welcome", b"", b"again"]
-    listener.close()
 
 
 async def test_the_outbox_is_bounded_and_drops_the_oldest(url: str) -> None:
@@ -289,9 +282,8 @@ async def test_an_address_that_cannot_be_dialled_ends_no_other_link(address: str
         assert ends.link.is_empty
 
 
-async def test_stop_ends_a_link_whatever_it_does(url: str) -> None:
+async def test_stop_ends_a_link_whatever_it_does(url: str, listener: Listener) -> None:
     """Connected or not, with or without something to say; or before it began."""
-    listener = listening(url)
     for address in (url, f"{url}.none"):
         with ends_within():
             async with linked(address) as ends:
@@ -306,12 +298,10 @@ async def test_stop_ends_a_link_whatever_it_does(url: str) -> None:
     early.stop()
     with ends_within():
         await early.run()
-    listener.close()
 
 
-async def test_a_full_buffer_of_nng_is_waited_for(url: str) -> None:
+async def test_a_full_buffer_of_nng_is_waited_for(url: str, listener: Listener) -> None:
     """More than nng takes at once arrives all the same, in order."""
-    listener = listening(url)
     async with linked(url) as ends:
         for i in range(OUTBOX_MESSAGES_MAX):
             ends.link.send(b"%d" % i + bytes(5000))
@@ -319,7 +309,6 @@ async def test_a_full_buffer_of_nng_is_waited_for(url: str) -> None:
 
     assert [int(raw[:-5000]) for _, raw in heard[1:]] == list(range(OUTBOX_MESSAGES_MAX))
     assert ends.dropped == []
-    listener.close()
 
 
 async def test_a_talkative_peer_leaves_others_their_turn(

@@ -30,6 +30,11 @@ def trouble_of(**disk: Any) -> str:
     return status._disk_trouble()
 
 
+@pytest.fixture
+def workers() -> AttachedWorkers:
+    return AttachedWorkers()
+
+
 @pytest.mark.parametrize(
     ("disk", "says"),
     [
@@ -141,9 +146,8 @@ def counted(**counts: float) -> Counted:
     return Counted({name.replace("__", "/"): value for name, value in counts.items()}, b"")
 
 
-def test_a_rate_is_what_was_counted_between_two_reports() -> None:
+def test_a_rate_is_what_was_counted_between_two_reports(workers: AttachedWorkers) -> None:
     """Of all fabrics and reasons together; keys are those ever set."""
-    workers = AttachedWorkers()
     workers.note(7, counted(pages_set=100), now=10.0)
     workers.note(
         7, counted(pages_hit__shm=60, pages_hit__tcp=20, pages_missed__absent=10, pages_set=4), 12.0
@@ -156,9 +160,8 @@ def test_a_rate_is_what_was_counted_between_two_reports() -> None:
     assert (told.heard_s, more) == (0.5, 0)
 
 
-def test_reports_that_follow_at_once_make_one_rate() -> None:
+def test_reports_that_follow_at_once_make_one_rate(workers: AttachedWorkers) -> None:
     """A rate over a millisecond would be noise; nothing is lost meanwhile."""
-    workers = AttachedWorkers()
     workers.note(7, counted(), now=0.0)
     for step in range(4):
         workers.note(7, counted(pages_hit__shm=10), now=RATE_S * (step + 1) / 4)
@@ -168,9 +171,8 @@ def test_reports_that_follow_at_once_make_one_rate() -> None:
     assert told.hits == pytest.approx(40 / RATE_S)
 
 
-def test_a_silent_client_has_no_rate_and_keeps_its_keys() -> None:
+def test_a_silent_client_has_no_rate_and_keeps_its_keys(workers: AttachedWorkers) -> None:
     """A client that counts nothing sends no report."""
-    workers = AttachedWorkers()
     workers.note(7, counted(), now=0.0)
     workers.note(7, counted(pages_set=10), now=1.0)
 
@@ -187,9 +189,8 @@ def test_a_client_that_never_reported_is_listed() -> None:
     assert (told.pid, told.keys, told.hits, told.heard_s) == (4711, 0, 0.0, 0.0)
 
 
-def test_a_client_that_has_left_is_forgotten() -> None:
+def test_a_client_that_has_left_is_forgotten(workers: AttachedWorkers) -> None:
     """Its number may come back, and begins at 0."""
-    workers = AttachedWorkers()
     workers.note(7, counted(pages_set=10), now=0.0)
 
     assert workers.listed([], now=1.0) == ((), 0)
@@ -197,9 +198,8 @@ def test_a_client_that_has_left_is_forgotten() -> None:
     assert told.keys == 0
 
 
-def test_lists_and_memory_are_bounded() -> None:
+def test_lists_and_memory_are_bounded(workers: AttachedWorkers) -> None:
     """A client beyond the bound is counted, or shown without figures."""
-    workers = AttachedWorkers()
     clients = [(number, "n", number) for number in range(TRACKED_MAX + 1)]
     for number, _, _ in clients:
         workers.note(number, counted(pages_set=1), now=0.0)
@@ -211,9 +211,8 @@ def test_lists_and_memory_are_bounded() -> None:
     assert beyond.keys == 0
 
 
-def test_fabrics_of_all_clients_are_told_together() -> None:
+def test_fabrics_of_all_clients_are_told_together(workers: AttachedWorkers) -> None:
     """The last one of each client; those of a client that has left are forgotten."""
-    workers = AttachedWorkers()
     workers.note(7, Counted({"peer_fabric/aa": "rdma", "peer_fabric/bb": "tcp"}, b""), now=0.0)
     workers.note(7, Counted({"peer_fabric/aa": "tcp", "peer_fabric/cc": "smoke"}, b""), now=1.0)
     workers.note(8, Counted({"peer_fabric/aa": "shm"}, b""), now=1.0)
@@ -226,9 +225,8 @@ def test_fabrics_of_all_clients_are_told_together() -> None:
     assert len(workers.fabrics()) == LISTED_MAX
 
 
-def test_figures_that_no_client_can_have_counted_are_left_out() -> None:
+def test_figures_that_no_client_can_have_counted_are_left_out(workers: AttachedWorkers) -> None:
     """Two reports of 1e308 pages made the dashboard answer 500 from then on."""
-    workers = AttachedWorkers()
     for at in range(3):
         workers.note(7, counted(pages_set=1e308, pages_hit__shm=-1e308, pages_hit__tcp=5), at)
         workers.note(7, counted(pages_set=float("inf"), pages_missed__x=float("nan")), at)

@@ -301,32 +301,21 @@ async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
     assert board.dropped("stranger") == 1
 
 
-async def test_a_message_for_a_predecessor_reaches_no_actor(
-    tmp_path: Path, calling: Calling
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [({"target": 0x10}, "other_incarnation"), ({"sender": 0x99}, "stranger")]
+)
+async def test_a_message_of_or_for_another_reaches_no_actor(
+    tmp_path: Path, calling: Calling, wrong: dict[str, int], reason: str
 ) -> None:
-    """The successor at the same address is another node, and says so."""
+    """The successor at an address is another node; a connection speaks for one identity."""
     async with running(tmp_path) as board:
         caller = calling(board, at=board.home)
         await caller.greet(secret=SECRET)
-        answer = await caller.ask(Reserve(1, 1, 1, b"", b""), target=0x10)
+        answer = await caller.ask(Reserve(1, 1, 1, b"", b""), **wrong)
 
         assert answer == HelloRequired(ME)
         assert board.waiting() == []
-        assert board.dropped("other_incarnation") == 1
-
-
-async def test_a_sender_that_is_not_who_was_greeted_is_dropped(
-    tmp_path: Path, calling: Calling
-) -> None:
-    """A connection speaks for one identity."""
-    async with running(tmp_path) as board:
-        caller = calling(board, at=board.home)
-        await caller.greet(secret=SECRET)
-        answer = await caller.ask(Reserve(1, 1, 1, b"", b""), sender=0x99)
-
-        assert answer == HelloRequired(ME)
-        assert board.waiting() == []
-        assert board.dropped("stranger") == 1
+        assert board.dropped(reason) == 1
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def held_by(world: World, name: str, *nodes: Node) -> Records:
     return record
 
 
+@pytest.fixture
+def world() -> World:
+    return World(5)
+
+
 def test_home_and_an_owner_of_each_page_are_asked_at_once() -> None:
     """One question a peer, all of them in one step."""
     world = World(4)
@@ -59,9 +64,8 @@ def test_pages_that_two_nodes_own_between_them_cost_no_question_more() -> None:
         assert len(world.asked(Lookup)[0]) <= 2
 
 
-def test_a_silent_owner_is_replaced_by_its_replica_within_the_deadline() -> None:
+def test_a_silent_owner_is_replaced_by_its_replica_within_the_deadline(world: World) -> None:
     """Half of the time at most is spent on the first, so that the second can answer."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, owner, replica)
     owner.mood = "silent"
@@ -74,9 +78,8 @@ def test_a_silent_owner_is_replaced_by_its_replica_within_the_deadline() -> None
     assert world.now - began < 0.1
 
 
-def test_an_owner_that_refuses_connections_is_replaced_at_once() -> None:
+def test_an_owner_that_refuses_connections_is_replaced_at_once(world: World) -> None:
     """No time passes, and the next call does not ask it again."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, owner, replica)
     owner.mood = "away"
@@ -91,9 +94,8 @@ def test_an_owner_that_refuses_connections_is_replaced_at_once() -> None:
     assert world.asked(Lookup) == [sorted([1, replica.number])]
 
 
-def test_owner_and_replica_silent_is_unreachable_or_deadline() -> None:
+def test_owner_and_replica_silent_is_unreachable_or_deadline(world: World) -> None:
     """The reason tells whether there was still time when every owner had been asked."""
-    world = World(5)
     name, owners = elsewhere(world)
     for owner in owners:
         owner.mood = "silent"
@@ -122,9 +124,8 @@ def test_the_time_of_a_call_is_never_exceeded_however_many_are_silent() -> None:
         world.now += 60
 
 
-def test_absent_is_the_last_word_outside_a_handover() -> None:
+def test_absent_is_the_last_word_outside_a_handover(world: World) -> None:
     """An owner that knows nothing of a page is believed: its replica is not asked."""
-    world = World(5)
     name, (owner, replica, former) = elsewhere(world)
     held_by(world, name, replica, former)
 
@@ -134,9 +135,8 @@ def test_absent_is_the_last_word_outside_a_handover() -> None:
     assert world.asked(Lookup) == [sorted([1, owner.number])]
 
 
-def test_absent_at_an_owner_that_is_behind_needs_a_second_owner() -> None:
+def test_absent_at_an_owner_that_is_behind_needs_a_second_owner(world: World) -> None:
     """The owner itself says that it lacks records; in a settled cluster none does."""
-    world = World(5)
     name, (owner, replica, former) = elsewhere(world)
     held_by(world, name, replica, former)
     owner.is_behind = True
@@ -189,9 +189,8 @@ def test_a_handover_that_is_over_asks_one_owner_again() -> None:
     assert world.asked(Lookup) == [sorted([1, owner.number])]
 
 
-def test_no_other_node_is_waited_for_when_home_finds_everything() -> None:
+def test_no_other_node_is_waited_for_when_home_finds_everything(world: World) -> None:
     """The home node is near: what it holds needs no owner."""
-    world = World(5)
     name, owners = elsewhere(world)
     world.nodes[1].know(world.nodes[1].hold(name))
     for owner in owners:
@@ -204,9 +203,8 @@ def test_no_other_node_is_waited_for_when_home_finds_everything() -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_silent_home_node_costs_no_hit() -> None:
+def test_a_silent_home_node_costs_no_hit(world: World) -> None:
     """Owners know the page as well."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, owner, replica)
     world.nodes[1].mood = "silent"
@@ -214,9 +212,8 @@ def test_a_silent_home_node_costs_no_hit() -> None:
     assert world.get(name).hits == [True]
 
 
-def test_a_refusal_is_not_an_answer_about_pages() -> None:
+def test_a_refusal_is_not_an_answer_about_pages(world: World) -> None:
     """A peer that will not talk to us has not said that a page is absent."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, replica)
     owner.script.append(lambda _: Refused(0, "role", "no"))
@@ -275,9 +272,8 @@ def test_absence_is_never_remembered() -> None:
     assert world.exists("a") == [True]
 
 
-def test_a_holder_whose_breaker_is_open_is_passed_over_until_a_probe_is_due() -> None:
+def test_a_holder_whose_breaker_is_open_is_passed_over_until_a_probe_is_due(world: World) -> None:
     """It owns nothing that we ask for, so only reading can find out that it is back."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     record = held_by(world, name, owner, replica)
     holder = world.nodes[4]
@@ -298,9 +294,8 @@ def test_a_holder_whose_breaker_is_open_is_passed_over_until_a_probe_is_due() ->
     assert not world.breakers.is_open(data_port(4))
 
 
-def test_a_holder_that_is_silent_on_its_control_port_is_read_all_the_same() -> None:
+def test_a_holder_that_is_silent_on_its_control_port_is_read_all_the_same(world: World) -> None:
     """Over shared memory nothing needs the holder, and its data port has a breaker of its own."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, owner, replica)
     world.breakers.failed(4, world.now)
@@ -446,9 +441,10 @@ def test_exists_believes_the_cache_only_if_it_knows_every_key_and_all_in_memory(
     assert len(world.steps) > 0
 
 
-def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something() -> None:
+def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something(
+    world: World,
+) -> None:
     """Another client of this host has: what this one remembers may be gone."""
-    world = World(5)
     name, (owner, replica, _) = elsewhere(world)
     held_by(world, name, owner, replica)
     assert world.exists(name) == [True]

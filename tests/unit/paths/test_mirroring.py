@@ -56,9 +56,13 @@ def at_home(world: World, name: str) -> bytes:
     return world.get(name).content()
 
 
-def test_what_is_read_from_another_host_is_read_at_home_the_next_time() -> None:
+@pytest.fixture
+def world() -> World:
+    return far_world()
+
+
+def test_what_is_read_from_another_host_is_read_at_home_the_next_time(world: World) -> None:
     """Its slot was asked for before it was read, and it was copied after that."""
-    world = far_world()
     held(world, 3, "a", "b")
 
     got = world.get("a", "b")
@@ -78,9 +82,8 @@ def test_what_is_read_from_another_host_is_read_at_home_the_next_time() -> None:
     assert world.reservations.report(0.0).sequences == ()
 
 
-def test_what_is_on_this_host_is_not_mirrored() -> None:
+def test_what_is_on_this_host_is_not_mirrored(world: World) -> None:
     """It is read from shared memory as it is."""
-    world = far_world()
     held(world, 2, "a")
 
     assert world.get("a").mirrored == 0
@@ -109,9 +112,8 @@ def test_without_the_setting_nothing_is_asked() -> None:
     assert not [step for step in world.steps if isinstance(step, Place)]
 
 
-def test_a_page_that_was_not_verified_is_not_kept() -> None:
+def test_a_page_that_was_not_verified_is_not_kept(world: World) -> None:
     """It was evicted while it was read; the other one is kept."""
-    world = far_world()
     held(world, 3, "a")
     evicted = world.nodes[3].hold("b")
     world.publish(evicted)
@@ -129,9 +131,8 @@ def test_a_page_that_was_not_verified_is_not_kept() -> None:
     assert commit.written == b"\1\0"
 
 
-def test_nothing_verified_gives_the_slots_back() -> None:
+def test_nothing_verified_gives_the_slots_back(world: World) -> None:
     """At once, and not with the next list of reservations."""
-    world = far_world()
     held(world, 3, "a")
     world.nodes[3].data_mood = "refusing"
 
@@ -141,9 +142,8 @@ def test_nothing_verified_gives_the_slots_back() -> None:
     assert asked_home(world, Commit) == []
 
 
-def test_destinations_that_overlap_are_not_copied_from() -> None:
+def test_destinations_that_overlap_are_not_copied_from(world: World) -> None:
     """The bytes of a page in them may be another page's when the call has read both."""
-    world = far_world()
     held(world, 3, "a", "b")
     whole = np.zeros(PAGE + 8, np.uint8)
 
@@ -171,9 +171,8 @@ def test_overlapping_runs_are_found(runs: list[tuple[int, int]], expected: bool)
     assert overlap(PageRuns.of([[run] for run in runs])) is expected
 
 
-def test_a_home_node_that_is_silent_costs_its_timeout_once() -> None:
+def test_a_home_node_that_is_silent_costs_its_timeout_once(world: World) -> None:
     """The get is a hit as ever, and the next gets do not ask for a while."""
-    world = far_world()
     held(world, 3, "a", "b")
     world.nodes[1].script.append(world.nodes[1].serve)  # its Lookup is answered
     world.nodes[1].script.append(lambda _: None)
@@ -190,9 +189,8 @@ def test_a_home_node_that_is_silent_costs_its_timeout_once() -> None:
     assert world.reservations.report(0.0).sequences == ()
 
 
-def test_a_silent_home_node_costs_a_short_get_little() -> None:
+def test_a_silent_home_node_costs_a_short_get_little(world: World) -> None:
     """Its timeout is a part of what is left: most of that is for the reading."""
-    world = far_world()
     world.cache.store(world.nodes[3].hold("a"), world.now)
     world.nodes[1].mood = "silent"
     before = world.now
@@ -203,9 +201,8 @@ def test_a_silent_home_node_costs_a_short_get_little() -> None:
 
 
 @pytest.mark.parametrize("answer", ["full", "refused", "other", "short", "long", "placeless"])
-def test_a_home_node_without_room_is_not_asked_for_a_while(answer: str) -> None:
+def test_a_home_node_without_room_is_not_asked_for_a_while(world: World, answer: str) -> None:
     """Nor one that refuses, or answers nonsense."""
-    world = far_world()
     held(world, 3, "a", "b")
 
     def grant(message: Message) -> Message:
@@ -273,9 +270,8 @@ def test_a_page_that_another_client_has_mirrored_is_read_at_home() -> None:
     assert world.fetched_from() == [[1]]
 
 
-def test_the_copy_takes_a_part_of_the_time_that_the_reading_took() -> None:
+def test_the_copy_takes_a_part_of_the_time_that_the_reading_took(world: World) -> None:
     """What is not copied by then is not committed."""
-    world = far_world()
     names = [f"p{number}" for number in range(40)]
     held(world, 3, *names)
     world.page_s = 0.001
@@ -287,9 +283,8 @@ def test_the_copy_takes_a_part_of_the_time_that_the_reading_took() -> None:
     assert COPY_S < 0.01
 
 
-def test_a_get_that_has_no_time_left_mirrors_nothing_and_is_not_late() -> None:
+def test_a_get_that_has_no_time_left_mirrors_nothing_and_is_not_late(world: World) -> None:
     """The deadline is the caller's."""
-    world = far_world()
     names = [f"p{number}" for number in range(40)]
     held(world, 3, *names)
     world.page_s = 0.001
@@ -313,9 +308,8 @@ def test_the_checksum_of_the_record_goes_with_the_page() -> None:
     assert at_home(world, "a") == page.tobytes()
 
 
-def test_a_checksum_that_the_record_does_not_claim_is_not_kept() -> None:
+def test_a_checksum_that_the_record_does_not_claim_is_not_kept(world: World) -> None:
     """Nothing vouches for it: a copy that names it would fail for every reader that looks."""
-    world = far_world()
     held(world, 3, "a", checksum=5)
 
     assert world.get("a").mirrored == 1
@@ -334,9 +328,8 @@ def test_a_page_with_a_wrong_checksum_is_not_kept() -> None:
     assert asked_home(world, Commit) == []
 
 
-def test_a_commit_without_an_answer_is_not_repeated() -> None:
+def test_a_commit_without_an_answer_is_not_repeated(world: World) -> None:
     """Its slot is free again with the next list of reservations."""
-    world = far_world()
     held(world, 3, "a")
     home = world.nodes[1]
     home.script.extend([home.serve, home.serve, lambda _: None])
@@ -349,9 +342,8 @@ def test_a_commit_without_an_answer_is_not_repeated() -> None:
     assert world.reservations.report(0.0).sequences == ()
 
 
-def test_a_home_node_whose_breaker_is_open_is_not_asked() -> None:
+def test_a_home_node_whose_breaker_is_open_is_not_asked(world: World) -> None:
     """Its probe is for a call that needs it."""
-    world = far_world()
     held(world, 3, "a")
     world.breakers.failed(1, world.now)
 
@@ -359,9 +351,8 @@ def test_a_home_node_whose_breaker_is_open_is_not_asked() -> None:
     assert asked_home(world, ReserveMirror) == []
 
 
-def test_a_home_node_that_is_gone_from_the_view_is_not_written_to() -> None:
+def test_a_home_node_that_is_gone_from_the_view_is_not_written_to(world: World) -> None:
     """Its reservations are those of another incarnation."""
-    world = far_world()
     held(world, 3, "a")
     world.cluster = world.seen({n: node.member for n, node in world.nodes.items() if n != 1})
 
@@ -391,9 +382,8 @@ def test_few_pages_are_taken_for_read_that_were_not() -> None:
     assert recent.read(keys[10_000:], 1.0).mean() < 0.005 * 2
 
 
-def test_slots_for_copies_are_given_back_before_a_page_is_awaited_from_a_disk() -> None:
+def test_slots_for_copies_are_given_back_before_a_page_is_awaited_from_a_disk(world: World) -> None:
     """The home node may need their room to load it, and would wait until the get gives up."""
-    world = far_world()
     held(world, 3, "a", "b")
     world.publish(world.nodes[1].keep("c"))
 

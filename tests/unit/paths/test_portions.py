@@ -57,10 +57,13 @@ def kinds(world: World) -> list[str]:
     ]
 
 
-def test_a_portion_is_committed_while_the_next_one_is_copied() -> None:
-    """And reserved while the one before is: the call waits once, after its last copy."""
-    world = world_of_portions()
+@pytest.fixture
+def world() -> World:
+    return world_of_portions()
 
+
+def test_a_portion_is_committed_while_the_next_one_is_copied(world: World) -> None:
+    """And reserved while the one before is: the call waits once, after its last copy."""
     outcome = world.set(NAMES)
 
     assert outcome.stored.all()
@@ -77,9 +80,8 @@ def test_a_portion_is_committed_while_the_next_one_is_copied() -> None:
     assert world.asked() == []
 
 
-def test_no_portion_is_committed_before_all_its_bytes_are_in_place() -> None:
+def test_no_portion_is_committed_before_all_its_bytes_are_in_place(world: World) -> None:
     """The home node makes the word even at once: a reader may come in the next moment."""
-    world = world_of_portions()
     home = world.nodes[1]
 
     def looks(message: Message) -> Message | None:
@@ -100,9 +102,10 @@ def test_no_portion_is_committed_before_all_its_bytes_are_in_place() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("is_heard", [False, True])
-def test_a_lost_commit_of_any_portion_is_sent_again(number: int, *, is_heard: bool) -> None:
+def test_a_lost_commit_of_any_portion_is_sent_again(
+    world: World, number: int, *, is_heard: bool
+) -> None:
     """Lost on its way there or back; the home node does not count as hung."""
-    world = world_of_portions()
     home = world.nodes[1]
 
     def lose(message: Message) -> None:
@@ -122,9 +125,8 @@ def test_a_lost_commit_of_any_portion_is_sent_again(number: int, *, is_heard: bo
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_lost_reserve_of_any_portion_is_sent_again(number: int) -> None:
+def test_a_lost_reserve_of_any_portion_is_sent_again(world: World, number: int) -> None:
     """The same sequence, so that no slot is reserved twice."""
-    world = world_of_portions()
     home, lost = world.nodes[1], [number]
 
     def answer(message: Message) -> Message | None:
@@ -141,9 +143,8 @@ def test_a_lost_reserve_of_any_portion_is_sent_again(number: int) -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_home_node_that_dies_between_portions_keeps_what_it_has_said() -> None:
+def test_a_home_node_that_dies_between_portions_keeps_what_it_has_said(world: World) -> None:
     """The pages of answered Commits are stored; the rest costs two silences, once."""
-    world = world_of_portions()
     home = world.nodes[1]
     began = world.now
 
@@ -163,9 +164,8 @@ def test_a_home_node_that_dies_between_portions_keeps_what_it_has_said() -> None
     assert world.reservations.report(0.0).sequences == ()
 
 
-def test_a_home_node_that_refuses_connections_ends_the_call_at_once() -> None:
+def test_a_home_node_that_refuses_connections_ends_the_call_at_once(world: World) -> None:
     """Nothing is copied, and no portion waits for another one's silence."""
-    world = world_of_portions()
     world.nodes[1].mood = "away"
     began = world.now
 
@@ -176,9 +176,8 @@ def test_a_home_node_that_refuses_connections_ends_the_call_at_once() -> None:
     assert not any(isinstance(step, Place) for step in world.steps)
 
 
-def test_a_deadline_in_the_middle_commits_what_is_whole_and_aborts_the_rest() -> None:
+def test_a_deadline_in_the_middle_commits_what_is_whole_and_aborts_the_rest(world: World) -> None:
     """Of the portion that is being copied, and of the one that has slots already."""
-    world = world_of_portions()
     world.page_s = 0.145
     until = world.now + 1.0
 
@@ -199,9 +198,8 @@ def test_a_deadline_in_the_middle_commits_what_is_whole_and_aborts_the_rest() ->
     assert world.reservations.report(0.0).sequences == ()
 
 
-def test_nothing_of_a_portion_in_time_is_an_abort_of_it() -> None:
+def test_nothing_of_a_portion_in_time_is_an_abort_of_it(world: World) -> None:
     """The first portion uses all of the time: nothing of the second one is committed."""
-    world = world_of_portions()
     world.page_s = 0.22
 
     outcome = world.set(NAMES, timeout_s=1.0)
@@ -211,9 +209,8 @@ def test_nothing_of_a_portion_in_time_is_an_abort_of_it() -> None:
     assert world.posts(Abort) == [(1, Abort(2)), (1, Abort(3))]
 
 
-def test_a_portion_refused_as_full_comes_again_after_the_others_are_committed() -> None:
+def test_a_portion_refused_as_full_comes_again_after_the_others_are_committed(world: World) -> None:
     """Its room was that of the pages that were still uncommitted."""
-    world = world_of_portions()
     full, room = [REFUSED_FULL] * 4, [RESERVED] * 4
     home_that_grants(world, room, full, room)
 
@@ -225,9 +222,8 @@ def test_a_portion_refused_as_full_comes_again_after_the_others_are_committed() 
     assert told_home(world, Reserve)[-1].keys == named(*NAMES[4:8]).tobytes()
 
 
-def test_a_pool_that_stays_full_ends_the_call_with_its_portions() -> None:
+def test_a_pool_that_stays_full_ends_the_call_with_its_portions(world: World) -> None:
     """A round without any progress is the last one."""
-    world = world_of_portions()
     home_that_grants(world, *[[REFUSED_FULL] * 4] * 3)
 
     outcome = world.set(NAMES)
@@ -237,9 +233,8 @@ def test_a_pool_that_stays_full_ends_the_call_with_its_portions() -> None:
     assert not any(isinstance(step, Place) for step in world.steps)
 
 
-def test_every_reservation_is_live_until_its_commit_is_answered() -> None:
+def test_every_reservation_is_live_until_its_commit_is_answered(world: World) -> None:
     """One that is not listed may be freed, with its Commit still on the way."""
-    world = world_of_portions()
     home = world.nodes[1]
     reports: list[LiveReservations] = []
 
@@ -259,9 +254,10 @@ def test_every_reservation_is_live_until_its_commit_is_answered() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 15))
-def test_a_path_that_is_dropped_anywhere_ends_all_its_reservations(steps: int) -> None:
+def test_a_path_that_is_dropped_anywhere_ends_all_its_reservations(
+    world: World, steps: int
+) -> None:
     """A call that fails in the middle leaves nothing that is listed for ever."""
-    world = world_of_portions()
     pages = [content_of(name) for name in NAMES]
     path = world.writer.set(
         named(*NAMES), runs_of(pages), home=1, reservations=world.reservations, until=200.0
@@ -285,9 +281,8 @@ def test_every_page_has_its_checksum_whatever_its_portion() -> None:
     assert all(0 not in np.frombuffer(c.checksums, "<u8") for c in told_home(world, Commit))
 
 
-def test_what_no_owner_acknowledged_is_counted_over_all_portions() -> None:
+def test_what_no_owner_acknowledged_is_counted_over_all_portions(world: World) -> None:
     """Each Commit says how much of its own is published; the rest is known to home alone."""
-    world = world_of_portions()
     home = world.nodes[1]
 
     def unpublished(message: Message) -> Message | None:
@@ -301,9 +296,8 @@ def test_what_no_owner_acknowledged_is_counted_over_all_portions() -> None:
     assert world.set(NAMES).unpublished == 9
 
 
-def test_only_the_first_portion_asks_for_slots_ahead_and_takes_them() -> None:
+def test_only_the_first_portion_asks_for_slots_ahead_and_takes_them(world: World) -> None:
     """The reservations of the others are hidden behind its copy."""
-    world = world_of_portions()
     world.set(NAMES)
     world.now += 0.01
     world.set([f"{name}/2" for name in NAMES])
@@ -321,10 +315,8 @@ def test_only_the_first_portion_asks_for_slots_ahead_and_takes_them() -> None:
     assert world.get(*names).hits == [True] * 12
 
 
-def test_a_small_batch_is_one_portion_and_asks_as_before() -> None:
+def test_a_small_batch_is_one_portion_and_asks_as_before(world: World) -> None:
     """No message more than a question and its answer, twice."""
-    world = world_of_portions()
-
     world.set(NAMES[:7])
 
     assert [type(step) for step in world.steps] == [Ask, Place, Ask]
@@ -349,9 +341,8 @@ def test_portions_are_the_batch_in_order(lengths: list[int], portion_bytes: int)
         assert len(cuts) == 2
 
 
-def test_pages_that_no_pool_takes_stand_in_no_portion() -> None:
+def test_pages_that_no_pool_takes_stand_in_no_portion(world: World) -> None:
     """Their neighbours keep their names, their bytes and their places in the answer."""
-    world = world_of_portions()
     pages = [content_of(name) for name in NAMES]
     pages[1] = pages[9] = content_of("none", 0)
 

@@ -28,9 +28,8 @@ def asked_for_pages(world: World) -> int:
     return len([peers for peers in world.asked(Promote) if peers])
 
 
-def test_page_on_a_disk_is_promoted_and_read() -> None:
+def test_page_on_a_disk_is_promoted_and_read(world: World) -> None:
     """One question to its holder, one read under the fresh record, the very bytes."""
-    world = World()
     kept(world, 2, "a")
 
     got = world.get("a")
@@ -54,9 +53,8 @@ def test_copy_in_memory_is_read_before_one_on_a_disk() -> None:
     assert not asked_for_pages(world)
 
 
-def test_copy_in_memory_that_is_told_later_wins_over_one_on_a_disk() -> None:
+def test_copy_in_memory_that_is_told_later_wins_over_one_on_a_disk(world: World) -> None:
     """The first answer, of what is on disk, does not end the search for something better."""
-    world = World()
     name = world.page_owned_by(2, 3)
     world.nodes[1].know(world.nodes[1].keep(name))
     world.nodes[2].know(world.nodes[3].hold(name))
@@ -83,9 +81,8 @@ def test_copy_in_memory_is_not_given_up_for_one_on_a_nearer_disk() -> None:
     assert not asked_for_pages(world)
 
 
-def test_newer_word_of_one_holder_counts_wherever_the_page_is() -> None:
+def test_newer_word_of_one_holder_counts_wherever_the_page_is(world: World) -> None:
     """A page that was evicted to disk is not read under the older record of another owner."""
-    world = World()
     name = world.page_owned_by(2, 3)
     world.nodes[2].know(world.nodes[3].hold(name))
     world.nodes[1].know(world.nodes[3].keep(name))
@@ -96,9 +93,8 @@ def test_newer_word_of_one_holder_counts_wherever_the_page_is() -> None:
     assert world.asked(Promote)[-1] == [3]
 
 
-def test_newer_word_of_one_holder_counts_among_answers_looked_at_together() -> None:
+def test_newer_word_of_one_holder_counts_among_answers_looked_at_together(world: World) -> None:
     """The first answer lacks a page, so both are looked at at once: the same must come of it."""
-    world = World()
     name = world.page_owned_by(2, 3)
     other = next(each for i in range(99) if world.owners(each := f"other-{i}")[0].number == 2)
     world.nodes[1].know(world.nodes[3].hold(name))
@@ -112,9 +108,8 @@ def test_newer_word_of_one_holder_counts_among_answers_looked_at_together() -> N
     assert world.asked(Promote)[-1] == [3]
 
 
-def test_batch_comes_in_portions_that_are_read_before_the_next_is_asked_for() -> None:
+def test_batch_comes_in_portions_that_are_read_before_the_next_is_asked_for(world: World) -> None:
     """What was promoted first may be evicted for what is promoted next."""
-    world = World()
     kept(world, 2, *NAMES)
     holder = world.nodes[2]
     holder.portion = 2
@@ -135,9 +130,8 @@ def test_batch_comes_in_portions_that_are_read_before_the_next_is_asked_for() ->
     assert asked_for_pages(world) == 3
 
 
-def test_page_that_does_not_come_in_time_is_a_miss_with_its_reason() -> None:
+def test_page_that_does_not_come_in_time_is_a_miss_with_its_reason(world: World) -> None:
     """The deadline covers the disk."""
-    world = World()
     kept(world, 2, "a")
     world.nodes[2].portion = 0
     world.nodes[2].latency_s = 0.1
@@ -151,9 +145,8 @@ def test_page_that_does_not_come_in_time_is_a_miss_with_its_reason() -> None:
     assert got.is_untouched()
 
 
-def test_pages_in_memory_are_hits_although_a_disk_is_too_slow() -> None:
+def test_pages_in_memory_are_hits_although_a_disk_is_too_slow(world: World) -> None:
     """They are read first."""
-    world = World()
     kept(world, 2, "a")
     world.publish(world.nodes[3].hold("b"))
     world.nodes[2].portion = 0
@@ -164,9 +157,8 @@ def test_pages_in_memory_are_hits_although_a_disk_is_too_slow() -> None:
     assert got.hits == [False, True]
 
 
-def test_lost_page_is_disputed_and_looked_for_elsewhere() -> None:
+def test_lost_page_is_disputed_and_looked_for_elsewhere(world: World) -> None:
     """A holder that has not what it told of is no end: another one may have the page."""
-    world = World()
     name = world.page_owned_by(2, 3)
     world.nodes[2].know(world.nodes[1].keep(name))
 
@@ -185,9 +177,8 @@ def test_lost_page_is_disputed_and_looked_for_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("mood", ["silent", "away"])
-def test_holder_that_does_not_answer_is_given_up(mood: str) -> None:
+def test_holder_that_does_not_answer_is_given_up(world: World, mood: str) -> None:
     """Two silences open its breaker, and the rest of the time is for others."""
-    world = World()
     kept(world, 2, "a")
     name = world.page_owned_by(1, 3)
     world.nodes[1].know(world.nodes[2].keep(name))
@@ -210,9 +201,8 @@ def test_holder_that_does_not_answer_is_given_up(mood: str) -> None:
         Promoted(0, bytes([LOST]), b""),
     ],
 )
-def test_holder_that_answers_nonsense_is_not_asked_for_ever(answer: Message) -> None:
+def test_holder_that_answers_nonsense_is_not_asked_for_ever(world: World, answer: Message) -> None:
     """Whatever it says, the call ends, and soon."""
-    world = World()
     name = world.page_owned_by(1, 3)
     world.nodes[1].know(world.nodes[2].keep(name))
     world.nodes[2].script.extend([lambda _: answer] * 50)
@@ -223,9 +213,8 @@ def test_holder_that_answers_nonsense_is_not_asked_for_ever(answer: Message) -> 
     assert asked_for_pages(world) <= 3
 
 
-def test_record_of_another_length_is_not_read_into_the_destination() -> None:
+def test_record_of_another_length_is_not_read_into_the_destination(world: World) -> None:
     """A holder that promotes another page than it told of has nothing for us."""
-    world = World()
     name = world.page_owned_by(1, 3)
     record = world.nodes[2].keep(name)
     world.nodes[1].know(record)
@@ -238,9 +227,8 @@ def test_record_of_another_length_is_not_read_into_the_destination() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("holder", 3), ("flags", ON_DISK)])
-def test_promoted_record_of_another_place_is_not_read(field: str, value: int) -> None:
+def test_promoted_record_of_another_place_is_not_read(world: World, field: str, value: int) -> None:
     """A holder speaks for its own memory only, and what is still on disk is no page to read."""
-    world = World()
     world.publish(world.nodes[2].keep("a"))
     told = world.nodes[2].hold("a")
     told[field] = value
@@ -268,9 +256,8 @@ def test_questions_for_pages_on_disk_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert asked == [3, 4, 2]
 
 
-def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
+def test_exists_counts_what_is_on_disk_and_wishes_for_it(world: World) -> None:
     """The get that follows finds it loaded; no caller waits for that."""
-    world = World()
     kept(world, 2, *NAMES[:3])
     world.publish(world.nodes[3].hold(NAMES[3]))
 
@@ -282,9 +269,8 @@ def test_exists_counts_what_is_on_disk_and_wishes_for_it() -> None:
     assert len(world.nodes[2].loaded) == 3
 
 
-def test_exists_wishes_for_nothing_behind_a_gap() -> None:
+def test_exists_wishes_for_nothing_behind_a_gap(world: World) -> None:
     """What comes after a page that is nowhere will not be read."""
-    world = World()
     kept(world, 2, NAMES[0], NAMES[2])
 
     assert world.exists(*NAMES[:3]) == [True, False, True]
@@ -293,9 +279,8 @@ def test_exists_wishes_for_nothing_behind_a_gap() -> None:
     assert wish.keys == named(NAMES[0]).tobytes()
 
 
-def test_exists_of_pages_in_memory_wishes_for_nothing() -> None:
+def test_exists_of_pages_in_memory_wishes_for_nothing(world: World) -> None:
     """The hot way is as it was."""
-    world = World()
     world.publish(*[world.nodes[2].hold(name) for name in NAMES])
 
     world.exists(*NAMES)
@@ -306,9 +291,8 @@ def test_exists_of_pages_in_memory_wishes_for_nothing() -> None:
     assert not world.posts(Promote)
 
 
-def test_remembered_page_on_disk_costs_no_lookup() -> None:
+def test_remembered_page_on_disk_costs_no_lookup(world: World) -> None:
     """What `exists` has found is asked for at its holder at once."""
-    world = World()
     kept(world, 2, "a")
     world.exists("a")
     lookups = len([peers for peers in world.asked(Lookup) if peers])
@@ -319,9 +303,8 @@ def test_remembered_page_on_disk_costs_no_lookup() -> None:
     assert len([peers for peers in world.asked(Lookup) if peers]) == lookups
 
 
-def test_promoted_page_is_remembered_as_in_memory() -> None:
+def test_promoted_page_is_remembered_as_in_memory(world: World) -> None:
     """The next get reads it at once."""
-    world = World()
     kept(world, 2, "a")
     world.get("a")
     asked = len(world.asked())
@@ -331,9 +314,8 @@ def test_promoted_page_is_remembered_as_in_memory() -> None:
     assert len(world.asked()) == asked
 
 
-def test_page_asked_for_twice_in_a_batch_is_read_into_both_destinations() -> None:
+def test_page_asked_for_twice_in_a_batch_is_read_into_both_destinations(world: World) -> None:
     """Both places get the bytes."""
-    world = World()
     kept(world, 2, "a")
 
     got = world.get("a", "a")
@@ -342,9 +324,8 @@ def test_page_asked_for_twice_in_a_batch_is_read_into_both_destinations() -> Non
     assert got.content(0) == got.content(1) == content_of("a").tobytes()
 
 
-def test_later_is_asked_again_until_it_has_come() -> None:
+def test_later_is_asked_again_until_it_has_come(world: World) -> None:
     """A slow disk costs questions, not the page."""
-    world = World()
     kept(world, 2, "a")
     later = Promoted(0, bytes([LATER]), b"")
     world.get()

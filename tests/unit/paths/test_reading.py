@@ -57,9 +57,8 @@ def evict_between(world: World, record: Records, instead: str) -> None:
     world.between = between
 
 
-def test_a_page_is_found_read_and_verified() -> None:
+def test_a_page_is_found_read_and_verified(world: World) -> None:
     """The plain case: one question, one read, the very bytes."""
-    world = World()
     held(world, 2, "a")
 
     got = world.get("a")
@@ -70,9 +69,8 @@ def test_a_page_is_found_read_and_verified() -> None:
     assert got.pages_by_fabric == {"world": 1}
 
 
-def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss() -> None:
+def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss(world: World) -> None:
     """The word is read last, so it tells that the bytes may be another page's."""
-    world = World()
     record = held(world, 2, "a")
     evict_between(world, record, "b")
     for owner in world.owners("a"):
@@ -84,9 +82,8 @@ def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss() -> None:
     assert got.reasons == [reasons.EVICTED]
 
 
-def test_a_page_overwritten_while_its_bytes_are_read_is_a_miss() -> None:
+def test_a_page_overwritten_while_its_bytes_are_read_is_a_miss(world: World) -> None:
     """Even before the first byte: what lies there is another page."""
-    world = World()
     record = held(world, 2, "a")
     world.before = lambda node, _page: node.evict(record, content_of("b"))
 
@@ -96,9 +93,8 @@ def test_a_page_overwritten_while_its_bytes_are_read_is_a_miss() -> None:
     assert got.content() == content_of("b").tobytes()
 
 
-def test_an_evict_between_exists_and_get_is_a_miss() -> None:
+def test_an_evict_between_exists_and_get_is_a_miss(world: World) -> None:
     """The fault of the field: 16 of 16 hits had another page's bytes."""
-    world = World()
     names = [f"p{i}" for i in range(16)]
     records = [held(world, 2, name) for name in names]
     assert world.exists(*names) == [True] * 16
@@ -114,9 +110,8 @@ def test_an_evict_between_exists_and_get_is_a_miss() -> None:
     assert set(got.reasons) == {reasons.EVICTED}
 
 
-def test_a_stale_cached_record_is_replaced_by_the_directorys() -> None:
+def test_a_stale_cached_record_is_replaced_by_the_directorys(world: World) -> None:
     """The cache may be old: the word says so, the directory knows better, the get is a hit."""
-    world = World()
     old = held(world, 2, "a")
     assert world.get("a").hits == [True]
     world.nodes[2].evict(old, content_of("b"))
@@ -134,9 +129,8 @@ def test_a_stale_cached_record_is_replaced_by_the_directorys() -> None:
     assert world.posts(ReportStale) == []
 
 
-def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
+def test_a_stale_directory_record_is_disputed_and_forgotten(world: World) -> None:
     """Its owners are told, the cache does not keep it, and the page is a miss: evicted."""
-    world = World()
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
 
@@ -150,9 +144,8 @@ def test_a_stale_directory_record_is_disputed_and_forgotten() -> None:
     assert len(world.cache) == 0
 
 
-def test_a_record_that_failed_is_not_read_again() -> None:
+def test_a_record_that_failed_is_not_read_again(world: World) -> None:
     """Its owners tell of it until the holder has withdrawn it; the reader has seen it fail."""
-    world = World()
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
     for owner in world.owners("a"):
@@ -164,9 +157,8 @@ def test_a_record_that_failed_is_not_read_again() -> None:
     assert len(world.fetched_from()) == 1
 
 
-def test_a_directory_that_goes_on_lying_costs_three_attempts() -> None:
+def test_a_directory_that_goes_on_lying_costs_three_attempts(world: World) -> None:
     """Attempts are bounded, whatever new records the owners make up."""
-    world = World()
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
 
@@ -185,9 +177,8 @@ def test_a_directory_that_goes_on_lying_costs_three_attempts() -> None:
     assert len(world.fetched_from()) == 3
 
 
-def test_a_destination_of_another_size_is_left_untouched() -> None:
+def test_a_destination_of_another_size_is_left_untouched(world: World) -> None:
     """Not one byte is read for it, and the others of the batch are hits."""
-    world = World()
     held(world, 2, "a")
     world.publish(world.nodes[2].hold("long", content=content_of("long", 2 * PAGE)))
 
@@ -198,9 +189,8 @@ def test_a_destination_of_another_size_is_left_untouched() -> None:
     assert got.is_untouched(0)
 
 
-def test_a_remembered_record_of_another_size_is_asked_about_again() -> None:
+def test_a_remembered_record_of_another_size_is_asked_about_again(world: World) -> None:
     """The page may have been set again since: a record that never fits must not hide it."""
-    world = World()
     old = world.nodes[2].hold("a", content=content_of("a", 2 * PAGE))
     world.publish(old)
     assert world.exists("a") == [True]
@@ -233,10 +223,10 @@ def test_a_holder_that_cannot_be_read_gives_way_to_another(data_mood: str, opene
 
 
 def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread may have put the stale record back: the second attempt asks the directory."""
-    world = World()
     old = held(world, 2, "a")
     assert world.get("a").hits == [True]
     world.nodes[2].evict(old, content_of("b"))
@@ -251,9 +241,10 @@ def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
 @pytest.mark.parametrize(
     ("data_mood", "reason"), [("away", reasons.PEER_UNREACHABLE), ("refusing", reasons.REFUSED)]
 )
-def test_a_page_whose_only_holder_cannot_be_read_says_why(data_mood: str, reason: str) -> None:
+def test_a_page_whose_only_holder_cannot_be_read_says_why(
+    world: World, data_mood: str, reason: str
+) -> None:
     """The directory's fresh record of the same holder is no reason to ask it again."""
-    world = World()
     held(world, 2, "a")
     world.nodes[2].data_mood = data_mood
 
@@ -280,9 +271,8 @@ def test_the_nearest_holder_is_read() -> None:
         assert world.fetched_from() == [[holder]], name
 
 
-def test_of_one_holders_records_the_newest_is_read() -> None:
+def test_of_one_holders_records_the_newest_is_read(world: World) -> None:
     """Two owners may know different commits of one holder."""
-    world = World()
     old = held(world, 2, "a")
     world.nodes[2].evict(old, content_of("b"))
     held(world, 2, "a")
@@ -291,9 +281,8 @@ def test_of_one_holders_records_the_newest_is_read() -> None:
     assert world.fetched_from() == [[2]]
 
 
-def test_records_of_dead_holders_are_not_read() -> None:
+def test_records_of_dead_holders_are_not_read(world: World) -> None:
     """Neither the directory's nor the cache's."""
-    world = World()
     record = held(world, 3, "a")
     world.cache.store(record, world.now)
     view = {node.number: node.member for node in world.nodes.values()}
@@ -309,9 +298,8 @@ def test_records_of_dead_holders_are_not_read() -> None:
     assert 3 not in [peer for peers in world.asked() for peer in peers]
 
 
-def test_a_repeated_key_fills_every_destination_of_it() -> None:
+def test_a_repeated_key_fills_every_destination_of_it(world: World) -> None:
     """It is looked up once and read as often as it is wanted."""
-    world = World()
     held(world, 2, "a")
     held(world, 3, "b")
 
@@ -324,10 +312,8 @@ def test_a_repeated_key_fills_every_destination_of_it() -> None:
     assert max(len(lookup.keys) for lookup in lookups) == 3 * 16
 
 
-def test_an_empty_batch_asks_no_node() -> None:
+def test_an_empty_batch_asks_no_node(world: World) -> None:
     """No keys, no steps, no answers."""
-    world = World()
-
     got = world.get()
 
     assert got.hits == []
@@ -335,9 +321,8 @@ def test_an_empty_batch_asks_no_node() -> None:
     assert world.exists() == []
 
 
-def test_pages_finished_at_the_deadline_are_a_leading_run() -> None:
+def test_pages_finished_at_the_deadline_are_a_leading_run(world: World) -> None:
     """What is in place and verified counts; the rest says that time was up."""
-    world = World()
     names = [f"p{i}" for i in range(10)]
     for name in names:
         held(world, 2, name)
@@ -354,9 +339,8 @@ def test_pages_finished_at_the_deadline_are_a_leading_run() -> None:
     assert len(world.cache) == 10
 
 
-def test_a_deadline_that_has_passed_asks_no_node() -> None:
+def test_a_deadline_that_has_passed_asks_no_node(world: World) -> None:
     """A call that comes too late is a miss at once."""
-    world = World()
     held(world, 2, "a")
 
     got = world.get("a", timeout_s=0.0)
@@ -417,9 +401,8 @@ def test_pages_whose_checksum_there_was_no_time_for_are_misses(
     assert len(world.cache) == 4
 
 
-def test_several_holders_are_read_in_one_step() -> None:
+def test_several_holders_are_read_in_one_step(world: World) -> None:
     """One Fetch for the batch, one read a holder, in the order of the keys."""
-    world = World()
     held(world, 3, "a")
     held(world, 2, "b")
     held(world, 3, "c")
@@ -445,9 +428,8 @@ def test_disputes_of_one_attempt_are_posted_together() -> None:
     assert len(posts[0].messages) <= 5
 
 
-def test_readers_remember_what_they_read_from_whom() -> None:
+def test_readers_remember_what_they_read_from_whom(world: World) -> None:
     """Hits and only hits are told to their holders, keys and generations."""
-    world = World()
     records = {name: held(world, 2, name) for name in "ab"}
     world.nodes[2].evict(records["b"], content_of("x"))
 
@@ -468,9 +450,8 @@ def told_hottest_first(world: World) -> dict[int, list[str]]:
     }
 
 
-def test_what_was_read_last_is_the_hottest_and_the_first_pages_of_a_prefix() -> None:
+def test_what_was_read_last_is_the_hottest_and_the_first_pages_of_a_prefix(world: World) -> None:
     """Holders evict the batch that was read first before the others, and of it the last page."""
-    world = World()
     for name in "abcdef":
         held(world, 3 if name == "e" else 2, name)
 
@@ -480,9 +461,8 @@ def test_what_was_read_last_is_the_hottest_and_the_first_pages_of_a_prefix() -> 
     assert told_hottest_first(world) == {2: ["f", "c", "d", "a", "b"], 3: ["e"]}
 
 
-def test_pages_that_a_get_has_waited_for_keep_their_place_in_its_prefix() -> None:
+def test_pages_that_a_get_has_waited_for_keep_their_place_in_its_prefix(world: World) -> None:
     """They are loaded in portions, and read after those that were in memory."""
-    world = World()
     node = world.nodes[2]
     node.portion = 1
     for name in "bd":
@@ -506,9 +486,8 @@ def test_touches_are_bounded() -> None:
     assert len(touches.take()[1]) == 24 * TOUCHES_MAX
 
 
-def test_exists_tells_each_holder_at_once_what_it_reports() -> None:
+def test_exists_tells_each_holder_at_once_what_it_reports(world: World) -> None:
     """One message a holder and call, in the order of the prefix; pages on disk are not in it."""
-    world = World()
     records = {name: held(world, 2 + (name == "b"), name) for name in "abc"}
     held(world, 2, "d", flags=ON_DISK)
     keys = named("a", "b", "absent", "c", "d")
@@ -528,9 +507,8 @@ def test_exists_tells_each_holder_at_once_what_it_reports() -> None:
     assert world.posted == []
 
 
-def test_what_exists_tells_a_holder_is_bounded() -> None:
+def test_what_exists_tells_a_holder_is_bounded(world: World) -> None:
     """A prompt longer than a message: its head is told."""
-    world = World()
     names = [f"p{i}" for i in range(20)]
     for name in names:
         held(world, 2, name)
@@ -543,9 +521,8 @@ def test_what_exists_tells_a_holder_is_bounded() -> None:
     assert len(told[0]) == 5 * 24
 
 
-def test_a_page_without_residence_is_not_read() -> None:
+def test_a_page_without_residence_is_not_read(world: World) -> None:
     """A record of a page on disk names no bytes in memory."""
-    world = World()
     held(world, 2, "a", flags=2)
 
     assert world.get("a").hits == [False]
@@ -577,9 +554,8 @@ def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
     assert got.content() == content_of("a").tobytes()
 
 
-def test_record_whose_word_vouches_for_another_page_says_so() -> None:
+def test_record_whose_word_vouches_for_another_page_says_so(world: World) -> None:
     """The word fits and the key does not: no eviction does that, the record lies."""
-    world = World()
     record = world.nodes[2].hold("b")
     record["key"] = named("a")
     world.publish(record)
@@ -589,9 +565,8 @@ def test_record_whose_word_vouches_for_another_page_says_so() -> None:
     assert (got.hits, got.reasons) == ([False], [reasons.WRONG_PAGE])
 
 
-def test_remembered_record_of_another_size_is_forgotten() -> None:
+def test_remembered_record_of_another_size_is_forgotten(world: World) -> None:
     """The page is gone: what was remembered of it must not go on saying that it is there."""
-    world = World()
     world.publish(world.nodes[2].hold("a", content=content_of("a", 2 * PAGE)))
     assert world.exists("a") == [True]
     for owner in world.owners("a"):
@@ -602,9 +577,8 @@ def test_remembered_record_of_another_size_is_forgotten() -> None:
     assert world.exists("a") == [False]
 
 
-def test_nothing_is_read_after_the_deadline() -> None:
+def test_nothing_is_read_after_the_deadline(world: World) -> None:
     """A table of this host tells of another copy at once, but there is no time to read it."""
-    world = World()
     old = world.nodes[2].hold("a")
     world.publish(old)
     assert world.exists("a") == [True]
@@ -635,9 +609,8 @@ def test_holder_that_cannot_be_asked_gives_way_to_another_disk() -> None:
     assert world.fetched_from() == [[3]]
 
 
-def test_page_that_its_holder_has_lost_is_asked_for_once() -> None:
+def test_page_that_its_holder_has_lost_is_asked_for_once(world: World) -> None:
     """Its owners tell of the record until the holder withdraws it."""
-    world = World()
     world.publish(world.nodes[2].keep("a"))
     world.nodes[2].disk.clear()
     for owner in world.owners("a"):
@@ -649,9 +622,8 @@ def test_page_that_its_holder_has_lost_is_asked_for_once() -> None:
     assert len([peers for peers in world.asked(Promote) if peers]) == 1
 
 
-def test_page_that_its_holder_has_lost_is_not_remembered() -> None:
+def test_page_that_its_holder_has_lost_is_not_remembered(world: World) -> None:
     """The record that said "on disk" must not answer the next question."""
-    world = World()
     world.cache.store(world.nodes[2].keep("a"), world.now)
     world.nodes[2].disk.clear()
     assert world.exists("a") == [True]
@@ -661,9 +633,8 @@ def test_page_that_its_holder_has_lost_is_not_remembered() -> None:
     assert world.exists("a") == [False]
 
 
-def test_holder_loads_no_longer_than_the_caller_waits() -> None:
+def test_holder_loads_no_longer_than_the_caller_waits(world: World) -> None:
     """A longer timeout would bring the answer after the deadline, with pages that came in time."""
-    world = World()
     world.publish(world.nodes[2].keep("a"))
 
     assert world.get("a", timeout_s=0.05).hits == [True]
@@ -713,10 +684,9 @@ def _without_checksums(node: Node, message: Message) -> Message | None:
     ],
 )
 def test_a_get_is_counted_for_the_farthest_place(
-    holders: tuple[int, ...], fabric: str, tier: str
+    world: World, holders: tuple[int, ...], fabric: str, tier: str
 ) -> None:
     """Own memory, another node's, or a network."""
-    world = World()
     world.fabric = fabric
     names = [f"of-{holder}" for holder in holders]
     for holder, name in zip(holders, names, strict=True):
@@ -728,9 +698,8 @@ def test_a_get_is_counted_for_the_farthest_place(
     assert got.tier == tier
 
 
-def test_a_get_that_waited_for_a_disk_is_counted_for_it() -> None:
+def test_a_get_that_waited_for_a_disk_is_counted_for_it(world: World) -> None:
     """However near the page lay at last; and a get without a hit has no tier."""
-    world = World()
     world.publish(world.nodes[1].keep("a"))
 
     assert world.get("a").tier == DISK

@@ -50,6 +50,11 @@ def kinds(world: World) -> list[str]:
 # --- the numbers ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def reservations() -> ClientReservations:
+    return asked()
+
+
 def test_only_a_batch_that_follows_another_asks_ahead() -> None:
     """A lone batch would keep room from others for nothing."""
     reservations = ClientReservations()
@@ -59,9 +64,8 @@ def test_only_a_batch_that_follows_another_asks_ahead() -> None:
     assert numbers == [(), (), (1, 2)]
 
 
-def test_so_many_batches_ahead_and_no_more() -> None:
+def test_so_many_batches_ahead_and_no_more(reservations: ClientReservations) -> None:
     """Several threads that store share them; what was taken is asked for again."""
-    reservations = asked()
     again = reservations.ask_ahead(LENGTHS, 0.1)
 
     reservations.take_ahead(LENGTHS)
@@ -70,9 +74,8 @@ def test_so_many_batches_ahead_and_no_more() -> None:
     assert (again, more) == ((), (3,))
 
 
-def test_slots_ahead_are_live_until_their_batch_has_ended() -> None:
+def test_slots_ahead_are_live_until_their_batch_has_ended(reservations: ClientReservations) -> None:
     """The home node frees what is not listed."""
-    reservations = asked()
     listed = [reservations.report(0.1)]
     reservations.granted(granted(1, 0, PAGE))
     listed.append(reservations.report(0.2))
@@ -91,9 +94,10 @@ def test_slots_ahead_are_live_until_their_batch_has_ended() -> None:
 
 
 @pytest.mark.parametrize("now", [AHEAD_S, math.inf])
-def test_slots_that_are_not_used_are_given_up_and_never_taken(now: float) -> None:
+def test_slots_that_are_not_used_are_given_up_and_never_taken(
+    reservations: ClientReservations, now: float
+) -> None:
     """As soon as they are not listed, the home node may give them to another client."""
-    reservations = asked()
     reservations.granted(granted(1, 0, PAGE))
 
     listed = reservations.report(now)
@@ -102,18 +106,18 @@ def test_slots_that_are_not_used_are_given_up_and_never_taken(now: float) -> Non
     assert reservations.take_ahead(LENGTHS) is None
 
 
-def test_a_batch_of_other_lengths_gives_them_up() -> None:
+def test_a_batch_of_other_lengths_gives_them_up(reservations: ClientReservations) -> None:
     """They would not fit the next one either."""
-    reservations = asked()
     reservations.granted(granted(1, 0, PAGE))
 
     assert reservations.take_ahead(LENGTHS + np.uint64(1)) is None
     assert reservations.report(0.0) == LiveReservations(2, ())
 
 
-def test_a_longer_batch_gives_them_up_and_a_shorter_one_takes_them() -> None:
+def test_a_longer_batch_gives_them_up_and_a_shorter_one_takes_them(
+    reservations: ClientReservations,
+) -> None:
     """The last batch of a prompt is short."""
-    reservations = asked()
     assert reservations.take_ahead(np.repeat(LENGTHS, 2)) is None
     assert reservations.ask_ahead(LENGTHS, 0.1) == (3, 4)
     reservations.granted(granted(3, 0, PAGE))
@@ -124,9 +128,8 @@ def test_a_longer_batch_gives_them_up_and_a_shorter_one_takes_them() -> None:
     assert ahead.sequence == 3
 
 
-def test_what_is_granted_is_taken_before_what_is_not() -> None:
+def test_what_is_granted_is_taken_before_what_is_not(reservations: ClientReservations) -> None:
     """The first answer may have been lost."""
-    reservations = asked()
     reservations.granted(granted(2, 0, PAGE))
     waits = reservations.awaits_grant()
 
@@ -145,18 +148,17 @@ def test_what_is_granted_is_taken_before_what_is_not() -> None:
         *(Granted(0, 1, bytes([RESERVED] * 2), bytes(size)) for size in (0, 8, 15, 24)),
     ],
 )
-def test_an_answer_without_a_slot_for_each_page_ends_them(answer: Granted) -> None:
+def test_an_answer_without_a_slot_for_each_page_ends_them(
+    reservations: ClientReservations, answer: Granted
+) -> None:
     """A full pool, or an answer that does not fit: what was granted is not listed any more."""
-    reservations = asked()
-
     reservations.granted(answer)
 
     assert reservations.report(0.0) == LiveReservations(2, (2,))
 
 
-def test_without_room_the_next_batches_ask_for_nothing() -> None:
+def test_without_room_the_next_batches_ask_for_nothing(reservations: ClientReservations) -> None:
     """A pool that is small for these batches would refuse each of them."""
-    reservations = asked()
     reservations.take_ahead(LENGTHS)
     reservations.granted(granted(2, 0, 0, state=REFUSED_FULL))
 
@@ -165,10 +167,8 @@ def test_without_room_the_next_batches_ask_for_nothing() -> None:
     assert numbers == [()] * SKIPPED + [(3, 4)]
 
 
-def test_an_answer_to_another_number_is_of_no_interest() -> None:
+def test_an_answer_to_another_number_is_of_no_interest(reservations: ClientReservations) -> None:
     """It comes late, for what was given up or has been used."""
-    reservations = asked()
-
     reservations.granted(granted(7, 0, PAGE))
 
     assert reservations.awaits_grant()
@@ -177,9 +177,8 @@ def test_an_answer_to_another_number_is_of_no_interest() -> None:
 # --- the write path -------------------------------------------------------------------------------
 
 
-def test_a_batch_that_follows_two_others_reserves_nothing() -> None:
+def test_a_batch_that_follows_two_others_reserves_nothing(world: World) -> None:
     """The second asks for its slots, the third names its pages in its Commit; all are read back."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
     world.steps.clear()
@@ -193,9 +192,8 @@ def test_a_batch_that_follows_two_others_reserves_nothing() -> None:
     assert [got.content(i) for i in range(4)] == [content_of(n).tobytes() for n in "acef"]
 
 
-def test_a_commit_brings_the_slots_of_the_batch_after_it() -> None:
+def test_a_commit_brings_the_slots_of_the_batch_after_it(world: World) -> None:
     """From then on a batch is one question, and nothing else is to be heard."""
-    world = World()
     for names in (["a", "b"], ["c", "d"], ["e", "f"]):
         world.set(names)
     world.steps.clear()
@@ -209,18 +207,17 @@ def test_a_commit_brings_the_slots_of_the_batch_after_it() -> None:
     ]
 
 
-def test_slots_told_with_a_commit_that_do_not_fit_are_given_up() -> None:
+def test_slots_told_with_a_commit_that_do_not_fit_are_given_up(
+    reservations: ClientReservations,
+) -> None:
     """The home node is believed as far as it goes."""
-    reservations = asked()
-
     reservations.told_with(Committed(0, 9, b"", b"", 0, 1, bytes(8)))
 
     assert reservations.report(0.0).sequences == (2,)
 
 
-def test_slots_beyond_a_short_batch_are_not_written_to() -> None:
+def test_slots_beyond_a_short_batch_are_not_written_to(world: World) -> None:
     """The Commit speaks of its own pages only."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
 
@@ -233,9 +230,8 @@ def test_slots_beyond_a_short_batch_are_not_written_to() -> None:
     assert world.get("e").content(0) == content_of("e").tobytes()
 
 
-def test_slots_whose_grant_was_not_heard_are_asked_for_once_more() -> None:
+def test_slots_whose_grant_was_not_heard_are_asked_for_once_more(world: World) -> None:
     """Under their own number: the home node has them, or reserves them now."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
     world.nodes[1].late.clear()
@@ -250,9 +246,8 @@ def test_slots_whose_grant_was_not_heard_are_asked_for_once_more() -> None:
     assert reserve.sequence not in world.reservations.report(0.0).sequences
 
 
-def test_slots_that_were_refused_ahead_are_asked_for_by_name() -> None:
+def test_slots_that_were_refused_ahead_are_asked_for_by_name(world: World) -> None:
     """A pool without room to spare: the batch goes as any other."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
     late = world.nodes[1].late
@@ -268,9 +263,8 @@ def test_slots_that_were_refused_ahead_are_asked_for_by_name() -> None:
     assert world.get("e").content(0) == content_of("e").tobytes()
 
 
-def test_pages_known_to_be_at_home_are_asked_for_by_name() -> None:
+def test_pages_known_to_be_at_home_are_asked_for_by_name(world: World) -> None:
     """A second set of a resident key copies nothing, though there are slots."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
     world.steps.clear()
@@ -281,9 +275,8 @@ def test_pages_known_to_be_at_home_are_asked_for_by_name() -> None:
     assert kinds(world)[0] == "Reserve"
 
 
-def test_a_home_node_that_is_away_ends_what_was_asked_ahead() -> None:
+def test_a_home_node_that_is_away_ends_what_was_asked_ahead(world: World) -> None:
     """Only slots that will be written are listed, and the call ends in time."""
-    world = World()
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
     world.nodes[1].late.clear()
@@ -297,9 +290,8 @@ def test_a_home_node_that_is_away_ends_what_was_asked_ahead() -> None:
     assert not any(isinstance(step, Place) for step in world.steps[-3:])
 
 
-def test_a_batch_that_was_not_written_whole_asks_for_nothing() -> None:
+def test_a_batch_that_was_not_written_whole_asks_for_nothing(world: World) -> None:
     """Who runs late has no use for more slots."""
-    world = World()
     world.set(["a", "b"])
     world.page_s = 0.6
 
@@ -309,9 +301,8 @@ def test_a_batch_that_was_not_written_whole_asks_for_nothing() -> None:
     assert [commit.ahead for commit in commits] == [(), ()]
 
 
-def test_a_lost_commit_is_asked_again_with_the_same_number() -> None:
+def test_a_lost_commit_is_asked_again_with_the_same_number(world: World) -> None:
     """Neither the pages nor the slots ahead come twice."""
-    world = World()
     world.set(["a", "b"])
     home = world.nodes[1]
 

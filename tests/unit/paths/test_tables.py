@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from peercache.model.records import ON_DISK, Records
 from peercache.observability import reasons
 from peercache.paths.lookup import EXISTS_TRUSTS_S
@@ -33,6 +35,11 @@ def stored(world: World, name: str, *nodes: Node, holder: int = 4) -> Records:
     return record
 
 
+@pytest.fixture
+def world() -> World:
+    return World(4, replicas=2)
+
+
 def test_what_the_home_nodes_table_knows_costs_no_question() -> None:
     """With authority or without: verification decides whether a record is true."""
     world = World(4)
@@ -46,9 +53,8 @@ def test_what_the_home_nodes_table_knows_costs_no_question() -> None:
     assert read(world) == [1]
 
 
-def test_absent_is_final_where_an_owners_table_has_authority() -> None:
+def test_absent_is_final_where_an_owners_table_has_authority(world: World) -> None:
     """During a hand-over, too: the table lacks nothing on the present ring."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "final"
     name = page_of(world, owners={1}, others=set())
 
@@ -58,9 +64,8 @@ def test_absent_is_final_where_an_owners_table_has_authority() -> None:
     assert world.asked(Lookup) == []
 
 
-def test_without_authority_owners_are_asked_for_what_was_not_found() -> None:
+def test_without_authority_owners_are_asked_for_what_was_not_found(world: World) -> None:
     """The home node included: its answer may know what was on its way into the table."""
-    world = World(4, replicas=2)
     world.nodes[1].table, world.nodes[1].is_behind = "hint", True
     name = page_of(world, owners={1, 2}, others={4})
     stored(world, name, world.nodes[2])
@@ -85,9 +90,8 @@ def test_authority_counts_for_keys_that_the_node_owns() -> None:
     assert all(len(message.keys) == 16 for message in world.nodes[1].heard)
 
 
-def test_other_tables_of_the_host_are_read_for_the_keys_that_their_nodes_own() -> None:
+def test_other_tables_of_the_host_are_read_for_the_keys_that_their_nodes_own(world: World) -> None:
     """And only for what the home node's table left open."""
-    world = World(4, replicas=2)
     world.nodes[1].table = world.nodes[2].table = world.nodes[3].table = "final"
     known = page_of(world, owners={2, 3}, others={1})
     stored(world, known, world.nodes[1])
@@ -146,9 +150,8 @@ def test_a_table_of_a_node_that_the_view_has_not_is_not_read() -> None:
     assert read(world) == []
 
 
-def test_a_record_of_a_table_that_failed_verification_is_not_taken_again() -> None:
+def test_a_record_of_a_table_that_failed_verification_is_not_taken_again(world: World) -> None:
     """Until its holder has withdrawn it; the owners are asked for another one."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "hint"
     stale = stored(world, "a", world.nodes[1])
     world.nodes[4].evict(stale, world.nodes[4].memory[:512])
@@ -170,9 +173,8 @@ def test_a_page_of_which_no_table_is_an_owner_is_asked_for() -> None:
     assert world.asked(Lookup) != []
 
 
-def test_pages_found_in_tables_are_touched_in_the_order_of_the_batch() -> None:
+def test_pages_found_in_tables_are_touched_in_the_order_of_the_batch(world: World) -> None:
     """The record says which holder keeps them."""
-    world = World(4, replicas=2)
     world.nodes[1].table = world.nodes[2].table = "final"
     foreign = page_of(world, owners={2}, others={1})
     stored(world, foreign, world.nodes[2])
@@ -188,9 +190,8 @@ def test_pages_found_in_tables_are_touched_in_the_order_of_the_batch() -> None:
     assert world.asked(Lookup) == []
 
 
-def test_a_page_that_is_only_on_disk_is_wished_for() -> None:
+def test_a_page_that_is_only_on_disk_is_wished_for(world: World) -> None:
     """A look alone would leave it there."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "final"
     world.nodes[1].know(world.nodes[4].hold("a", flags=ON_DISK))
 
@@ -200,9 +201,8 @@ def test_a_page_that_is_only_on_disk_is_wished_for() -> None:
     assert [type(message) for post in posts for _, message in post.messages] == [Promote]
 
 
-def test_a_page_whose_holder_cannot_be_read_does_not_exist() -> None:
+def test_a_page_whose_holder_cannot_be_read_does_not_exist(world: World) -> None:
     """A record in a table says nothing of the way to the holder."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "final"
     stored(world, "a", world.nodes[1])
     world.nodes[4].data_mood = "away"
@@ -211,9 +211,8 @@ def test_a_page_whose_holder_cannot_be_read_does_not_exist() -> None:
     assert world.exists("a") == [False]
 
 
-def test_of_several_holders_the_nearest_is_touched() -> None:
+def test_of_several_holders_the_nearest_is_touched(world: World) -> None:
     """A table names all of them."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "final"
     for holder in (4, 1, 3):
         stored(world, "a", world.nodes[1], holder=holder)
@@ -223,9 +222,8 @@ def test_of_several_holders_the_nearest_is_touched() -> None:
     assert [peer for peer, message in world.posted if isinstance(message, Touched)] == [1]
 
 
-def test_a_batch_is_touched_once_a_second() -> None:
+def test_a_batch_is_touched_once_a_second(world: World) -> None:
     """An engine asks for the prefix that all its prompts share again and again."""
-    world = World(4, replicas=2)
     world.nodes[1].table = "final"
     stored(world, "a", world.nodes[1])
 

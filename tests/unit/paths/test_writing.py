@@ -59,10 +59,8 @@ def told_home(world: World, kind: type[Any]) -> list[Any]:
     return [message for message in world.nodes[1].heard if isinstance(message, kind)]
 
 
-def test_pages_are_reserved_copied_and_committed() -> None:
+def test_pages_are_reserved_copied_and_committed(world: World) -> None:
     """Three steps; then they are readable, byte for byte, without a question."""
-    world = World()
-
     outcome = world.set(["a", "b"])
 
     assert outcome.stored.tolist() == [True, True]
@@ -75,9 +73,8 @@ def test_pages_are_reserved_copied_and_committed() -> None:
     assert world.asked() == []
 
 
-def test_a_page_that_is_here_is_not_copied() -> None:
+def test_a_page_that_is_here_is_not_copied(world: World) -> None:
     """A second set of a resident key copies nothing and is stored."""
-    world = World()
     home_that_grants(world, [HERE, HERE])
 
     outcome = world.set(["a", "b"])
@@ -91,10 +88,10 @@ def test_a_page_that_is_here_is_not_copied() -> None:
 
 @pytest.mark.parametrize("published", [0, 1, 2])
 def test_pages_that_are_here_count_as_unpublished_until_the_home_node_says_otherwise(
+    world: World,
     published: int,
 ) -> None:
     """Another client has set them a moment ago, and their owners may not know them."""
-    world = World()
     home_that_grants(world, [HERE, HERE])
     records = bytes(2 * RECORD_BYTES)
     world.nodes[1].script.insert(1, lambda _: Committed(0, 1, bytes(2), records, published))
@@ -105,9 +102,8 @@ def test_pages_that_are_here_count_as_unpublished_until_the_home_node_says_other
     assert outcome.unpublished == 2 - published
 
 
-def test_pages_that_are_here_are_stored_and_unpublished_without_an_answer() -> None:
+def test_pages_that_are_here_are_stored_and_unpublished_without_an_answer(world: World) -> None:
     """The home node has said where they are; what their owners know it has not."""
-    world = World()
     home = world.nodes[1]
     home.script.append(lambda message: home.grant(message, [HERE, HERE]))
     home.script.extend([_lost] * 100)
@@ -118,9 +114,8 @@ def test_pages_that_are_here_are_stored_and_unpublished_without_an_answer() -> N
     assert outcome.unpublished == 2
 
 
-def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time() -> None:
+def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time(world: World) -> None:
     """Its answer has to arrive by the deadline, as that of the first one."""
-    world = World()
     home = world.nodes[1]
     home.script.extend([home.serve, *[_lost] * 100])
     until = world.now + 0.3
@@ -137,9 +132,8 @@ def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time() -> N
         assert ask.until == pytest.approx(until)
 
 
-def test_only_pages_wholly_copied_in_time_are_committed() -> None:
+def test_only_pages_wholly_copied_in_time_are_committed(world: World) -> None:
     """The rest is aborted by the same Commit, and says that time was up."""
-    world = World()
     names = [f"p{i}" for i in range(10)]
     world.page_s = 0.3
 
@@ -151,9 +145,8 @@ def test_only_pages_wholly_copied_in_time_are_committed() -> None:
     assert outcome.reasons[2:] == [reasons.DEADLINE] * 8
 
 
-def test_time_is_kept_back_for_the_commit() -> None:
+def test_time_is_kept_back_for_the_commit(world: World) -> None:
     """What was copied until the last moment would else never be stored."""
-    world = World()
     world.page_s = 0.05
     until = world.now + 2.0
 
@@ -165,9 +158,8 @@ def test_time_is_kept_back_for_the_commit() -> None:
     assert world.now <= until
 
 
-def test_nothing_is_read_after_the_return() -> None:
+def test_nothing_is_read_after_the_return(world: World) -> None:
     """Whatever the source becomes later, the page is what it was."""
-    world = World()
     page = content_of("a")
 
     world.set(["a"], [page])
@@ -242,9 +234,8 @@ def test_full_verification_keeps_time_back_for_the_checksums() -> None:
     assert world.get(*names).hits == outcome.stored.tolist()
 
 
-def test_a_lost_grant_is_asked_for_again() -> None:
+def test_a_lost_grant_is_asked_for_again(world: World) -> None:
     """Reserve is idempotent: the same sequence, the same slots."""
-    world = World()
     world.nodes[1].script.append(lambda _: None)
 
     outcome = world.set(["a"])
@@ -254,9 +245,8 @@ def test_a_lost_grant_is_asked_for_again() -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_lost_answer_to_a_commit_is_asked_for_again() -> None:
+def test_a_lost_answer_to_a_commit_is_asked_for_again(world: World) -> None:
     """Commit is idempotent too; one lost message does not make the home node a hung one."""
-    world = World()
     home = world.nodes[1]
     home.script.extend([home.serve, lambda message: _lost(home.serve(message))])
 
@@ -267,9 +257,8 @@ def test_a_lost_answer_to_a_commit_is_asked_for_again() -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_home_node_that_stays_silent_is_given_up_after_two_silences() -> None:
+def test_a_home_node_that_stays_silent_is_given_up_after_two_silences(world: World) -> None:
     """Then its breaker is open, and the next set does not wait at all."""
-    world = World()
     world.nodes[1].mood = "silent"
     began = world.now
 
@@ -305,9 +294,8 @@ def test_a_home_node_may_be_silent_for_a_part_of_a_long_deadline() -> None:
     assert world.now - began == pytest.approx(20.0 * STALL_FRACTION)
 
 
-def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
+def test_a_commit_that_waits_for_an_owner_is_no_silence(world: World) -> None:
     """The home node may take its whole timeout; the client waits longer than that."""
-    world = World()
     home = world.nodes[1]
 
     def slow(message: Message) -> Message:
@@ -326,9 +314,8 @@ def test_a_commit_that_waits_for_an_owner_is_no_silence() -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_commit_that_is_never_answered_stores_nothing_for_us() -> None:
+def test_a_commit_that_is_never_answered_stores_nothing_for_us(world: World) -> None:
     """It may have happened; we do not say so."""
-    world = World()
     home = world.nodes[1]
     home.script.append(home.serve)
     home.script.extend([lambda _: None] * 20)
@@ -339,9 +326,8 @@ def test_a_commit_that_is_never_answered_stores_nothing_for_us() -> None:
     assert outcome.reasons == [reasons.DEADLINE]
 
 
-def test_a_refusal_is_not_asked_again() -> None:
+def test_a_refusal_is_not_asked_again(world: World) -> None:
     """A peer that refuses will refuse a microsecond later, too."""
-    world = World()
     world.nodes[1].script.append(lambda _: Refused(0, "gone", "this client has exited"))
 
     outcome = world.set(["a"])
@@ -350,9 +336,8 @@ def test_a_refusal_is_not_asked_again() -> None:
     assert len(world.steps) == 1
 
 
-def test_a_pool_without_room_is_asked_in_portions() -> None:
+def test_a_pool_without_room_is_asked_in_portions(world: World) -> None:
     """What found no room comes again after the first part has been committed."""
-    world = World()
     full, room = REFUSED_FULL, RESERVED
     home_that_grants(world, [room, room, full, full, full], [room, full, full])
 
@@ -365,9 +350,8 @@ def test_a_pool_without_room_is_asked_in_portions() -> None:
     assert [r.sequence for r in told_home(world, Reserve)] == [1, 2, 3]
 
 
-def test_one_page_of_progress_at_a_time_still_ends() -> None:
+def test_one_page_of_progress_at_a_time_still_ends(world: World) -> None:
     """Each portion settles at least one page, so the number of portions is bounded."""
-    world = World()
     names = [f"p{i}" for i in range(12)]
     home_that_grants(world, *[[RESERVED] + [REFUSED_FULL] * (11 - i) for i in range(12)])
 
@@ -389,9 +373,8 @@ def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(len(r.lengths) // 8 for r in told_home(world, Reserve)) == 4
 
 
-def test_a_second_size_under_one_key_is_refused() -> None:
+def test_a_second_size_under_one_key_is_refused(world: World) -> None:
     """The first stays; the second is told why."""
-    world = World()
     home_that_grants(world, [RESERVED, REFUSED_SIZE])
 
     outcome = world.set(["a", "a"], [content_of("a"), content_of("a", 2 * PAGE)])
@@ -400,9 +383,8 @@ def test_a_second_size_under_one_key_is_refused() -> None:
     assert outcome.reasons == ["", reasons.WRONG_SIZE]
 
 
-def test_a_repeated_key_shares_the_outcome_of_its_first_place() -> None:
+def test_a_repeated_key_shares_the_outcome_of_its_first_place(world: World) -> None:
     """One copy; both places are stored, or neither."""
-    world = World()
     home_that_grants(world, [RESERVED, RESERVED, REPEATED, REPEATED])
 
     outcome = world.set(["a", "b", "a", "b"])
@@ -414,10 +396,8 @@ def test_a_repeated_key_shares_the_outcome_of_its_first_place() -> None:
     assert refused.reasons == [reasons.TOO_LARGE] * 2
 
 
-def test_pages_that_cannot_be_are_not_asked_for() -> None:
+def test_pages_that_cannot_be_are_not_asked_for(world: World) -> None:
     """An empty page is refused here; the others of the batch are stored."""
-    world = World()
-
     outcome = world.set(["empty", "a"], [np.empty(0, np.uint8), content_of("a")])
 
     assert outcome.stored.tolist() == [False, True]
@@ -425,10 +405,8 @@ def test_pages_that_cannot_be_are_not_asked_for() -> None:
     assert told_home(world, Reserve)[0].keys == named("a").tobytes()
 
 
-def test_an_empty_batch_does_nothing() -> None:
+def test_an_empty_batch_does_nothing(world: World) -> None:
     """No keys, no steps."""
-    world = World()
-
     assert world.set([]).stored.tolist() == []
     assert world.steps == []
 
@@ -442,9 +420,8 @@ def test_an_empty_batch_does_nothing() -> None:
         Granted(0, 1, bytes([RESERVED] * 2), bytes(24)),
     ],
 )
-def test_a_grant_that_does_not_fit_is_not_believed(granted: Granted) -> None:
+def test_a_grant_that_does_not_fit_is_not_believed(world: World, granted: Granted) -> None:
     """Nothing is copied by it."""
-    world = World()
     world.nodes[1].script.append(lambda _: granted)
 
     outcome = world.set(["a", "b"])
@@ -454,9 +431,8 @@ def test_a_grant_that_does_not_fit_is_not_believed(granted: Granted) -> None:
 
 
 @pytest.mark.parametrize("states", [[], [COMMITTED], [COMMITTED] * 3])
-def test_a_committed_that_does_not_fit_is_not_believed(states: list[int]) -> None:
+def test_a_committed_that_does_not_fit_is_not_believed(world: World, states: list[int]) -> None:
     """Its states would be those of other pages."""
-    world = World()
     home = world.nodes[1]
     home.script.append(home.serve)
     home.script.append(lambda _: Committed(0, 1, bytes(states), b"", 0))
@@ -466,9 +442,8 @@ def test_a_committed_that_does_not_fit_is_not_believed(states: list[int]) -> Non
     assert outcome.stored.tolist() == [False, False]
 
 
-def test_a_page_committed_that_was_not_written_is_not_believed() -> None:
+def test_a_page_committed_that_was_not_written_is_not_believed(world: World) -> None:
     """We know what we copied."""
-    world = World()
     world.page_s = 0.5
     home = world.nodes[1]
     home.script.append(home.serve)
@@ -479,9 +454,8 @@ def test_a_page_committed_that_was_not_written_is_not_believed() -> None:
     assert outcome.stored.tolist() == [True, False, False]
 
 
-def test_a_rival_that_was_faster_counts_as_stored() -> None:
+def test_a_rival_that_was_faster_counts_as_stored(world: World) -> None:
     """The first commit wins; the page is here, with this length."""
-    world = World()
     home = world.nodes[1]
     home.script.append(home.serve)
     home.script.append(lambda _: Committed(0, 1, bytes([HERE, REFUSED_SIZE, ABORTED]), b"", 0))
@@ -516,10 +490,8 @@ def test_checksums_are_those_of_the_source() -> None:
     assert world.get("a", "b").hits == [True, True]
 
 
-def test_a_set_after_its_deadline_asks_no_node() -> None:
+def test_a_set_after_its_deadline_asks_no_node(world: World) -> None:
     """And says that time was up."""
-    world = World()
-
     outcome = world.set(["a"], timeout_s=0.0)
 
     assert outcome.reasons == [reasons.DEADLINE]
@@ -529,9 +501,8 @@ def test_a_set_after_its_deadline_asks_no_node() -> None:
 NAMES = [f"p{i}" for i in range(12)]
 
 
-def test_page_larger_than_any_may_be_is_refused_here() -> None:
+def test_page_larger_than_any_may_be_is_refused_here(world: World) -> None:
     """Its length does not fit into a record; not one byte of it is looked at."""
-    world = World()
     runs = PageRuns.of([[(4096, PAGE_BYTES_MAX + 1)]])
 
     outcome = world.run(
@@ -548,10 +519,8 @@ def test_page_larger_than_any_may_be_is_refused_here() -> None:
     assert world.steps == []
 
 
-def test_set_of_a_short_deadline_keeps_time_for_its_copy() -> None:
+def test_set_of_a_short_deadline_keeps_time_for_its_copy(world: World) -> None:
     """Less is kept back for the Commit where the whole of it is little."""
-    world = World()
-
     assert world.set(["a"], timeout_s=0.05).stored.tolist() == [True]
 
 
@@ -568,10 +537,8 @@ def test_silent_home_node_costs_no_more_than_the_deadline(portion_bytes: int) ->
     assert world.now <= until
 
 
-def test_commit_leaves_the_home_node_time_to_answer() -> None:
+def test_commit_leaves_the_home_node_time_to_answer(world: World) -> None:
     """An answer after the deadline would make pages that are stored look lost."""
-    world = World()
-
     world.set(["a"], timeout_s=0.1)
 
     assert [commit.timeout_s <= 0.05 for commit in told_home(world, Commit)] == [True]
@@ -600,9 +567,8 @@ def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:
     assert made == outcome.stored.sum()
 
 
-def test_page_that_is_here_stays_so_whatever_a_commit_says() -> None:
+def test_page_that_is_here_stays_so_whatever_a_commit_says(world: World) -> None:
     """The Commit is about the slots that were given, and about nothing else."""
-    world = World()
     home = world.nodes[1]
 
     def nonsense(_message: Message) -> Message:
@@ -617,9 +583,8 @@ def test_page_that_is_here_stays_so_whatever_a_commit_says() -> None:
     assert (outcome.here, outcome.copied) == (1, 1)
 
 
-def test_more_published_than_committed_counts_as_all() -> None:
+def test_more_published_than_committed_counts_as_all(world: World) -> None:
     """A counter takes no negative number: the set would look like a failure."""
-    world = World()
     home = world.nodes[1]
     home.script.append(home.serve)
     home.script.append(lambda _: Committed(0, 1, bytes([COMMITTED]), b"", 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import queue
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from peercache.actors.ports import (
     DiskOpened,
     Forget,
     ForgetDone,
-    LateEnded,
     Load,
     LoadDone,
     Spill,
@@ -227,9 +225,6 @@ class Rig:
 
     def perform(self, effect: DiskEffect) -> None:
         self.store.perform(effect)
-
-    def late_ended(self) -> Iterator[LateEnded]:
-        yield self.await_fact(LateEnded)
 
     def ended(self) -> str:
         return self.await_fact(DiskEnded).reason

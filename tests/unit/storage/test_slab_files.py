@@ -78,6 +78,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, outcome: int | OSError) 
     monkeypatch.setattr(os, call, instead)
 
 
+@pytest.fixture
+def files(folder: Folder) -> SlabFiles:
+    return files_of(folder)
+
+
 def test_few_descriptors_are_held(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the slabs that were used last, and of one that a call uses."""
     monkeypatch.setattr(slab_files, "FILES_OPEN_MAX", 2)
@@ -106,10 +111,9 @@ def test_few_descriptors_are_held(folder: Folder, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_descriptor_is_closed_under_a_call(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of a slab that is forgotten is closed by its last call; the next opens the file again."""
-    files = files_of(folder)
     files.prepare(0, 1)
     used: list[int] = []
     closed: list[int] = []
@@ -134,10 +138,9 @@ def test_no_descriptor_is_closed_under_a_call(
 
 @pytest.mark.parametrize("number", slab_files.NO_ROOM)
 def test_a_file_system_that_runs_full_is_told_as_such(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, number: int
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """By a write, too: not every file system keeps what it has allocated."""
-    files = files_of(folder)
     files.prepare(0, 1)
     with monkeypatch.context() as patched:
         failing(patched, "pwritev", OSError(number, "no room"))
@@ -146,8 +149,9 @@ def test_a_file_system_that_runs_full_is_told_as_such(
     write(files, 0)
 
 
-def test_a_write_that_fails_is_no_write(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = files_of(folder)
+def test_a_write_that_fails_is_no_write(
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.prepare(0, 1)
     for outcome in (OSError(errno.EIO, "broken"), BLOCK_BYTES - 1):
         with monkeypatch.context() as patched:
@@ -157,10 +161,9 @@ def test_a_write_that_fails_is_no_write(folder: Folder, monkeypatch: pytest.Monk
 
 
 def test_a_slab_that_cannot_be_allocated_leaves_no_file(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor a descriptor; and it is tried again."""
-    files = files_of(folder)
     for error in (*slab_files.NO_ROOM, errno.EIO):
         with monkeypatch.context() as patched:
             failing(patched, "posix_fallocate", OSError(error, "refused"))
@@ -174,10 +177,9 @@ def test_a_slab_that_cannot_be_allocated_leaves_no_file(
 
 
 def test_a_short_slab_that_cannot_be_made_whole_is_not_written(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file is removed while it is open, and nothing more goes to it."""
-    files = files_of(folder)
     files.prepare(0, 1)
     os.truncate(folder.path / slab_name(0), BLOCK_BYTES)
     with monkeypatch.context() as patched:
@@ -191,10 +193,9 @@ def test_a_short_slab_that_cannot_be_made_whole_is_not_written(
 
 
 def test_a_slab_says_its_slot_size_before_it_has_slots(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that fails, its slot size is not known until it is said."""
-    files = files_of(folder)
     files.prepare(0, 1)
     files.prepare(1, 3)
     with monkeypatch.context() as patched:
@@ -206,9 +207,10 @@ def test_a_slab_says_its_slot_size_before_it_has_slots(
     assert files_of(folder).blocks_of == {0: 2, 1: 3}
 
 
-def test_a_slab_under_the_name_of_another_has_no_slot_size(folder: Folder) -> None:
+def test_a_slab_under_the_name_of_another_has_no_slot_size(
+    files: SlabFiles, folder: Folder
+) -> None:
     """As after a restore from a backup: its slots are another slab's."""
-    files = files_of(folder)
     files.prepare(0, 1)
     files.prepare(1, 3)
     (folder.path / slab_name(0)).rename(folder.path / slab_name(2))
