@@ -152,7 +152,9 @@ def test_channel_that_stalled_within_a_response_is_closed() -> None:
     fabric.close()
 
 
-def test_name_server_that_is_silent_costs_no_more_than_the_deadline() -> None:
+def test_name_server_that_is_silent_costs_no_more_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The timeout for a connection may be longer than what is left of the call."""
     answers = threading.Event()
 
@@ -162,8 +164,8 @@ def test_name_server_that_is_silent_costs_no_more_than_the_deadline() -> None:
         answers.wait(TIMEOUT_S)
         return []
 
+    monkeypatch.setattr("peercache.fabric.tcp.client.Names", lambda: Names(look_up))
     fabric = fabric_for(GRANULE, connect_timeout_s=TIMEOUT_S)
-    fabric._names = Names(look_up)
     begun = time.monotonic()
     got = read(fabric, member_of(INCARNATION, data="name:1"), Destination.of([[1]]), timeout_s=0.05)
     took_s = time.monotonic() - begun
