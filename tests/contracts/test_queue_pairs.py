@@ -52,7 +52,7 @@ class Port:
         """Hear nothing yet."""
         self.ask = ask
         self.pairs: QueuePairs
-        self.live: Callable[[], int]
+        self.live: Callable[[], float | None]
         self.facts: list[RdmaFact] = []
         self._heard = trio.Event()
 
@@ -155,8 +155,8 @@ def open_port(
                 settings, segment, is_required=False, tell=port.tell, rng=rng(),
                 metrics=metrics, log=get_logger(),
             )  # fmt: skip
-            gauge = metrics.rdma_channels
-            port.pairs, port.live = real, lambda: int(gauge._value.get())
+            port.pairs = real
+            port.live = lambda: metrics.registry.get_sample_value("peercache_rdma_channels")
             running = serving(real.run, is_step=False)
         async with running:
             assert await port.hear(1) == [RdmaServes()]

@@ -1,10 +1,14 @@
-"""An owner and a reader of the rdma fabric over rails that move bytes within this process."""
+"""An owner and a reader of the rdma fabric in one process, over rails that a test chooses.
+
+`FakeBench` has rails that move bytes within this process. `fabric_bench.py` has devices.
+"""
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -19,59 +23,79 @@ from peercache.wire.messages.session import OpenChannel
 from tests.contracts.fabric_suite import (
     GRANULE,
     INCARNATION,
-    PAGE_MEMORY_BYTES,
     Destination,
     Owner,
     content_of,
     member_of,
     read,
 )
+from tests.pace import wait_until
 from tests.rdma.fake_device import FakeRail, World, rng
 
 CLIENT = 7
 
 
-@attrs.define
-class FakeBench:
-    """An owner and a reader over fake rails."""
+@attrs.define(kw_only=True)
+class Bench:
+    """A published segment, its node's ends of channels, and a fabric that reads it.
 
-    segment: PublishedSegment
-    rails: int = 1
+    The exchange of queue pairs goes from call to call instead of over the network.
+
+    asked: what the reader has asked the owner.
+    answer: in place of what the owner's end answers.
+    """
+
+    channels_max: ClassVar[int]
+
+    segment: PublishedSegment = attrs.field(kw_only=False)
     fallback: Any = None
     registers: bool = True
-    world: World = attrs.field(factory=World)
-    member: Member = attrs.field(factory=lambda: member_of(INCARNATION, data="192.0.2.1:1"))
-    metrics: Metrics = attrs.field(factory=Metrics)
-    asked: list[OpenChannel] = attrs.field(factory=list)
+    clock: Callable[[], float] = time.monotonic
+    poller: Callable[[], Any] = select.poll
     answer: Callable[[OpenChannel], Message | None] | None = None
-    ours: list[FakeRail] = attrs.field(init=False)
+    metrics: Metrics = attrs.field(factory=Metrics, init=False)
+    member: Member = attrs.field(
+        factory=lambda: member_of(INCARNATION, data="192.0.2.1:1"), init=False
+    )
+    asked: list[OpenChannel] = attrs.field(factory=list, init=False)
+    ours: list[Any] = attrs.field(init=False)
     server: ChannelServer = attrs.field(init=False)
     fabric: RdmaFabric = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Open both sides."""
-        theirs: Any = [FakeRail(self.world, f"owner{index}") for index in range(self.rails)]
-        self.server = ChannelServer(theirs, self.segment, rng=rng())
-        if self.registers:
-            self.serve_all()
-        self.ours = [FakeRail(self.world, f"reader{index}") for index in range(self.rails)]
-        rails: Any = self.ours
+        self.server = self.new_server()
+        self.ours = self.rails_of_reader()
         self.fabric = RdmaFabric(
-            rails=rails, exchange=self.exchange, max_channels_per_peer=2, rng=rng(),
-            metrics=self.metrics, fallback=self.fallback,
+            rails=self.ours, exchange=self.exchange, max_channels_per_peer=self.channels_max,
+            rng=rng(), metrics=self.metrics, fallback=self.fallback, clock=self.clock,
+            poller=self.poller,
         )  # fmt: skip
 
-    def serve_all(self) -> None:
+    def rails_of_owner(self) -> list[Any]:
+        """Open the rails of the node."""
+        raise NotImplementedError
+
+    def rails_of_reader(self) -> list[Any]:
+        """Open the rails of the client."""
+        raise NotImplementedError
+
+    def new_server(self) -> ChannelServer:
+        """Open the owner's side, all of its memory registered unless the test does that."""
+        server = ChannelServer(self.rails_of_owner(), self.segment, rng=rng())
+        if self.registers:
+            self.serve_all(server)
+        return server
+
+    def serve_all(self, server: ChannelServer | None = None) -> None:
         """Register all of the page memory."""
-        self.server.grew(PAGE_MEMORY_BYTES)
-        for rail, (words, pages) in zip(
-            self.server.rails, self.server._regions.values(), strict=True
-        ):
-            assert rail.regions.wait(words, 60)
-            assert rail.regions.wait(pages, 60)
+        serving = server or self.server
+        size = self.segment.layout.page_bytes
+        serving.grew(size)
+        wait_until(lambda: serving.registered_bytes() == size)
 
     def exchange(self, peer: int, message: Message, until: float) -> Message | None:
-        """Carry a question over."""
+        """Carry a question over, as the control plane does."""
         assert isinstance(message, OpenChannel)
         if peer != INCARNATION:
             return None
@@ -92,12 +116,42 @@ class FakeBench:
     def between(self, act: Callable[[], None]) -> None:
         self.fabric.between = act
 
-    def register(self, into: Destination) -> None:
-        """Register a destination."""
-        self.fabric.register("test", into.memory.ctypes.data, len(into.memory), into.memory)
-        for rail in self.ours:
-            while not rail.regions.find(into.memory.ctypes.data, len(into.memory)):
-                time.sleep(0)
+    def register(self, into: Destination) -> Callable[[], None]:
+        """Register a destination, so that READs write to it directly; return what ends it."""
+        address, length = into.memory.ctypes.data, len(into.memory)
+        end = self.fabric.register("test", address, length, into.memory)
+        wait_until(lambda: all(rail.regions.find(address, length) for rail in self.ours))
+        return end
+
+    def get(self, offsets: Sequence[int], into: Destination, timeout_s: float = 60.0) -> Fetched:
+        """Read slots into a destination."""
+        return read(self, offsets, into, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.fabric.close()
+        self.server.close_all()
+
+
+@attrs.define(kw_only=True)
+class FakeBench(Bench):
+    """An owner and a reader over fake rails. work: requests that a queue pair has room for."""
+
+    channels_max = 2
+
+    rails: int = 1
+    work: int = 4096
+    world: World = attrs.field(factory=World)
+
+    def rails_of_owner(self) -> list[Any]:
+        """Make so many rails."""
+        return [FakeRail(self.world, f"owner{index}") for index in range(self.rails)]
+
+    def rails_of_reader(self) -> list[Any]:
+        """Make as many."""
+        return [
+            FakeRail(self.world, f"reader{index}", work=self.work) for index in range(self.rails)
+        ]
 
     def pages(self, count: int, size: int = GRANULE) -> tuple[list[int], list[bytes]]:
         """Store some pages; return where, and what."""
@@ -107,14 +161,9 @@ class FakeBench:
             self.owner.store(offset, content, 2 * index + 2)
         return offsets, contents
 
-    def get(self, offsets: Sequence[int], into: Destination, timeout_s: float = 60.0) -> Fetched:
-        """Read slots."""
-        return read(self, offsets, into, timeout_s=timeout_s)  # type: ignore[arg-type]
-
     def close(self) -> None:
         """Close both sides; nothing may be left of either."""
-        self.fabric.close()
-        self.server.close_all()
+        super().close()
         assert self.world.open_pairs() == 0
         assert self.world.entries_alive == 0
         assert all(rail.is_closed for rail in self.ours)

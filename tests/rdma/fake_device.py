@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ import attrs
 from peercache.config.settings import Config
 from peercache.rdma.channels import Channel
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
-from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.memory import Regions
 from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.rail import Abilities
@@ -64,9 +64,16 @@ class World:
     reads: list[tuple[int, int, int]] = attrs.field(factory=list)
     """(remote address, bytes, flags) of each READ, as posted."""
 
+    written: list[int] = attrs.field(factory=list)
+    """Our own address of each piece that a READ has filled."""
+
     def open_pairs(self) -> int:
         """Return how many queue pairs are not destroyed."""
         return len(self.pairs)
+
+    def pairs_over(self, rail: str) -> list[Pair]:
+        """Return the queue pairs of a rail that are not destroyed."""
+        return [pair for pair in self.pairs.values() if pair.rail == rail]
 
 
 class Closable:
@@ -220,6 +227,7 @@ class Pair(Closable):
             low, high = world.memory[local_key]
             assert low <= ours <= ours + size <= high, "outside of what its key opens"
             ctypes.memmove(ours, address, size)
+            world.written.append(ours)
             address += size
         return SUCCESS
 
@@ -244,14 +252,17 @@ class Entry:
 
 
 class FakeRegistrar:
-    """Gives out keys of a world."""
+    """Gives out keys of a world, while its gate is open."""
 
     chunk_bytes = 64 * 2**20
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.gate = threading.Event()
+        self.gate.set()
 
     def register(self, address: int, length: int, access: int) -> Registered:
+        assert self.gate.wait(TIMEOUT_S)
         key = len(self._world.memory) + 1
         self._world.memory[key] = (address, address + length)
         return Registered(lkey=key, rkey=key, handle=key)
@@ -271,7 +282,8 @@ class FakeRail:
         self.context = None
         self.abilities = Abilities(work=work, pieces=30, reads_started=16, reads_served=8, mtu=5)
         self.reads_started = 16
-        self.regions = Regions(device=name, registrar=FakeRegistrar(world))
+        self.registrar = FakeRegistrar(world)
+        self.regions = Regions(device=name, registrar=self.registrar)
         self.link_is_up = True
         self.finds_others = True
         self.is_closed = False
@@ -332,9 +344,3 @@ def fake_verbs(world: World, rail: str = "") -> Verbs:
 def rng() -> random.Random:
     """Return numbers that are the same each time."""
     return random.Random(1)
-
-
-def channels_over(fabric: RdmaFabric, rail: int) -> list[Channel]:
-    """Return the open channels of a fabric over one of its rails."""
-    over = fabric._sides[rail].rail
-    return [each for each in fabric._channels.driver.channels.values() if each.rail is over]

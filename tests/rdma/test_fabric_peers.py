@@ -4,7 +4,6 @@ RDMA, and the other fabric that reads instead.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,12 @@ from peercache.memory.published import PublishedSegment
 from peercache.model.seal import ODD
 from peercache.observability.reasons import NO_MEMORY, PEER_UNREACHABLE, REFUSED
 from peercache.rdma import channels
-from peercache.rdma.registrar import Registered
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination
 from tests.contracts.fakes import FakeFabric
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within
+from tests.pace import PROMPT_S, assert_within, wait_until
 from tests.rdma.fake_bench import CLIENT, FakeBench
-from tests.rdma.fake_device import channels_over
 
 
 def test_rail_that_is_down_is_left_out_and_comes_back(make_bench: Callable[..., FakeBench]) -> None:
@@ -37,7 +34,7 @@ def test_rail_that_is_down_is_left_out_and_comes_back(make_bench: Callable[..., 
     into = Destination.of([[2**18]] * 8)
 
     alone = bench.get(offsets, into)
-    used = [len(channels_over(bench.fabric, rail)) for rail in range(2)]
+    used = [len(bench.world.pairs_over(f"reader{rail}")) for rail in range(2)]
     bench.ours[1].link_is_up = True
     time.sleep(0.02)
     before = bench.world.doorbells
@@ -58,8 +55,7 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     offsets, contents = bench.pages(8, 2**18)
     into = Destination.of([[2**18]] * 8)
     bench.get(offsets, Destination.of([[2**18]] * 8))
-    channel = channels_over(bench.fabric, 1)[0]
-    hanging = bench.world.pairs[channel._pair.number]
+    (hanging,) = bench.world.pairs_over("reader1")
     hanging.go_on = lambda chains=None: None  # type: ignore[method-assign]
     begun = time.monotonic()
 
@@ -79,6 +75,14 @@ def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     assert [into.page(page) for page in range(8)] == contents
 
 
+@pytest.fixture
+def other(segment: PublishedSegment) -> FakeFabric:
+    """Another fabric that reads the same memory."""
+    fabric = FakeFabric(granule=GRANULE)
+    fabric.peers[INCARNATION] = segment
+    return fabric
+
+
 def fallbacks(bench: FakeBench, reason: str) -> float | None:
     """Return how many pages another fabric read for a reason."""
     return bench.metrics.registry.get_sample_value(
@@ -87,11 +91,9 @@ def fallbacks(bench: FakeBench, reason: str) -> float | None:
 
 
 def test_what_rdma_cannot_read_is_read_by_the_other_fabric(
-    make_bench: Callable[..., FakeBench], segment: PublishedSegment
+    make_bench: Callable[..., FakeBench], other: FakeFabric
 ) -> None:
     """The pages arrive, under the other's name, and it is counted."""
-    other = FakeFabric(granule=GRANULE)
-    other.peers[INCARNATION] = segment
     bench = make_bench(fallback=other)
     offsets, contents = bench.pages(2)
     bench.answer = lambda asked: Refused(asked.request, "no_rdma", "it has no device")
@@ -106,47 +108,30 @@ def test_what_rdma_cannot_read_is_read_by_the_other_fabric(
 
 
 def test_read_whose_memory_is_not_registered_soon_is_the_other_fabrics_within_its_deadline(
-    make_bench: Callable[..., FakeBench],
-    segment: PublishedSegment,
-    monkeypatch: pytest.MonkeyPatch,
+    make_bench: Callable[..., FakeBench], other: FakeFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while an engine's memory is being registered; when that is over, rdma reads again."""
-    other = FakeFabric(granule=GRANULE)
-    other.peers[INCARNATION] = segment
     bench = make_bench(fallback=other)
     offsets, contents = bench.pages(2)
-    bench.get(offsets, Destination.of([[GRANULE]] * 2))
     monkeypatch.setattr("peercache.rdma.memory.REGISTER_S", 0.01)
-    regions, side = bench.ours[0].regions, bench.fabric._sides[0]
-    side.bounce._idle.clear()
-    register, gate = regions._registrar.register, threading.Event()
-
-    def later(*facts: Any) -> Registered:
-        assert gate.wait(TIMEOUT_S)
-        return register(*facts)
-
-    monkeypatch.setattr(regions._registrar, "register", later)
+    bench.ours[0].registrar.gate.clear()
     # Less than a registration was once waited for, and time enough for all else.
     into = Destination.of([[GRANULE]] * 2)
+
     late = bench.get(offsets, into, timeout_s=4.0)
-    gate.set()
-    assert regions.wait(side.bounce._late[0], TIMEOUT_S)
-    again = bench.get(offsets, Destination.of([[GRANULE]] * 2))
+    counted = fallbacks(bench, NO_MEMORY)
+    bench.ours[0].registrar.gate.set()
 
     assert (late.failure, late.fabric) == ("", "fake")
     assert [into.page(page) for page in range(2)] == contents
-    assert (again.failure, again.fabric) == ("", "rdma")
-    assert fallbacks(bench, NO_MEMORY) == 2
+    assert counted == 2
+    wait_until(lambda: bench.get(offsets, Destination.of([[GRANULE]] * 2)).fabric == "rdma")
 
 
 def test_client_that_finds_no_peer_never_connects_and_reads_elsewhere(
-    make_bench: Callable[..., FakeBench],
-    segment: PublishedSegment,
-    monkeypatch: pytest.MonkeyPatch,
+    make_bench: Callable[..., FakeBench], other: FakeFabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connecting would look for the node's end for a second, and all of the engine would wait."""
-    other = FakeFabric(granule=GRANULE)
-    other.peers[INCARNATION] = segment
     bench = make_bench(fallback=other)
     offsets, contents = bench.pages(2)
     bench.ours[0].finds_others = False
@@ -196,7 +181,7 @@ def test_peer_without_a_path_over_one_rail_is_read_over_the_other(
     bench.ours[1].finds_others, bench.answer = True, None
     for _ in range(2):
         assert bench.get(offsets, Destination.of([[2**18]] * pages)).failure == ""
-    assert len(channels_over(bench.fabric, 1)) == 1
+    assert len(bench.world.pairs_over("reader1")) == 1
 
 
 def test_peer_without_rdma_is_asked_once_and_not_by_every_read(bench: FakeBench) -> None:

@@ -67,7 +67,7 @@ def into(bench: RdmaBench) -> Destination:
 
 def assert_all_right(bench: RdmaBench, into: Destination) -> None:
     """Every page is there, and its word with it."""
-    got = bench.read(OFFSETS, into)
+    got = bench.get(OFFSETS, into)
     assert (got.failure, got.fabric) == ("", "rdma")
     assert_whole(bench, into, got)
 
@@ -93,7 +93,7 @@ def healed_in_s(bench: RdmaBench, into: Destination, limit_s: float = HEALED_S) 
     started_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - started_s
-        got = bench.read(OFFSETS, into, timeout_s=1.0 + waited_s / 4)
+        got = bench.get(OFFSETS, into, timeout_s=1.0 + waited_s / 4)
         if not got.failure:
             break
         assert_within(waited_s, limit_s * FACTOR, f"a read after {got.failure}")
@@ -115,7 +115,7 @@ def test_a_wrong_key_reads_nothing_and_the_next_channel_works(
 
     bench.forge = with_other_keys
 
-    got = bench.read(OFFSETS, into)
+    got = bench.get(OFFSETS, into)
     bench.forge = lambda answer: answer
 
     assert got.failure == REFUSED
@@ -131,7 +131,7 @@ def test_a_place_beyond_the_registered_memory_reads_nothing(
     """An owner that says its memory is elsewhere: the device checks every access."""
     bench.forge = lambda answer: forged(answer, pages_address=answer.pages_address + (1 << 40))
 
-    got = bench.read(OFFSETS, into)
+    got = bench.get(OFFSETS, into)
     bench.forge = lambda answer: answer
 
     assert got.failure
@@ -150,7 +150,7 @@ def test_an_owner_that_is_gone_is_a_miss_within_its_retries(
     bench.is_away = True
 
     started_s = time.monotonic()
-    got = bench.read(OFFSETS, into)
+    got = bench.get(OFFSETS, into)
     took_s = time.monotonic() - started_s
 
     assert got.failure == PEER_UNREACHABLE
@@ -179,7 +179,7 @@ def test_a_pulled_cable_is_a_miss_and_heals_when_it_is_back(
 
     with links.pulled(end):
         started_s = time.monotonic()
-        got = bench.read(OFFSETS, into, timeout_s=60.0)
+        got = bench.get(OFFSETS, into, timeout_s=60.0)
         took_s = time.monotonic() - started_s
 
     assert got.failure == PEER_UNREACHABLE
@@ -196,7 +196,7 @@ def test_a_cable_cut_in_silence_is_a_miss_within_its_retries(
 
     with links.impaired("rd2", loss_percent=100):
         started_s = time.monotonic()
-        got = bench.read(OFFSETS, into, timeout_s=60.0)
+        got = bench.get(OFFSETS, into, timeout_s=60.0)
         took_s = time.monotonic() - started_s
 
     assert got.failure
@@ -219,7 +219,7 @@ def test_after_a_deadline_in_mid_read_the_destination_does_not_change(
 
     with links.impaired("rd2", delay_ms=200):
         started_s = time.monotonic()
-        got = bench.read(OFFSETS, into, timeout_s=0.1)
+        got = bench.get(OFFSETS, into, timeout_s=0.1)
         took_s = time.monotonic() - started_s
         into.memory[:] = UNTOUCHED
         # Longer than an answer is under way.
@@ -269,7 +269,7 @@ def test_pages_evicted_and_rewritten_under_reads_never_give_wrong_bytes(
     try:
         while read < wanted:
             known = bench.segment.words[starts].copy()
-            got = bench.read(OFFSETS, into)
+            got = bench.get(OFFSETS, into)
             assert got.failure == ""
             hit = (got.seals["word"] == known) & (known % 2 == 0)
             right = (got_pages == known.view(np.uint8).reshape(PAGES, 8)[:, None, :]).all((1, 2))
@@ -367,7 +367,7 @@ def longest_read_s(segment: PublishedSegment, how: str, monkeypatch: pytest.Monk
             patched.setattr(ClientRail, "leave_out", noted)
             while len(took_s) < healthy or breaker.is_alive():
                 started_s = time.monotonic()
-                got = bench.read(offsets, into)
+                got = bench.get(offsets, into)
                 took_s.append(time.monotonic() - started_s)
                 assert got.failure == ""
                 assert got.seals["word"].tolist() == [2 * (page + 1) for page in range(pages)]
@@ -421,7 +421,7 @@ def longest_stop_s(segment: PublishedSegment, family: str) -> float:
             links.forget_neighbours("rd1")
             ticker = threading.Thread(target=tick)
             ticker.start()
-            got = bench.read(OFFSETS, into, timeout_s=4.0)
+            got = bench.get(OFFSETS, into, timeout_s=4.0)
             stopped.set()
             ticker.join()
         # The kernel asks once a second, and the fabric every REFUSED_S.

@@ -283,22 +283,25 @@ def test_region_removed_while_it_is_registered_leaves_nothing_behind() -> None:
     assert device.calls == 1
 
 
-def test_forked_child_neither_ends_nor_makes_registrations(device: Device) -> None:
+def test_forked_child_neither_ends_nor_makes_registrations(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child has the parent's descriptor of the device: what it ends is gone for both."""
     ours = Memory(1)
     regions = Regions(registrar=device)
     region = regions.add("engine", ours.address, ours.length, remote=False)
     assert regions.wait(region, TIMEOUT_S)
 
-    regions._fork.owner = os.getpid() + 1
-    regions.remove(region)
-    other = regions.add("engine", ours.address + 4096, 4096, remote=False)
-    regions.grow(region, ours.length)
-    regions.close()
+    with monkeypatch.context() as child:
+        parent = os.getpid()
+        child.setattr(os, "getpid", lambda: parent + 1)
+        regions.remove(region)
+        other = regions.add("engine", ours.address + 4096, 4096, remote=False)
+        regions.grow(region, ours.length)
+        regions.close()
 
     assert len(device.live) == 1
     assert (device.calls, other.pending) == (1, 0)
-    regions._fork.owner = os.getpid()
     regions.close()
 
 

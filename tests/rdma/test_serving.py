@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,51 +107,40 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
     assert rail.is_closed
 
 
-async def test_host_without_devices_says_why_and_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
-) -> None:
-    """Effects that come later do nothing."""
-    rig = Rig(monkeypatch, segment)
-
-    await rig.pairs.run()
-    rig.pairs.perform(ServeMemory(4096))
-
-    assert rig.told == [RdmaAbsent("no more of them")]
-
-
-async def test_memory_that_cannot_be_locked_is_an_absence_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
-) -> None:
-    """The node goes on; its devices are closed."""
-    rail = FakeRail(World())
+def no_memory(rail: FakeRail) -> str:
+    """Have a rail refuse to lock memory; return the reason that it gives."""
+    why = "the limit is 65536: run `ulimit -l unlimited`"
 
     def refuse(address: int, length: int, access: int) -> Any:
-        raise RegistrationFailed("the limit is 65536: run `ulimit -l unlimited`")
+        raise RegistrationFailed(why)
 
-    monkeypatch.setattr(rail.regions._registrar, "register", refuse)
-    rig = Rig(monkeypatch, segment, rail)
-
-    await rig.pairs.run()
-
-    assert rig.told == [RdmaAbsent("fake0: the limit is 65536: run `ulimit -l unlimited`")]
-    assert rail.is_closed
+    rail.registrar.register = refuse  # type: ignore[method-assign]
+    return f"{rail.name}: {why}"
 
 
-async def test_device_that_fails_is_an_absence_and_not_the_end_of_the_node(
-    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment
-) -> None:
-    """Whatever verbs say."""
-    rail = FakeRail(World())
+def no_queue(rail: FakeRail) -> str:
+    """Have a rail's device fail; return what it says."""
+    why = "Failed to create a CQ"
 
     def fail(*unused: Any) -> Any:
-        raise VerbsError("Failed to create a CQ")
+        raise VerbsError(why)
 
-    rail.verbs.CQ = fail
+    rail.verbs = attrs.evolve(rail.verbs, CQ=fail)
+    return why
+
+
+@pytest.mark.parametrize("break_it", [no_memory, no_queue])
+async def test_device_that_fails_is_an_absence_with_its_reason_and_the_node_goes_on(
+    monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment, break_it: Callable[[FakeRail], str]
+) -> None:
+    """Whatever verbs say; the devices are closed."""
+    rail = FakeRail(World())
+    why = break_it(rail)
     rig = Rig(monkeypatch, segment, rail)
 
     await rig.pairs.run()
 
-    assert rig.told == [RdmaAbsent("Failed to create a CQ")]
+    assert rig.told == [RdmaAbsent(why)]
     assert rail.is_closed
 
 

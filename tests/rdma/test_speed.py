@@ -72,7 +72,7 @@ def test_the_fabric_keeps_up_with_a_bare_loop(
     words = [2 * (page + 1) for page in range(count)]
 
     def ours() -> None:
-        got = bench.read(offsets, into, timeout_s=60.0)
+        got = bench.get(offsets, into, timeout_s=60.0)
         assert got.failure == ""
         assert got.seals["word"].tolist() == words
 

@@ -6,7 +6,6 @@ test of the fabric. They run with both generations of pyverbs.
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import trio
 
-from tests.pace import PROMPT_S, assert_within, ends_within
+from tests.pace import ends_within
 from tests.rdma import links
 
 if TYPE_CHECKING:
@@ -88,17 +87,6 @@ def test_one_read_is_bit_exact_and_crosses_the_cable(make_cable: MakeCable, pref
     assert np.array_equal(cable.reader.bytes[:PAGE_BYTES], cable.owner.bytes[3 * PAGE_BYTES :])
     # A path MTU of 4096 makes 256 packets of a megabyte.
     assert packets_received("rd1") - before >= 256
-
-
-def test_a_device_reads_from_itself(make_cable: MakeCable) -> None:
-    """The loopback that doctor and bench use where there is one device only."""
-    cable = make_cable("rxe0", "rxe0")
-    cable.connect()
-
-    cable.reader.read_now(1, 0, PAGE_BYTES, cable.source())
-
-    assert cable.reader.wait(1) == [(1, 0)]
-    assert np.array_equal(cable.reader.bytes[:PAGE_BYTES], cable.owner.bytes[:PAGE_BYTES])
 
 
 def test_one_read_fills_several_places_of_one_size(cable: Cable) -> None:
@@ -239,28 +227,6 @@ def test_a_local_region_that_is_closed_is_a_completion(cable: Cable) -> None:
     assert bytes(cable.reader.bytes[:4096]) == before
 
 
-@pytest.mark.parametrize("cut", ["pulled", "silent"])
-def test_a_dead_cable_is_a_completion_and_new_queue_pairs_work_afterwards(
-    cable: Cable, cut: str
-) -> None:
-    """retry_cnt 6 and timeout 14 (67 ms): retries exceeded in the end, port down or not."""
-    cable.reader.read_now(0, 0, 64, cable.source())
-    assert cable.reader.wait(1) == [(0, 0)]
-    dead = links.pulled("rd2") if cut == "pulled" else links.impaired("rd2", loss_percent=100)
-
-    with dead:
-        started_s = time.monotonic()
-        cable.reader.read_now(1, 0, PAGE_BYTES, cable.source())
-        done = cable.reader.wait(1, within_s=60)
-        took_s = time.monotonic() - started_s
-    cable.connect()
-    cable.reader.read_now(2, 0, PAGE_BYTES, cable.source())
-
-    assert done == [(1, 12)]
-    assert_within(took_s, PROMPT_S)
-    assert cable.reader.wait(1) == [(2, 0)]
-
-
 def test_seven_retries_mean_for_ever(cable: Cable) -> None:
     """The default of many examples: no completion in eight times what six retries take."""
     cable.connect(timeout=10, retry_count=7)  # 4 ms
@@ -274,20 +240,6 @@ def test_seven_retries_mean_for_ever(cable: Cable) -> None:
 
     assert endless == []
     assert bounded == [(2, 12)]
-
-
-def test_lost_packets_are_sent_again(cable: Cable) -> None:
-    """A cable that loses one packet in a hundred delivers every byte."""
-    length = 262_144
-
-    with links.impaired("rd2", loss_percent=1):
-        for number in range(8):
-            at = number * length
-            cable.reader.read_now(number, at, length, cable.source(at))
-        done = cable.reader.wait(8, within_s=60)
-
-    assert done == [(number, 0) for number in range(8)]
-    assert np.array_equal(cable.reader.bytes[: 8 * length], cable.owner.bytes[: 8 * length])
 
 
 @pytest.mark.parametrize("end", ["error state", "destroyed"])
@@ -357,24 +309,6 @@ async def test_a_channel_wakes_a_trio_task_and_never_blocks(cable: Cable) -> Non
 
     assert empty.value.error_code == 11
     assert reader.wait(1) == [(1, 0)]
-
-
-def test_memory_that_is_mapped_read_only_cannot_be_registered(cable: Cable, tmp_path: Path) -> None:
-    """EFAULT, even to be read only: a published pool is registered by its writer."""
-    from pyverbs.pyverbs_error import PyverbsRDMAError
-
-    from tests.rdma.verbs_ends import MR, e
-
-    file = tmp_path / "pages"
-    file.write_bytes(bytes(65536))
-    with file.open("rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 65536, prot=mmap.PROT_READ)
-    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-
-    with pytest.raises(PyverbsRDMAError) as refused:
-        MR(cable.reader.pd, 65536, e.IBV_ACCESS_REMOTE_READ, address=address)
-
-    assert refused.value.error_code == 14
 
 
 def test_importing_pyverbs_takes_over_the_root_logger() -> None:
