@@ -11,13 +11,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.house import alerts
 from tests.house.reference_pages import ROOT
 from tests.pace import TIMEOUT_S, wait_until
-from tests.system.nodes import free_port
+from tests.system.nodes import Closing, free_port
 
 PROMETHEUS, ALERTMANAGER = shutil.which("prometheus"), shutil.which("prometheus-alertmanager")
 
@@ -63,7 +62,7 @@ def _over_tls(files: Mapping[str, str]) -> dict[str, Any]:
     return {"scheme": "https", "tls_config": tls}
 
 
-class Monitoring:
+class Monitoring(Closing):
     """A Prometheus that scrapes nodes twice a second by the rules of deploy, and an Alertmanager.
 
     The rules' windows and waits are those of a long day; here a minute is a second.
@@ -144,16 +143,7 @@ class Monitoring:
             result: list[dict[str, Any]] = json.loads(answer.read())["data"]["result"]
         return result
 
-    def __enter__(self) -> Monitoring:
-        """Return it."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """End both processes."""
         for process in self._started:
             process.terminate()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import mmap
 import os
 import random
 import signal
@@ -14,20 +15,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from peercache import Client
+from peercache.memory.layout import HEADER_BYTES, Layout, parse_header
 from tests.pace import TIMEOUT_S, wait_until
 
 PAGE_BYTES = 128 * 1024
 CALL_S = 20.0
 """The deadline of a call: some of them fit into TIMEOUT_S."""
 Page = npt.NDArray[np.uint8]
+
+
+class Closing:
+    """What is closed at the end of a `with` block."""
+
+    def close(self) -> object:
+        """Leave nothing behind."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
 
 class NodeDied(AssertionError):
@@ -59,6 +80,11 @@ class NodeProcess:
         assert line, f"the node did not start: {self.said()}"
         self.ready: dict[str, str] = json.loads(line)
 
+    @property
+    def cluster(self) -> str:
+        """The name of its cluster, by its flags."""
+        return self.flags[self.flags.index("--cluster") + 1]
+
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
         self._is_killed = self._is_killed or self.process.poll() is None
@@ -73,9 +99,7 @@ class NodeProcess:
 
     def pause(self) -> None:
         """SIGSTOP it, and wait until every thread of it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self.process.pid}/task")
-        wait_until(lambda: all(state_of(thread) == "T" for thread in threads.iterdir()))
+        pause(self.process)
 
     def resume(self) -> None:
         """SIGCONT it."""
@@ -91,6 +115,24 @@ class NodeProcess:
         self.log.flush()
         self.log.seek(0)
         return self.log.read()
+
+    def page(self, path: str) -> str:
+        """Return a page that it serves over HTTP."""
+        with urllib.request.urlopen(f"http://{self.ready['http']}{path}", timeout=TIMEOUT_S) as got:
+            return str(got.read().decode())
+
+    def flip(self, where: slice | bytes) -> None:
+        """Flip a bit of pages in its memory: at these places, or once in the page with this."""
+        segment = Path("/dev/shm", f"peercache-{self.ready['node']}")
+        with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            header = parse_header(memory[:HEADER_BYTES])
+            begin = Layout.of(header.page_bytes, header.granule).pages_offset
+            pages = np.frombuffer(memory, np.uint8)[begin:]
+            if isinstance(where, bytes):
+                at = memory.find(where, begin) - begin + len(where) // 2
+                where = slice(at, at + 1)
+            pages[where] ^= 1
+            del pages
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -150,7 +192,7 @@ class LocalCluster:
             )
         self.clients.remove(client)
 
-    def client(self, node: NodeProcess, **settings: object) -> Client:
+    def client(self, node: NodeProcess, **settings: Any) -> Client:
         """Return a client at a node, with deadlines that no test should come to."""
         patient = {"op_timeout_s": CALL_S, "exists_timeout_s": CALL_S, **settings}
         client = Client.open(cluster=self.name, home=node.ready["home"], **patient)
@@ -183,6 +225,13 @@ class LocalCluster:
             for node in self.nodes:
                 node.end()
             self.folder.cleanup()
+
+
+def pause(process: subprocess.Popen[Any]) -> None:
+    """SIGSTOP a process, and wait until every thread of it has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    wait_until(lambda: all(state_of(thread) == "T" for thread in threads.iterdir()))
 
 
 def state_of(process: Path) -> str:
@@ -254,6 +303,34 @@ def script(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+DIES_WRITING = """
+import os, signal, sys
+from peercache import Client
+from peercache.client import bridge
+from tests.system.nodes import keys_of, pages_of
+def die(step, segment):
+    os.kill(os.getpid(), signal.SIGKILL)
+bridge._place = die
+client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
+keys = keys_of(sys.argv[3], 8)
+client.batch_set(keys, pages_of(keys))
+"""
+"""A `script` that is killed after it has reserved slots for its keys, and before it writes."""
+
+
+def command(*words: str, limit_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run `peercache` with these words to its end, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "peercache", *words],
+        capture_output=True, text=True, check=False, timeout=limit_s,
+    )  # fmt: skip
+
+
+def flags_of(settings: Mapping[str, str]) -> list[str]:
+    """Return settings as flags of the command line."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 def free_port() -> str:

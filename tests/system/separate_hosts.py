@@ -11,19 +11,25 @@ the paths that FOLDERS names. Nothing of the machine itself changes. Making them
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from tests.pace import TIMEOUT_S
+from tests.pace import TIMEOUT_S, wait_until
+
+PYTHON = f"env -C {Path(__file__).parents[2]} {sys.executable}"
+"""The interpreter of these tests, in the checkout."""
 
 FOLDERS = ("/etc/peercache", "/run/peercache", "/dev/shm")
 """Folders that each host has of its own: those that the how-to pages name, and its memory."""
@@ -49,6 +55,7 @@ class Host:
 
     name: str
     address: str
+    ipv6: str
     namespace: str
     root: Path
     started: list[subprocess.Popen[str]] = attrs.field(factory=list)
@@ -57,12 +64,20 @@ class Host:
         """Return where a file of this host lies for the test."""
         return self.root / inside.removeprefix("/")
 
+    def knows(self, names: dict[str, str]) -> None:
+        """Let these names resolve here, and no others."""
+        # In place: the file is bound over /etc/hosts.
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        self.path("/etc/hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+
     def wrapped(self, command: list[str]) -> list[str]:
         """Return a command that runs the given one on this host."""
         steps = [f"hostname {self.name}"]
         # The machine may lack the folders, and must not get them: their parents are overlays.
         steps += [_overlay(parent, self.root) for parent in ("/etc", "/run")]
         steps += [f"mount --bind {self.root}/etc/hosts /etc/hosts"]
+        if self.path("/etc/resolv.conf").exists():
+            steps += [f"mount --bind {self.root}/etc/resolv.conf /etc/resolv.conf"]
         # PeerCache tells hosts apart by it.
         steps += [f"mount --bind {self.root}/boot_id /proc/sys/kernel/random/boot_id"]
         # /dev/shm last: the files of all hosts lie below it.
@@ -100,6 +115,43 @@ class Host:
         return "".join(file.read_text() for file in sorted(self.root.glob("*.log")))
 
 
+@attrs.define(eq=False)
+class Talker:
+    """A client in a process of its own."""
+
+    process: subprocess.Popen[str]
+    first: dict[str, Any] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        """Wait until it is ready, or refused."""
+        self.first = self._answer()
+
+    def ask(self, what: str, name: str = "", count: int = 0) -> Any:
+        """Ask, and return what it answers."""
+        assert self.process.stdin is not None
+        print(json.dumps({"ask": what, "name": name, "count": count}), file=self.process.stdin,
+              flush=True)  # fmt: skip
+        return self._answer()["done"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the client ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def open_client(host: Host, **settings: Any) -> Talker:
+    """Open a client on a host."""
+    said = shlex.quote(json.dumps({"fabric": "tcp", **settings}))
+    return Talker(host.start(f"{PYTHON} -m tests.system.host_client {said}"))
+
+
+def members_at(client: Talker, count: int) -> None:
+    """Wait until a client's home node sees so many members."""
+    wait_until(lambda: client.ask("stats").get("home_members_alive") == count)
+
+
 def _overlay(parent: str, root: Path) -> str:
     """Return the command that makes additions to a folder of the machine invisible to it."""
     upper, work = (f"{root}/over{parent}/{part}" for part in ("upper", "work"))
@@ -130,20 +182,24 @@ def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list
         ip(f"-n {switch} link set br0 up")
         hosts = []
         for number, name in enumerate(names):
-            host = Host(name, f"{network}.{number + 1}", f"{tag}-{number}", Path(folder) / name)
+            host = Host(
+                name, f"{network}.{number + 1}", f"fd97::{number + 1}", f"{tag}-{number}",
+                Path(folder) / name,
+            )  # fmt: skip
             make(host.namespace)
             ip(f"link add {tag}x{number} netns {switch} type veth peer name eth0 "
                f"netns {host.namespace}")  # fmt: skip
             ip(f"-n {switch} link set {tag}x{number} master br0 up")
             ip(f"-n {host.namespace} addr add {host.address}/24 dev eth0")
+            # Without the second in which the kernel looks for another host of this address.
+            ip(f"-n {host.namespace} addr add {host.ipv6}/64 dev eth0 nodad")
             ip(f"-n {host.namespace} link set eth0 up")
             for each in (*FOLDERS, "/etc"):
                 host.path(each).mkdir(parents=True, exist_ok=True)
             host.path("boot_id").write_text(f"{uuid.uuid4()}\n")
             hosts.append(host)
-        table = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in hosts)
         for host in hosts:
-            host.path("/etc/hosts").write_text(table)
+            host.knows({each.name: each.address for each in hosts})
         try:
             yield hosts, switch
         finally:

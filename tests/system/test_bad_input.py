@@ -1,7 +1,8 @@
 """What an operator gets wrong, on real file systems and with real nodes: one sentence each.
 
-test_node_process.py has wrong settings, taken ports and few open files; test_operating.py a taken
-home, expired certificates and a stopped node; unit/cli/test_operate.py a terminal that is none.
+test_node_process.py has wrong settings, taken ports, few open files and a small /dev/shm;
+test_operating.py a taken home, expired certificates and a stopped node; unit/cli/test_operate.py a
+terminal that is none.
 """
 
 from __future__ import annotations
@@ -89,23 +90,6 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
 
     assert said.startswith("peercache: configuration 'pool_size': 500.0 GiB are more than the ")
     assert said.endswith(" of memory that this host has: lower pool_size")
-
-
-def test_a_pool_larger_than_dev_shm_is_refused() -> None:
-    """With the figures, and both ways out."""
-    said = refused("--pool-size", "1GiB", before="mount -t tmpfs -o size=64m none /dev/shm &&")
-
-    assert "in /dev/shm, which has 67108864 free" in said
-    assert said.endswith("lower pool_size, or name another shm_dir")
-
-
-def test_a_second_node_at_the_same_port_is_refused() -> None:
-    """Another node's port, as any other process's."""
-    with LocalCluster() as cluster:
-        at = cluster.start().ready["control"]
-        said = refused("--listen", at, "--pool-size", "1MiB")
-
-    assert said == (f"peercache: listen = {at} is in use: stop its owner, or choose another")
 
 
 def test_nodes_that_share_a_disk_folder_have_a_part_each(tmp_path: Path) -> None:

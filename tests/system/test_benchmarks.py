@@ -24,6 +24,16 @@ from peercache.paths.write import PORTION_BYTES
 ROOT = Path(__file__).parents[2]
 
 
+def benchmark(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark to its end, from the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *words],
+        capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_own_time_a_page_is_a_few_microseconds() -> None:
     """On a quiet machine it is 4 to 5; several times that is a bug."""
     for _ in range(20):  # Other processes make single runs slow.
@@ -100,12 +110,8 @@ WALK_MAX = {
 @pytest.mark.slow  # it traces calls of three processes
 def test_a_call_walks_through_few_files() -> None:
     """A step more is seen here, and is worth a thought."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.walk", "--json"],
-        capture_output=True, text=True, check=False, timeout=300, cwd=ROOT,
-    )  # fmt: skip
+    done = benchmark("walk", "--json")
 
-    assert done.returncode == 0, done.stderr
     walks = json.loads(done.stdout)
     assert walks.keys() == WALK_MAX.keys()
     for call, (files, moves) in WALK_MAX.items():
@@ -117,13 +123,11 @@ def test_a_call_walks_through_few_files() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two processors")
 def test_tax_prints_the_loss_of_each_shape() -> None:
     """A small run through real processes; the reader verifies every byte that it is served."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tax", "--json", "--pages", "8", "--batch", "4",
-         "--page-bytes", "64KiB", "--seconds", "0.1"],
-        capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
+    done = benchmark(
+        "tax", "--json", "--pages", "8", "--batch", "4", "--page-bytes", "64KiB",
+        "--seconds", "0.1",
     )  # fmt: skip
 
-    assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     for shape in ("embedded", "standalone"):
         assert figures[f"tax_{shape}"] < 1
@@ -132,12 +136,16 @@ def test_tax_prints_the_loss_of_each_shape() -> None:
 
 
 class KeptPages:
-    """A store in memory; `spoil` is what it does to a page that it returns."""
+    """A store in memory; `spoil` is what it does to a page that it returns.
+
+    is_stale: it has under each key what was set first under another one, in the same order.
+    """
 
     def __init__(self, settings: dict[str, Any], memory: list[Any]) -> None:
         self.pages: dict[str, Any] = {}
         self.limit = settings.get("limit", 10**9)
         self.spoil = settings["spoil"]
+        self.is_stale = settings.get("is_stale", False)
 
     def places(self, addresses: list[int], page_bytes: int) -> list[Any]:
         kind = ctypes.c_ubyte * page_bytes
@@ -151,6 +159,8 @@ class KeptPages:
 
     def get(self, keys: list[str], places: list[Any], fabric: str) -> list[bool]:
         for key, place in zip(keys, places, strict=True):
+            if self.is_stale:
+                self.pages[key] = self.pages.pop(next(iter(self.pages)))
             if key in self.pages:
                 place[:] = self.pages[key]
                 self.spoil(place)
@@ -185,10 +195,8 @@ def test_peers_count_a_hit_with_one_wrong_byte(monkeypatch: pytest.MonkeyPatch, 
 
 def test_peers_count_a_page_of_another_generation_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that serves last round's page under this round's key has wrong bytes."""
-    engine = kept_pages(monkeypatch)
+    engine = kept_pages(monkeypatch, is_stale=True)
     engine.set(1)
-    store = engine._store
-    store.pages = dict(zip(engine._keys(2, range(512)), store.pages.values(), strict=True))
 
     assert engine.get(2)["wrong"] == 512
 
@@ -250,13 +258,8 @@ def test_peers_keeps_no_figures_of_a_run_that_failed(
 def test_peers_measures_ours_alone(tmp_path: Path) -> None:
     """Every row has a figure, every page came, and every byte was right."""
     file = tmp_path / "peers.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers", "--quick", "--beside", "none",
-         "--json", str(file)],
-        capture_output=True, text=True, check=False, timeout=300, cwd=ROOT,
-    )  # fmt: skip
+    done = benchmark("peers", "--quick", "--beside", "none", "--json", str(file))
 
-    assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     assert not figures["problems"]
     assert not any(figures["wrong_pages"].values())

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import ssl
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
-from peercache import Client
 from peercache.trust.files import LOOK_S
 from tests.certificates import Certificates
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, NodeProcess
+from tests.system.nodes import LocalCluster, NodeProcess, flags_of
 
 
 def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:
     """Give a node a folder of its own, as each host has one; return its flags."""
     folder.mkdir()
-    flags = []
+    copies = {}
     for setting, path in certificates.node(name).items():
-        copy = folder / f"{setting}.pem"
-        shutil.copy(path, copy)
-        copy.chmod(0o600)
-        flags += ["--" + setting.replace("_", "-"), str(copy)]
-    return flags
+        copies[setting] = str(shutil.copy(path, folder / f"{setting}.pem"))
+        Path(copies[setting]).chmod(0o600)
+    return flags_of(copies)
 
 
 @pytest.mark.slow
@@ -94,8 +93,11 @@ def test_certificate_files_on_a_mount_that_hangs_stop_no_node(tmp_path: Path) ->
         assert node.terminate() == 0
 
 
-def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(tmp_path: Path) -> None:
+def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its own folder never holds the list; one that comes later learns it with its welcome."""
+    caplog.set_level(logging.INFO, logger="peercache")
     with LocalCluster() as cluster:
         certificates = Certificates(tmp_path / "pki", cluster.name)
         node = cluster.start(flags=_files_of(certificates, "near", tmp_path / "near"))
@@ -105,19 +107,42 @@ def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(tmp_p
             settings[setting] = str(shutil.copy(path, tmp_path / "engine"))
             Path(settings[setting]).chmod(0o600)
         certificates.node("lost")
-        early = cluster.client(node, **settings)
+        known = partial(_told_of_revocations, caplog)
+        cluster.client(node, **settings)
 
         certificates.authority.revoke("node-lost")
         shutil.copy(certificates.folder / "revoked.crl", tmp_path / "near" / "revoked.crl")
 
-        wait_until(lambda: _numbers(early) == (1,))
-        late = cluster.client(node, **settings)
-        wait_until(lambda: _numbers(late) == (1,))
+        wait_until(lambda: known() == 1)
+        cluster.client(node, **settings)
+        wait_until(lambda: known() == 2)
         assert not list((tmp_path / "engine").glob("*.crl"))
 
 
-def _numbers(client: Client) -> tuple[int, ...]:
-    """Return the numbers of the lists that a client knows."""
-    tls = client._wiring.tls
-    assert tls is not None
-    return tls.revocations.numbers
+def _told_of_revocations(caplog: pytest.LogCaptureFixture) -> int:
+    """Return how many clients of this process have said that they have taken a list."""
+    return sum("event=tls.revocations_changed" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("is_same", [False, True], ids=["another authority", "the same"])
+def test_a_node_of_another_authority_says_that_it_is_refused(tmp_path: Path, is_same: bool) -> None:
+    """Nng tells no reason of a failed handshake; a node of the same authority has no problem."""
+    with LocalCluster() as cluster:
+        ours = Certificates(tmp_path / "ours", cluster.name)
+        theirs = ours if is_same else Certificates(tmp_path / "theirs", cluster.name)
+        first = cluster.start(flags=_files_of(ours, "a", tmp_path / "a"))
+        second = cluster.start(flags=_files_of(theirs, "b", tmp_path / "b"))
+
+        def problems() -> list[str]:
+            lines = [json.loads(line) for line in second.said().splitlines() if line[:1] == "{"]
+            return [line["problem"] for line in lines if line["event"] == "node.not_reached"]
+
+        if is_same:
+            wait_until(lambda: "membership.member_changed" in second.said())
+            assert problems() == []
+            return
+        wait_until(lambda: problems() != [])
+        (problem,) = problems()
+        assert "refuses this one" in problem
+        assert first.ready["control"] in problem
+        assert "cert" in problem

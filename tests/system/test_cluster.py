@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
-import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.client.client import CLOSE_S
 from peercache.client.report import reporting
 from peercache.errors import PeerCacheError, Rejected
+from peercache.memory.attached import AttachedSegment
 from peercache.model.keys import Namespace
 from peercache.observability import reasons
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
+    capture_logs,
     empty,
     free_port,
     keys_of,
@@ -98,32 +102,20 @@ def test_a_report_says_what_a_call_moved_and_why_the_rest_missed(three: LocalClu
     assert misfit.misses == {reasons.WRONG_SIZE: 1}
 
 
-def test_a_key_set_twice_is_one_copy(three: LocalCluster) -> None:
-    """The second set of a key copies nothing, in one batch or in two."""
+def test_a_key_set_again_is_one_copy_and_counted_as_there(three: LocalCluster) -> None:
+    """In one batch or in several, of which it is a part, all or none."""
     client = three.client(three.nodes[0])
-    keys = keys_of("twice", 2)
+    keys = keys_of("twice", 4)
     before = client.stats()["home_pool_pages"]
 
-    first = client.batch_set([*keys, keys[0]], pages_of([*keys, keys[0]]))
-    second = client.batch_set(keys, pages_of(keys))
-
-    assert (first, second) == ([True] * 3, [True] * 2)
-    assert client.stats()["home_pool_pages"] == before + 2
-    assert client.stats()["bytes_written"] == 2 * PAGE_BYTES
-    assert read(client, keys) == [True, True]
-
-
-def test_a_set_counts_what_it_copied_and_what_was_there(three: LocalCluster) -> None:
-    """Some of a batch, all of it, and none of it."""
-    client = three.client(three.nodes[0])
-    keys = keys_of("counted", 4)
-
-    for some in (keys[:2], keys, keys):
+    for some in ([*keys[:2], keys[0]], keys, keys):
         assert client.batch_set(some, pages_of(some)) == [True] * len(some)
 
-    assert client.stats()["pages_set_copied"] == 4
-    assert client.stats()["pages_set_here"] == 2 + 4
-    assert client.stats()["bytes_written"] == 4 * PAGE_BYTES
+    stats = client.stats()
+    assert stats["home_pool_pages"] == before + 4
+    assert (stats["pages_set_copied"], stats["bytes_written"]) == (4, 4 * PAGE_BYTES)
+    assert stats["pages_set_here"] == 1 + 2 + 4
+    assert read(client, keys) == [True] * 4
 
 
 def test_of_two_sizes_under_one_key_the_first_stays(three: LocalCluster) -> None:
@@ -277,6 +269,101 @@ def test_str_and_bytes_and_any_length_of_key_name_pages(three: LocalCluster) -> 
     assert client.contains(["", b"x" * 10_000, "y"]) == [True, True, False]
 
 
+def test_a_forked_child_answers_misses_and_exits(three: LocalCluster) -> None:
+    """A fork has no threads and no sockets of its own: every call is a miss, the exit is quick."""
+    client = three.client(three.nodes[0])
+    keys = keys_of("forked", 2)
+    client.batch_set(keys, pages_of(keys))
+    reads_end, writes_end = os.pipe()
+
+    child = os.fork()
+    if child == 0:
+        answer = [client.batch_exists(keys), *read(client, keys), *client.batch_set(keys, [])]
+        answer.append(len(client.stats()))
+        client.close()
+        os.write(writes_end, repr(answer).encode())
+        os._exit(0)
+    os.close(writes_end)
+    answered = os.read(reads_end, 100)
+    os.close(reads_end)
+    os.waitpid(child, 0)
+
+    assert answered == b"[0, False, False, False, False, 0]"
+    assert read(client, keys) == [True, True]
+
+
+def test_after_close_every_call_is_a_counted_miss(three: LocalCluster) -> None:
+    """A closed client answers as an empty cache does."""
+    client = three.client(three.nodes[0])
+    client.close()
+    keys = keys_of("closed", 2)
+
+    assert client.batch_set(keys, pages_of(keys)) == [False, False]
+    assert read(client, keys) == [False, False]
+    assert client.batch_exists(keys) == 0
+    assert client.remove(keys) == client.clear() == 0
+    assert client.stats()["pages_missed_closed"] == 2
+    client.close()
+
+
+def test_close_waits_for_the_call_in_flight_and_no_longer(
+    three: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last step wakes the closing thread; what it copies is not unmapped before."""
+    begun, may_end = threading.Event(), threading.Event()
+    copy = AttachedSegment.copy
+
+    def copy_late(*arguments: Any, **more: Any) -> Any:
+        begun.set()
+        may_end.wait(TIMEOUT_S)
+        return copy(*arguments, **more)
+
+    monkeypatch.setattr(AttachedSegment, "copy", copy_late)
+    client, keys = three.client(three.nodes[0]), keys_of("in flight", 1)
+    calling = threading.Thread(target=client.batch_set, args=(keys, pages_of(keys)))
+    closing = threading.Thread(target=client.close)
+    calling.start()
+    assert begun.wait(TIMEOUT_S)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+
+    may_end.set()
+    closing.join(CLOSE_S / 2)
+
+    assert not closing.is_alive()
+    calling.join()
+
+
+def test_sources_may_change_as_soon_as_set_has_returned(three: LocalCluster) -> None:
+    """The engine reuses its host page at once: what is read later is what was set."""
+    client = three.client(three.nodes[0], verify="full")
+    keys = keys_of("source", 32)
+    source = np.empty(PAGE_BYTES, np.uint8)
+    for key in keys:
+        source[:] = page_of(key)
+        assert client.batch_set([key], [source]) == [True]
+        source[:] = 0xEE
+
+    assert read(client, keys) == [True] * 32
+
+
+def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error(three: LocalCluster) -> None:
+    """With verify = full: memory that flips a bit is caught by the checksum, and told loudly."""
+    node = three.nodes[0]
+    client = three.client(node, verify="full")
+    keys = keys_of("flipped", 4)
+    client.batch_set(keys, pages_of(keys))
+    node.flip(page_of(keys[2]).tobytes())
+
+    with capture_logs() as lines:
+        hits = read(client, keys)
+
+    assert hits == [True, True, False, True]
+    assert client.stats()["pages_missed_verify_failed"] == 1
+    assert "client.checksum_failed" in "".join(lines)
+
+
 def test_what_clients_count_is_seen_at_their_home_node() -> None:
     """One scrape of the node shows its engines' hits, misses and latencies."""
     with LocalCluster() as cluster:
@@ -286,15 +373,12 @@ def test_what_clients_count_is_seen_at_their_home_node() -> None:
         client.batch_set(keys, pages_of(keys))
         read(client, [*keys, *keys_of("absent", 1)])
 
-        def scraped() -> str:
-            with urllib.request.urlopen(f"http://{node.ready['http']}/metrics") as page:
-                return str(page.read().decode())
-
-        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in scraped())
-        assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped()
+        wait_until(lambda: 'peercache_pages_hit_total{fabric="shm"} 4.0' in node.page("/metrics"))
+        scraped = node.page("/metrics")
+        assert 'peercache_pages_missed_total{reason="absent"} 1.0' in scraped
         assert (
             'peercache_latency_seconds_count{operation="get",outcome="some",tier="home"} 1.0'
-            in scraped()
+            in scraped
         )
 
 

@@ -46,7 +46,7 @@ from tests.certificates import ALIKE, Certificates
 from tests.contracts.frozen.record import sample
 from tests.hostile.strangers import metric
 from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
+from tests.system.nodes import Closing, LocalCluster, NodeProcess, flags_of, keys_of, pages_of, read
 
 OURS = Namespace("ours")
 
@@ -64,9 +64,8 @@ class Secured(LocalCluster):
 
     def start_secured(self, name: str, *flags: str) -> NodeProcess:
         """Start a node with a certificate of this name."""
-        settings = self.certificates.node(name).items()
-        files = [part for each, file in settings for part in (f"--{each.replace('_', '-')}", file)]
-        return self.start(flags=[*files, "--metrics-port=-1", *flags])
+        files = self.certificates.node(name)
+        return self.start(flags=[*flags_of(files), "--metrics-port=-1", *flags])
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def cluster(tmp_path: Path) -> Iterator[Secured]:
         yield cluster
 
 
-class Speaker:
+class Speaker(Closing):
     """A process that shows a certificate, or none, and then says what it likes."""
 
     def __init__(
@@ -102,10 +101,7 @@ class Speaker:
             time.sleep(0.005)
         return None
 
-    def __enter__(self) -> Speaker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.dialer.close()
 
 

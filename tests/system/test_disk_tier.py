@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from peercache import Client
 from peercache.storage.check import stats_of
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
-from tests.system.nodes import PAGE_BYTES, LocalCluster, NodeProcess, free_port, keys_of, pages_of
+from tests.system.nodes import PAGE_BYTES, LocalCluster, free_port, keys_of, pages_of
 
 PAGES = 96
 """12 MiB, in pools of 4."""
@@ -180,27 +179,9 @@ def test_node_without_a_usable_folder_serves_from_memory(
     assert all(read_all(client, names))
     assert client.stats()["home_disk_open"] == 0
     assert "disk.ended" in node.said()
-    with urllib.request.urlopen(f"http://{node.ready['http']}/healthz") as health:
-        told = json.load(health)
+    told = json.loads(node.page("/healthz"))
     assert told["status"] == "degraded"
     assert str(blocked) in told["reason"]
-
-
-def test_two_nodes_do_not_share_a_folder(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Below one path each node has a folder of its own."""
-    nodes: list[NodeProcess] = [
-        cluster.start(pool="4MiB", flags=flags_of(tmp_path, "same")) for _ in range(2)
-    ]
-    clients = [cluster.client(node) for node in nodes]
-    names = names_of(0, 16)
-
-    for client in clients:
-        open_disk(client)
-    for client, part in zip(clients, (names[:8], names[8:]), strict=True):
-        store_all(client, part)
-        spilled(client, 8)
-
-    assert [client.stats()["home_disk_pages"] for client in clients] == [8, 8]
 
 
 def test_damaged_pages_are_misses_and_the_others_hits(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +16,7 @@ from peercache.wire.messages.membership import (
 )
 from peercache.wire.messages.session import OPERATOR, Welcome
 from tests.pace import TIMEOUT_S, wait_until
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
+from tests.system.nodes import LocalCluster, NodeProcess, command, keys_of, pages_of, read
 from tests.system.test_control_tls import Speaker, hello
 
 pytestmark = pytest.mark.slow
@@ -71,14 +69,6 @@ def test_the_pages_of_a_drained_node_are_read_from_others() -> None:
             assert read(reader, keys) == [True] * PAGES
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `peercache drain`."""
-    return subprocess.run(
-        [sys.executable, "-m", "peercache", "drain", *arguments],
-        capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
-    )  # fmt: skip
-
-
 def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
     """One JSON object a line; it goes by tcp where that is asked for. The last node keeps all."""
     with LocalCluster() as cluster:
@@ -91,7 +81,7 @@ def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
 
         # It does not wait for an answer of a node that has ended.
         said = command(
-            leaving.ready["control"], "--cluster", cluster.name, "--json",
+            "drain", leaving.ready["control"], "--cluster", cluster.name, "--json",
             "--timeout", str(3 * TIMEOUT_S),
         )  # fmt: skip
 
@@ -104,7 +94,7 @@ def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
         assert {pull["fabric"] for pull in pulls} == {"tcp"}
 
         # Over the home socket the user of the node is an operator.
-        alone = command(last.ready["home"], "--cluster", cluster.name)
+        alone = command("drain", last.ready["home"], "--cluster", cluster.name)
         assert alone.returncode == 0, alone.stderr
         assert "this is the last node of its cluster" in alone.stdout
         assert ended(last) == 0
@@ -117,7 +107,7 @@ def test_a_drain_is_taken_back() -> None:
         keys = keys_of("kept", 4)
         with cluster.client(node) as client, operating(cluster, node) as operator:
             assert client.batch_set(keys, pages_of(keys)) == [True] * 4
-            idle = command(node.ready["control"], "--cluster", cluster.name, "--cancel")
+            idle = command("drain", node.ready["control"], "--cluster", cluster.name, "--cancel")
             assert (idle.returncode, "not being drained" in idle.stdout) == (1, True)
             assert told(operator, DrainNode(3, 60.0))["state"] == "handing_over"
             figures = told(operator, CancelDrain(4))

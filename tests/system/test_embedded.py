@@ -7,9 +7,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
+import trio
 
 from peercache import Client
 from peercache.node import runner as embedded
@@ -20,45 +22,55 @@ from tests.system.nodes import capture_logs, keys_of, pages_of, read
 THREAD = "peercache-node"
 
 
-@contextmanager
-def opened() -> Iterator[Client]:
-    """Give a client with a node of its own."""
+class Fault:
+    """What makes the node of this process end by an error, as a bug in one of its tasks does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have nodes end when the test says so, and fail to start again so many times then."""
+        self.is_due = threading.Event()
+        self.failed_starts = 0
+        self.starts: list[bool] = []
+        run = Node.run
+
+        async def run_until_due(node: Node, **options: Any) -> None:
+            self.starts.append(self.failed_starts == 0)
+            if self.failed_starts:
+                self.failed_starts -= 1
+                raise OSError(24, "Too many open files")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(run, node, **options))
+                while not self.is_due.is_set():  # noqa: ASYNC110 - a thread of the test sets it
+                    await trio.sleep(0.01)
+                self.is_due.clear()
+                raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(Node, "run", run_until_due)
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Fault:
+    """What ends the node of an engine; it is started again soon."""
+    monkeypatch.setattr(embedded, "AGAIN_MIN_S", 0.1)
+    return Fault(monkeypatch)
+
+
+@pytest.fixture
+def engine(fault: Fault) -> Iterator[Client]:
+    """A client with a node of its own."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as folder:
-        settings = {"shm_dir": folder, "pool_size": "16MiB", "metrics_port": 0}
+        settings: dict[str, Any] = {"shm_dir": folder, "pool_size": "16MiB", "metrics_port": 0}
         with Client.open(insecure=f"embedded-{os.getpid()}", **settings) as client:
             yield client
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """Such a client, whose node is started again soon after an error."""
-    monkeypatch.setattr(embedded, "AGAIN_MIN_S", 0.1)
-    with opened() as client:
-        yield client
-
-
-def end_by_an_error(client: Client) -> None:
-    """Raise in a task of the node."""
-    own = client._wiring._node
-    assert own is not None
-    assert own._token is not None
-    assert own._node is not None
-    nursery = own._node._switchboard._nursery
-
-    async def fail() -> None:
-        raise ZeroDivisionError("a bug")
-
-    own._token.run_sync_soon(nursery.start_soon, fail)
-
-
-def test_an_engine_whose_node_has_ended_gets_another_one(engine: Client) -> None:
+def test_an_engine_whose_node_has_ended_gets_another_one(engine: Client, fault: Fault) -> None:
     """The log says why it ended; pages are stored and read again, with no call of the engine's."""
     keys = keys_of("before", 4)
     assert all(engine.batch_set(keys, pages_of(keys)))
     first = engine.stats()["home_node"]
 
     with capture_logs() as lines:
-        end_by_an_error(engine)
+        fault.is_due.set()
         wait_until(lambda: engine.stats().get("home_node", first) != first)
         later = keys_of("later", 4)
         wait_until(lambda: all(engine.batch_set(later, pages_of(later))))
@@ -71,35 +83,26 @@ def test_an_engine_whose_node_has_ended_gets_another_one(engine: Client) -> None
 
 
 def test_a_node_that_cannot_be_started_again_is_tried_until_it_can(
-    engine: Client, monkeypatch: pytest.MonkeyPatch
+    engine: Client, fault: Fault
 ) -> None:
     """Calls are misses meanwhile, and none raises."""
-    tries: list[int] = []
-    run = Node.run
-
-    async def fail(node: Node, **options: object) -> None:
-        tries.append(1)
-        if len(tries) < 3:
-            raise OSError(24, "Too many open files")
-        await run(node, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Node, "run", fail)
     keys = keys_of("k", 2)
-    end_by_an_error(engine)
+    fault.failed_starts = 2
+    fault.is_due.set()
 
-    wait_until(lambda: len(tries) >= 1)
+    wait_until(lambda: len(fault.starts) >= 2)
     assert engine.batch_get(keys, pages_of(keys)) == [False] * 2
     wait_until(lambda: all(engine.batch_set(keys, pages_of(keys))))
-    assert len(tries) == 3
+    assert fault.starts == [True, False, False, True]
 
 
 def test_an_engine_that_ends_while_its_node_is_down_is_not_held_up(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Client, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait for the next start ends at once, and no node is started behind the engine's back."""
     monkeypatch.setattr(embedded, "AGAIN_MIN_S", 2 * TIMEOUT_S)
-    with opened() as engine, capture_logs() as lines:
-        end_by_an_error(engine)
+    with capture_logs() as lines:
+        fault.is_due.set()
         wait_until(lambda: "node.embedded_failed" in "".join(lines))
 
         began = time.monotonic()
@@ -107,3 +110,4 @@ def test_an_engine_that_ends_while_its_node_is_down_is_not_held_up(
         assert_within(time.monotonic() - began, embedded.CLOSE_S, "the close")
 
     wait_until(lambda: THREAD not in {thread.name for thread in threading.enumerate()})
+    assert fault.starts == [True]

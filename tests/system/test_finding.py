@@ -8,7 +8,6 @@ import json
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -23,7 +22,16 @@ import trustme
 
 from tests.pace import wait_until
 from tests.system import separate_hosts
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read, state_of
+from tests.system.nodes import (
+    LocalCluster,
+    NodeProcess,
+    flags_of,
+    free_port,
+    keys_of,
+    pages_of,
+    pause,
+    read,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +44,8 @@ class Etcd:
     """One etcd on loopback; its data outlive its process."""
 
     folder: Path
-    port: int
-    peer_port: int
+    port: str
+    peer_port: str
     process: subprocess.Popen[bytes] | None = None
     tls: dict[str, str] = attrs.field(factory=dict)
     """Where it wants certificates: the files of a client, as settings."""
@@ -85,19 +93,11 @@ class Etcd:
 
     def pause(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self.process.pid}/task")
-        wait_until(lambda: all(state_of(thread) == "T" for thread in threads.iterdir()))
+        pause(self.process)
 
     def resume(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -183,10 +183,8 @@ def test_etcd_that_wants_certificates_brings_nodes_together(tmp_path: Path) -> N
         source = f"etcds://127.0.0.1:{etcd.port}/{PREFIX}"
 
         def start(**files: str) -> NodeProcess:
-            given = [part for name, file in files.items()
-                     for part in (f"--{name.replace('_', '-')}", file)]  # fmt: skip
             where = ["--insecure", cluster.name, "--discovery-addr", source]
-            return cluster.start(flags=[*where, *given])
+            return cluster.start(flags=[*where, *flags_of(files)])
 
         nodes = [start(**known), start(**known)]
         for node in nodes:
@@ -229,7 +227,7 @@ def test_nodes_behind_one_name_find_each_other(tmp_path: Path) -> None:
         *nodes, names = hosts
         records = names.path("/etc/peercache/records")
         for host in hosts:
-            host.path("/etc/peercache/resolv.conf").write_text(f"nameserver {names.address}\n")
+            host.path("/etc/resolv.conf").write_text(f"nameserver {names.address}\n")
 
         def publish(*published: separate_hosts.Host) -> None:
             records.write_text("".join(f"{host.address} {NAME}\n" for host in published))
@@ -243,9 +241,7 @@ def test_nodes_behind_one_name_find_each_other(tmp_path: Path) -> None:
         def start(host: separate_hosts.Host) -> dict[str, str]:
             flags = f"--insecure dns --pool-size 16MiB --log-format json --discovery dns://{NAME}"
             home = "--home ipc:///run/peercache/home.ipc"
-            node = f"{sys.executable} -m peercache.node {flags} {home}"
-            bind = "mount --bind /etc/peercache/resolv.conf /etc/resolv.conf"
-            process = host.start(shlex.join(["sh", "-c", f"{bind} && exec {node}"]))
+            process = host.start(f"{sys.executable} -m peercache.node {flags} {home}")
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, host.said()

@@ -9,16 +9,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peercache.client.following import follow_cluster
 from peercache.client.operator import Target
+from peercache.connector.followed_blocks import FollowedBlocks
+from peercache.connector.metadata import cluster_store
+from peercache.events.blocks import BlockRemoved, BlockStored
 from peercache.events.following import ClusterFollower, Index
+from peercache.events.publishing import BlockPublisher
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.records import IN_FILES, IN_MEMORY
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read
+from tests.system.nodes import LocalCluster, command, keys_of, pages_of, read
+from tests.unit.connector.rig import PAGE_TOKENS, Engine, mapping_of
+from tests.unit.events.test_publishing import ANY, replayed
 
 pytestmark = pytest.mark.slow
 
@@ -193,14 +200,56 @@ def test_the_command_ends_by_itself_and_says_what_is_wrong() -> None:
     """0 after --for; 2 where no node answers."""
     with LocalCluster() as cluster:
         node = cluster.start()
-        ended = told_by("--at", node.ready["control"], "--for", "0.5")
+        ended = command("events", "--at", node.ready["control"], "--for", "0.5")
         assert (ended.returncode, ended.stdout.split()) == (0, [node.ready["control"], "resync"])
         node.kill()
-        ended = told_by("--at", node.ready["control"], "--for", "0.5")
+        ended = command("events", "--at", node.ready["control"], "--for", "0.5")
         assert ended.returncode == 2
         assert "nothing listens there" in ended.stderr
 
 
-def told_by(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "peercache", "events", *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+# --- a router that reads vLLM's format: a connector's blocks come and go --------------------------
+
+BLOCKS = 8
+
+
+def known_blocks(publisher: BlockPublisher) -> set[Any]:
+    """Return the blocks that a router knows which has read everything."""
+    names: set[Any] = set()
+    for event in [event for _, events in replayed(publisher.replay, 0) for event in events]:
+        if isinstance(event, BlockStored):
+            names |= set(event.hashes)
+        elif isinstance(event, BlockRemoved):
+            names -= set(event.hashes)
+        else:
+            names.clear()
+    return names
+
+
+def test_blocks_go_with_their_pages_and_with_their_node() -> None:
+    """Stored, cleared, stored again, and lost with the node that is killed."""
+    with LocalCluster() as cluster:
+        one, two = cluster.start_many(2)
+        store = cluster_store(home=one.ready["home"], cluster=cluster.name)(Namespace("engine"))
+        tokens = list(range(BLOCKS * PAGE_TOKENS))
+        with (
+            follow_cluster(target_of(cluster, two.ready["control"])) as follower,
+            FollowedBlocks(ANY, follower, ANY) as blocks,
+            Engine(store, on_stored=blocks.stored) as engine,
+        ):
+
+            def keep(request: str) -> None:
+                mapping = mapping_of(range(BLOCKS))
+                future, _ = engine.connector.store_kv_async(request, mapping, tokens)
+                assert future.result(30) == len(tokens)
+
+            keep("first")
+            wait_until(lambda: len(known_blocks(blocks.publisher)) == BLOCKS)
+
+            assert cluster.client(one, namespace=Namespace("engine")).clear() == BLOCKS
+            wait_until(lambda: not known_blocks(blocks.publisher))
+
+            keep("again")
+            wait_until(lambda: len(known_blocks(blocks.publisher)) == BLOCKS)
+            one.kill()
+            wait_until(lambda: not known_blocks(blocks.publisher))

@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,21 +129,16 @@ def test_promtool_takes_what_a_node_shows() -> None:
         keys = keys_of("shown", 4)
         client.batch_set(keys, pages_of(keys))
         read(client, keys)
-        address = f"http://{node.ready['http']}/metrics"
-
-        def scraped() -> bytes:
-            with urllib.request.urlopen(address) as page:
-                return bytes(page.read())
-
-        wait_until(lambda: b"peercache_page_seconds_count" in scraped())
+        wait_until(lambda: "peercache_page_seconds_count" in node.page("/metrics"))
         told = subprocess.run(
-            ["promtool", "check", "metrics"], input=scraped(), capture_output=True, check=False
-        )
+            ["promtool", "check", "metrics"], input=node.page("/metrics"), capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
 
     # Certificates are thought of in days, and the name is older than this test.
     complaints = [
         line
-        for line in told.stderr.decode().splitlines()
+        for line in told.stderr.splitlines()
         if line and not line.startswith("peercache_certificate_days use base unit")
     ]
     assert complaints == []

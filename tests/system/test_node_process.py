@@ -102,10 +102,8 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
         for name in ("control", "data"):
             host, _, port = ready[name].rpartition(":")
             socket.create_connection((host, int(port)), TIMEOUT_S).close()
-        with urllib.request.urlopen(f"http://{ready['http']}/healthz") as health:
-            assert json.load(health)["status"] == "ok"
-        with urllib.request.urlopen(f"http://{ready['http']}/metrics") as metrics:
-            assert b"peercache_pool_bytes" in metrics.read()
+        assert json.loads(node.page("/healthz"))["status"] == "ok"
+        assert "peercache_pool_bytes" in node.page("/metrics")
         with urllib.request.urlopen(f"http://{ready['http']}/nodes/{ready['control']}") as shown:
             page = shown.read().decode()
         assert shown.headers["content-type"] == "text/html; charset=utf-8"
@@ -122,8 +120,7 @@ def test_health_says_nothing_good_while_the_node_is_paused() -> None:
         with pytest.raises(TimeoutError):
             urllib.request.urlopen(url, timeout=0.5)
         node.resume()
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as health:
-            assert health.status == 200
+        assert node.page("/healthz")
 
 
 def test_sigterm_is_a_goodbye_that_the_others_hear_at_once() -> None:

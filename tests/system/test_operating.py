@@ -24,7 +24,7 @@ from peercache.wire.messages.membership import (
 from peercache.wire.messages.session import OPERATOR, Refused, Welcome
 from tests.certificates import Certificates
 from tests.pace import TIMEOUT_S, wait_until
-from tests.system.nodes import LocalCluster, NodeProcess, keys_of, pages_of, read
+from tests.system.nodes import LocalCluster, NodeProcess, flags_of, keys_of, pages_of, read
 from tests.system.test_control_tls import Secured, Speaker, hello
 
 pytestmark = pytest.mark.slow
@@ -143,14 +143,11 @@ def test_with_certificates_only_an_operator_looks(
         node = cluster.start_secured("one")
         at = ["status", "--at", node.ready["control"], "--timeout", "2"]
 
-        def flags(settings: dict[str, str]) -> list[str]:
-            return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-
-        operator = flags(cluster.certificates.operator("ann"))
+        operator = flags_of(cluster.certificates.operator("ann"))
         # A loaded machine may have a loop that is late, which is no health.
         wait_until(lambda: cli.main([*at, *operator]) == 0)
         assert re.search(r" \d+ d +0\.", capsys.readouterr().out)
-        assert cli.main([*at, *flags(cluster.certificates.client("engine"))]) == 2
+        assert cli.main([*at, *flags_of(cluster.certificates.client("engine"))]) == 2
         assert "an operator needs an operator's: `peercache certs" in capsys.readouterr().err
         assert cli.main(at) == 2
         assert "give --tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
@@ -234,7 +231,7 @@ def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Pat
     days = LiveTls.open(Config.load(settings), is_node=True, log=None)
     assert days is not None
     wait_until(lambda: days.days_left < 0)
-    said = refused(*[f"--{name.replace('_', '-')}={file}" for name, file in settings.items()])
+    said = refused(*flags_of(settings))
     assert "node-late.crt" in said
     assert "expired" in said
 

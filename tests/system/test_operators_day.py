@@ -31,6 +31,7 @@ from tests.system.nodes import (
     LocalCluster,
     NodeProcess,
     empty,
+    flags_of,
     free_port,
     keys_of,
     page_of,
@@ -91,11 +92,7 @@ class Site:
 
     def flags(self, name: str) -> list[str]:
         """Return the files of a certificate, as flags."""
-        return [
-            part
-            for setting, file in self.files(name).items()
-            for part in (f"--{setting.replace('_', '-')}", file)
-        ]
+        return flags_of(self.files(name))
 
     def make_certificates(self) -> None:
         """Do what the how-to says."""

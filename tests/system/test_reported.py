@@ -5,7 +5,6 @@ Two pools of a model are two namespaces of one name; a page of either has the sa
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -84,9 +83,8 @@ def reported(client: Client, keys: list[str]) -> Prefix:
 
 def touched(node: NodeProcess) -> int:
     """Return how many messages about touched pages a node has had."""
-    with urllib.request.urlopen(f"http://{node.ready['http']}/metrics") as page:
-        lines = page.read().decode().splitlines()
     named = 'peercache_messages_received_total{kind="Touched"} '
+    lines = node.page("/metrics").splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(named)))
 
 

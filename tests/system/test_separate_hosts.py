@@ -17,18 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.model.keys import Namespace, page_keys
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import keys_of, pages_of
-from tests.system.separate_hosts import Host, separate_hosts, skip_reason
+from tests.system.separate_hosts import (
+    PYTHON,
+    Host,
+    members_at,
+    open_client,
+    separate_hosts,
+    skip_reason,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/secure-a-cluster.md").read_text()
-PYTHON = f"env -C {ROOT} {sys.executable}"
 POOL = ["--pool-size", "64MiB", "--metrics-port", "0"]
 PAGES = 64
 
@@ -68,32 +73,6 @@ def type_in(name: str, folder: Path, *hosts: Host) -> None:
                            check=True)  # fmt: skip
 
 
-@attrs.define(eq=False)
-class Talker:
-    """A client in a process of its own."""
-
-    process: subprocess.Popen[str]
-    first: dict[str, Any] = attrs.field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        """Wait until it is ready, or refused."""
-        self.first = self._answer()
-
-    def ask(self, what: str, name: str = "", count: int = 0) -> Any:
-        """Ask, and return what it answers."""
-        assert self.process.stdin is not None
-        print(json.dumps({"ask": what, "name": name, "count": count}), file=self.process.stdin,
-              flush=True)  # fmt: skip
-        return self._answer()["done"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the client ended"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 def start_node(host: Host, command: str, *flags: str) -> dict[str, str]:
     """Start a node by a command of the page, with a small pool; return its ready line."""
     ours = command.replace("python -m", f"{PYTHON} -m").replace(" --pool-size 64GiB", "")
@@ -103,12 +82,6 @@ def start_node(host: Host, command: str, *flags: str) -> dict[str, str]:
     assert line, host.said()
     ready: dict[str, str] = json.loads(line)
     return ready
-
-
-def open_client(host: Host, **settings: Any) -> Talker:
-    """Open a client on a host."""
-    said = shlex.quote(json.dumps({"fabric": "tcp", **settings}))
-    return Talker(host.start(f"{PYTHON} -m tests.system.host_client {said}"))
 
 
 @contextlib.contextmanager
@@ -142,11 +115,6 @@ def leaked(file: Path, name: str) -> dict[str, int]:
         "pieces": sum(piece in raw for piece in pieces),
         "keys": sum(key in raw for key in packed + hexes),
     }
-
-
-def members_at(client: Talker, count: int) -> None:
-    """Wait until a client's home node sees so many members."""
-    wait_until(lambda: client.ask("stats").get("home_members_alive") == count)
 
 
 def test_a_trial_on_two_hosts_wants_one_flag(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 
 import pytest
 
@@ -18,9 +17,8 @@ def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The name of a pattern is told by its writer; memory, metrics and status know it."""
-    port = free_port()
     with LocalCluster() as cluster:
-        flags = ("--quotas", "team-*=50%,priority=1;batch=10%", "--metrics-port", port)
+        flags = ("--quotas", "team-*=50%,priority=1;batch=10%", "--metrics-port", free_port())
         node = cluster.start(pool="16MiB", flags=flags)
         team = cluster.client(node, namespace=Namespace("team-1"))
         flood = cluster.client(node, namespace=Namespace("batch"))
@@ -35,11 +33,9 @@ def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota(
         found = empty(len(kept))
         assert all(team.batch_get(kept, found))
         assert all((one == page).all() for one, page in zip(found, pages, strict=True))
-        url = f"http://127.0.0.1:{port}/metrics"
-        text = urllib.request.urlopen(url, timeout=10).read().decode()
         shown = {
             line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-            for line in text.splitlines()
+            for line in node.page("/metrics").splitlines()
             if line.startswith("peercache_namespace_")
         }
         taken = shown['peercache_namespace_bytes{namespace="team-1",tier="pool"}']

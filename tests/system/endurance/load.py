@@ -97,22 +97,22 @@ class Reader:
         """Read up to `batch` pages at once."""
         self.client = client
         self.counts = Counts()
-        self._corpus = corpus
-        self._buffers = [np.empty(corpus.page_bytes, np.uint8) for _ in range(batch)]
+        self.corpus = corpus
+        self.buffers = [np.empty(corpus.page_bytes, np.uint8) for _ in range(batch)]
 
     def read(self, indices: Sequence[int]) -> list[bool]:
         """Read these pages of the corpus; return which were hits, all of them verified."""
-        buffers = self._buffers[: len(indices)]
+        buffers = self.buffers[: len(indices)]
         for buffer in buffers:
             buffer[:8] = buffer[-8:] = 0xA5  # A hit that wrote nothing is noticed.
-        keys = [self._corpus.keys[index] for index in indices]
+        keys = [self.corpus.keys[index] for index in indices]
         started = time.monotonic()
         hits = self.client.batch_get(keys, buffers)
         self.counts.longest_s = max(self.counts.longest_s, time.monotonic() - started)
         assert len(hits) == len(indices)
         for index, buffer, hit in zip(indices, buffers, hits, strict=True):
-            assert not hit or np.array_equal(buffer, self._corpus.pages[index]), (
-                f"wrong bytes under {self._corpus.keys[index]}"
+            assert not hit or np.array_equal(buffer, self.corpus.pages[index]), (
+                f"wrong bytes under {self.corpus.keys[index]}"
             )
         self.counts.batches += 1
         self.counts.pages += len(hits)
@@ -128,14 +128,14 @@ class EdgeWriter:
         self.client = client
         self.position = 0
         self.counts = Counts()
-        self._corpus = corpus
+        self.corpus = corpus
         self._batch = batch
 
     def step(self) -> None:
         """Write the next batch."""
-        begin = self.position % len(self._corpus)
+        begin = self.position % len(self.corpus)
         end = begin + self._batch
-        stored = self.client.batch_set(self._corpus.keys[begin:end], self._corpus.pages[begin:end])
+        stored = self.client.batch_set(self.corpus.keys[begin:end], self.corpus.pages[begin:end])
         self.counts.batches += 1
         self.counts.pages += len(stored)
         self.counts.hits += sum(stored)
@@ -144,7 +144,7 @@ class EdgeWriter:
 
 def follow(reader: Reader, writer: EdgeWriter, pool_pages: int, rng: random.Random) -> None:
     """Read a batch somewhere between what is certainly there and what has just been evicted."""
-    count = len(reader._buffers)
+    count = len(reader.buffers)
     back = rng.randrange(count, pool_pages + pool_pages // 2)
-    size = len(reader._corpus)
+    size = len(reader.corpus)
     reader.read([(writer.position - back + i) % size for i in range(count)])

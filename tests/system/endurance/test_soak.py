@@ -19,7 +19,7 @@ from tests.hostile.garbage import conversation
 from tests.hostile.strangers import MIB, Vitals, ports_of
 from tests.pace import wait_until
 from tests.system.endurance.load import Corpus, EdgeWriter, Load, Reader, follow
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read, script
+from tests.system.nodes import DIES_WRITING, LocalCluster, keys_of, pages_of, read, script
 
 SOAK_S = float(os.environ.get("PEERCACHE_SOAK_S", "600"))
 WARM_S = min(20.0, SOAK_S / 3)
@@ -34,20 +34,6 @@ OWN_GROWTH_MAX_BYTES = 48 * MIB
 """Of the process with all the clients."""
 DESCRIPTORS_SPARE = 8
 QUIET_WITHIN_S = 60.0
-
-DIES_WRITING = """
-import os, signal, sys
-from peercache import Client
-from peercache.client import bridge
-from tests.system.nodes import keys_of
-from tests.system.nodes import pages_of
-def die(step, segment):
-    os.kill(os.getpid(), signal.SIGKILL)
-bridge._place = die
-client = Client.open(cluster=sys.argv[1], home=sys.argv[2], op_timeout_s=60)
-keys = keys_of(sys.argv[3], 8)
-client.batch_set(keys, pages_of(keys))
-"""
 
 
 @attrs.frozen

@@ -9,23 +9,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 
-from peercache.fabric.tcp import wire
 from peercache.model.member import Member
 from peercache.model.reads import Fetched, PeerRead
 from peercache.model.seal import ODD
 from peercache.observability.reasons import PEER_UNREACHABLE
-from tests.contracts.fabric_suite import INCARNATION, UNTOUCHED, Destination, member_of
+from tests.contracts.fabric_suite import GRANULE, INCARNATION, UNTOUCHED, Destination, member_of
+from tests.house.reference_pages import ROOT
 from tests.pace import PACES_S, PROMPT_S, TIMEOUT_S, assert_within, paced
+from tests.system.fabric.owner_process import PAGE_BYTES, PAGES
 from tests.unit.fabric.serving import fabric_for
 
-PAGE_BYTES = wire.PORTION_BYTES_MAX
-PAGES = 6
+WORDS = [2 * page * (PAGE_BYTES // GRANULE) + 2 for page in range(PAGES)]
 
 
 @attrs.define
@@ -47,17 +46,12 @@ class Process:
 
 
 @contextmanager
-def owner(shm_dir: Path, action: str, at: int) -> Iterator[Process]:
+def owner(action: str, at: int) -> Iterator[Process]:
     """Run an owner that does `action` to itself after portion `at`."""
-    arguments = [str(shm_dir), str(INCARNATION), str(PAGES), str(PAGE_BYTES), action]
-    arguments += [str(at)]
-    script = Path(__file__).parent / "page_owner.py"
     process = subprocess.Popen(
-        [sys.executable, str(script), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(script.parents[3])},
-    )
+        [sys.executable, "-m", "tests.system.fabric.owner_process", action, str(at)],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
     with process:
         try:
             running = Process(process, member_of(INCARNATION))
@@ -78,15 +72,12 @@ def read_all(fabric: object, member: Member, into: Destination) -> tuple[Fetched
     """Read every page of the owner; return the answer, and the seconds it took."""
     offsets = np.arange(PAGES, dtype=np.uint64) * np.uint64(PAGE_BYTES)
     begun = time.monotonic()
-    generations = 2 * np.arange(1, PAGES + 1, dtype=np.uint64)
-    read = PeerRead(member, offsets, into.lengths, into.runs, generations)
+    read = PeerRead(member, offsets, into.lengths, into.runs, np.array(WORDS, np.uint64))
     got = fabric.read(read, begun + TIMEOUT_S)  # type: ignore[attr-defined]
     return got, time.monotonic() - begun
 
 
-def test_nothing_is_written_after_a_read_from_a_paused_owner(
-    tmp_path: Path, into: Destination
-) -> None:
+def test_nothing_is_written_after_a_read_from_a_paused_owner(into: Destination) -> None:
     """The owner is stopped in mid-read, goes on after the read has returned, and reaches nothing.
 
     1. The owner stops after the bytes of portion 2 and before its words.
@@ -97,11 +88,9 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
     """
 
     def story(stall_s: float) -> tuple[Fetched, float, list[bool], str, Fetched]:
-        patient = closing(fabric_for(4096))
-        fabric = closing(fabric_for(4096, stall_s=stall_s))
-        folder = tmp_path / str(stall_s)
-        folder.mkdir()
-        with owner(folder, "SIGSTOP", 2) as running, fabric as hasty, patient as other:
+        patient = closing(fabric_for(GRANULE))
+        fabric = closing(fabric_for(GRANULE, stall_s=stall_s))
+        with owner("SIGSTOP", 2) as running, fabric as hasty, patient as other:
             got, seconds = read_all(hasty, running.member, into)
             whole = [into.page(index) == bytes([index + 1]) * PAGE_BYTES for index in range(2)]
             into.memory[:] = UNTOUCHED
@@ -114,17 +103,17 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(
     got, seconds, whole, went_on, again = paced(story, lambda told: told[0].seals["word"][1] != ODD)
 
     assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [2, 4, *[int(ODD)] * 4]
+    assert got.seals["word"].tolist() == [*WORDS[:2], *[int(ODD)] * 4]
     assert whole == [True, True]
     assert PACES_S[0] <= seconds < PROMPT_S
     assert went_on == "went on"
-    assert again.seals["word"].tolist() == [2, 4, 6, 8, 10, 12]
+    assert again.seals["word"].tolist() == WORDS
     assert (into.memory == UNTOUCHED).all()
 
 
-def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Destination) -> None:
+def test_owner_killed_in_mid_read_leaves_a_leading_run(into: Destination) -> None:
     """What had arrived with its words counts; the rest is odd, and the answer comes at once."""
-    with owner(tmp_path, "SIGKILL", 2) as running, closing(fabric_for(4096)) as fabric:
+    with owner("SIGKILL", 2) as running, closing(fabric_for(GRANULE)) as fabric:
         got, seconds = read_all(fabric, running.member, into)
         again, _ = read_all(fabric, running.member, into)
 
@@ -132,7 +121,7 @@ def test_owner_killed_in_mid_read_leaves_a_leading_run(tmp_path: Path, into: Des
     assert got.failure == PEER_UNREACHABLE
     # The kernel of a dead process may still deliver what it had taken, or reset the connection.
     assert complete <= 2
-    assert got.seals["word"].tolist() == [2, 4][:complete] + [int(ODD)] * (PAGES - complete)
+    assert got.seals["word"].tolist() == WORDS[:complete] + [int(ODD)] * (PAGES - complete)
     assert all(into.page(page) == bytes([page + 1]) * PAGE_BYTES for page in range(complete))
     assert_within(seconds, PROMPT_S)
     assert again.failure == PEER_UNREACHABLE

@@ -15,7 +15,8 @@ import pytest
 
 from peercache.net.breaker import STALL_S
 from peercache.wire.messages.directory import Located
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.pace import PROMPT_S, TIMEOUT_S, assert_within
+from tests.system.nodes import pause
 from tests.unit.net.peers import Asking
 
 ROOT = Path(__file__).parents[3]
@@ -42,24 +43,12 @@ def peer_process(kind: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str
         process.communicate()
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """Send SIGSTOP, and wait until every thread of the process has stopped."""
-    process.send_signal(signal.SIGSTOP)
-    threads = Path(f"/proc/{process.pid}/task")
-    wait_until(
-        lambda: all(
-            (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-            for thread in threads.iterdir()
-        )
-    )
-
-
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_a_killed_peer_is_noticed_at_once(kind: str, tmp_path: Path) -> None:
     """In the middle of a question, long before its deadline; and it is not asked again."""
     with peer_process(kind, tmp_path) as (process, url), Asking({7: url}) as client:
         assert isinstance(client.ask(7)[0], Located)
-        stop(process)
+        pause(process)
         threading.Timer(0.1, process.kill).start()
         began = time.monotonic()
 
@@ -80,7 +69,7 @@ def test_a_stopped_peer_costs_its_deadline_and_comes_back(kind: str, tmp_path: P
     """On old connections and new ones; late answers confuse no client."""
     with peer_process(kind, tmp_path) as (process, url), Asking({7: url}) as client:
         assert isinstance(client.ask(7)[0], Located)
-        stop(process)
+        pause(process)
         began = time.monotonic()
         old = client.ask(7, timeout_s=2 * STALL_S)
         old_s = time.monotonic() - began
@@ -135,31 +124,17 @@ main()
 """
 
 
-def test_a_forked_child_neither_hangs_nor_crashes_nor_disturbs(tmp_path: Path) -> None:
-    """The threads of nng do not exist there: what waits for them would wait for ever."""
+NEVER_CLOSES = FORKED[: FORKED.index("    child = os.fork()")] + "main()\n"
+
+
+@pytest.mark.parametrize(("program", "says"), [(FORKED, "child 0\n"), (NEVER_CLOSES, "")])
+def test_a_process_exits_though_it_forks_or_never_closes(
+    tmp_path: Path, program: str, says: str
+) -> None:
+    """The threads of nng do not exist in a child: what waits for them would wait for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(ROOT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+        [sys.executable, "-c", program, str(ROOT), str(tmp_path)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["child", "0"], done.stderr
-
-
-def test_a_process_that_never_closes_still_exits(tmp_path: Path) -> None:
-    """An engine is not obliged to tidy up."""
-    text = FORKED[: FORKED.index("    child = os.fork()")] + "    os.abort\n\nmain()\n"
-
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(ROOT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stdout, done.stderr) == (0, says, "")

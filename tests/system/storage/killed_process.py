@@ -52,7 +52,7 @@ def main() -> None:
             try:
                 write_until_killed(Path(folder), int(seed))
             finally:
-                os._exit(1)
+                os.abort()
         print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(f"ended {os.waitstatus_to_exitcode(status)}", flush=True)
