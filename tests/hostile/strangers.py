@@ -15,8 +15,11 @@ import attrs
 
 from peercache import Client
 from peercache.net.sockets import PAIR1_GREETING, local_path
+from peercache.wire.codec import decode
+from peercache.wire.messages.declared import Message
+from tests.hostile.garbage import enveloped
 from tests.pace import TIMEOUT_S, wait_until
-from tests.system.nodes import CALL_S, LocalCluster, NodeProcess, keys_of, pages_of, read
+from tests.system.nodes import CALL_S, Closing, LocalCluster, NodeProcess, keys_of, pages_of, read
 
 MIB = 2**20
 
@@ -71,11 +74,12 @@ def ports_of(node: NodeProcess) -> dict[str, Connect]:
 
 
 @attrs.frozen
-class Caller:
+class Caller(Closing):
     """A connection that has greeted as nng does, and then says what it likes."""
 
     connection: socket.socket
     is_local: bool
+    cluster: str = ""
 
     @classmethod
     def at(cls, node: NodeProcess, port: str) -> Caller:
@@ -88,7 +92,21 @@ class Caller:
         except BaseException:
             connection.close()
             raise
-        return cls(connection, is_local=port == "home")
+        return cls(connection, is_local=port == "home", cluster=node.cluster)
+
+    def say(self, message: object, *, sender: int, target: int = 0) -> None:
+        """Send a message in a sender's name."""
+        raw = enveloped(message, cluster=self.cluster, sender=sender, target=target)  # type: ignore[arg-type]
+        self.connection.sendall(self.framed(raw))
+
+    def answer(self) -> Message:
+        """Return the next message that comes."""
+        return decode(self.hear(), cluster=self.cluster).message
+
+    def ask(self, message: object, *, sender: int) -> Message:
+        """Send a message; return the next one that comes."""
+        self.say(message, sender=sender)
+        return self.answer()
 
     def framed(self, body: bytes, *, hops: int = 1, claims: int = -1) -> bytes:
         """Return a message as nng frames it; `claims` is a length that is not its own."""
@@ -105,14 +123,6 @@ class Caller:
     def close(self) -> None:
         """Hang up."""
         self.connection.close()
-
-    def __enter__(self) -> Caller:
-        """Return the caller itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Hang up."""
-        self.close()
 
 
 def received(connection: socket.socket, count: int) -> bytes:

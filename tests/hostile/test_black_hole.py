@@ -13,10 +13,9 @@ import pytest
 
 from peercache.client.client import Client
 from peercache.model.records import BUCKETS
-from peercache.wire.codec import decode
 from peercache.wire.messages.directory import Repair
 from peercache.wire.messages.session import Welcome
-from tests.hostile.garbage import enveloped, hello
+from tests.hostile.garbage import hello
 from tests.hostile.strangers import Caller, metric
 from tests.pace import wait_until
 from tests.system.nodes import LocalCluster, NodeProcess
@@ -53,9 +52,8 @@ def end_stream(cluster: LocalCluster, owner: NodeProcess, holder: NodeProcess, n
     sender = int(holder.ready["node"], 16)
     with Caller.at(owner, "control") as stranger:
         for said in (hello(cluster.name, is_node=True), Repair(number, bytes(range(BUCKETS)), b"")):
-            raw = enveloped(said, cluster=cluster.name, sender=sender)
-            stranger.connection.sendall(stranger.framed(raw))
-        assert isinstance(decode(stranger.hear(), cluster=cluster.name).message, Welcome)
+            stranger.say(said, sender=sender)
+        assert isinstance(stranger.answer(), Welcome)
         wait_until(lambda: received(owner, "Repair") > before)
 
 

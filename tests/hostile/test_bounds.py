@@ -17,7 +17,7 @@ from peercache.wire.codec import ITEMS_MAX, MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import ShareView
-from tests.hostile.strangers import MIB, Caller, Vitals, one_node, received
+from tests.hostile.strangers import MIB, Caller, Vitals, one_node
 from tests.pace import at_best, wait_until
 from tests.system.nodes import LocalCluster, script
 from tests.unit.actors.membership_cluster import member
@@ -160,14 +160,3 @@ def test_a_batch_of_many_thousand_pages_is_stored_found_and_read() -> None:
         assert stored == hits == [True] * count
         assert buffers == pages
         assert removed == count
-
-
-def test_a_greeting_of_another_protocol_ends_at_once() -> None:
-    """Nothing is kept for what nng does not understand."""
-    with one_node() as (_, node):
-        before = Vitals.of(node)
-        for _ in range(50):
-            with Caller.at(node, "control") as stranger:
-                stranger.connection.sendall(stranger.framed(b"", claims=2**40))
-                assert received(stranger.connection, 1) == b""
-        wait_until(lambda: Vitals.of(node).descriptors <= before.descriptors + 8)

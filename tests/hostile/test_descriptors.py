@@ -12,7 +12,7 @@ from peercache import Client
 from tests.certificates import Certificates
 from tests.hostile.strangers import Vitals
 from tests.pace import wait_until
-from tests.system.nodes import NodeProcess, keys_of, pages_of, read
+from tests.system.nodes import NodeProcess, flags_of, keys_of, pages_of, read
 
 LIMIT = 512
 FLOOD = 2 * LIMIT
@@ -56,11 +56,10 @@ def test_strangers_leave_a_node_with_few_open_files_a_quarter_of_them(tmp_path: 
     """At every port at once, and the node's own client stores and reads all the while."""
     ca = Certificates(tmp_path / "ca")
     files = ca.node("one")
-    flags = [x for name, value in files.items() for x in (f"--{name.replace('_', '-')}", value)]
     # Not pytest's folder: the path of a unix socket is at most 108 bytes long.
     home = f"ipc:///tmp/{tmp_path.parent.name}-{tmp_path.name}"[:100]
     node = NodeProcess(
-        ["--home", home, "--pool-size", "16MiB", "--listen", "127.0.0.1:0", *flags],
+        ["--home", home, "--pool-size", "16MiB", "--listen", "127.0.0.1:0", *flags_of(files)],
         before=("prlimit", f"--nofile={LIMIT}:{LIMIT}"),
     )
     seen: list[int] = []

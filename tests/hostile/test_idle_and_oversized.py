@@ -24,9 +24,9 @@ from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import PAIR1_GREETING, Dialer, Listener, OutOfDescriptors
 from peercache.node.admission import STRANGER_S, Admission
 from peercache.trust.sharing import Sharing
-from peercache.wire.codec import MESSAGE_BYTES_MAX, decode
+from peercache.wire.codec import MESSAGE_BYTES_MAX
 from peercache.wire.messages.membership import Join, ReportStatus, RequestStatus
-from tests.hostile.garbage import enveloped, hello
+from tests.hostile.garbage import hello
 from tests.hostile.strangers import (
     MIB,
     Bystander,
@@ -160,16 +160,13 @@ def test_lengths_that_are_lies_are_never_buffered(port: str) -> None:
 def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
     """The length alone makes nng hang up, even on who was admitted, before a byte more."""
     with one_node() as (cluster, node), Bystander(cluster, node):
-        raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
         with Caller.at(node, "control") as caller, Caller.at(node, "control") as honest:
             for one in (caller, honest):
-                one.connection.sendall(one.framed(raw))
-                assert one.hear()
+                assert one.ask(hello(cluster.name), sender=5)
 
             caller.connection.sendall(caller.framed(b"", claims=MESSAGE_BYTES_MAX + 65))
             ended = received(caller.connection, 1)
-            honest.connection.sendall(honest.framed(raw))
-            welcome = honest.hear()
+            welcome = honest.ask(hello(cluster.name), sender=5)
 
         assert ended == b""
         assert welcome
@@ -274,20 +271,16 @@ def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
 def test_strangers_give_way_before_descriptors_run_out() -> None:
     """Who connects and never says Hello is shown out, oldest first; who said it stays."""
     with one_node() as (cluster, node), Caller.at(node, "control") as admitted:
-        raw = enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
-        admitted.connection.sendall(admitted.framed(raw))
-        admitted.hear()
+        assert admitted.ask(hello(cluster.name), sender=5)
         spare = Vitals.of(node).descriptors
         resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (400, 400))
 
         with many(node, "control", 200, PAIR1_GREETING) as strangers:
             wait_until(lambda: metric(node, "peercache_messages_dropped").get("no_hello", 0) >= 100)
             wait_until(lambda: Vitals.of(node).descriptors <= spare + 100)
-            first = received(strangers[0], 100)
-            admitted.connection.sendall(admitted.framed(raw))
 
-            assert first == PAIR1_GREETING
-            assert admitted.hear()
+            assert received(strangers[0], 100) == PAIR1_GREETING
+            assert admitted.ask(hello(cluster.name), sender=5)
             wait_until(lambda: metric(node, "peercache_connections")["control"] <= 101)
 
 
@@ -311,8 +304,7 @@ def test_a_node_out_of_descriptors_lives_and_serves_again_when_they_come_back(
         keys = keys_of("before", 8)
         assert cluster.client(node).batch_set(keys, pages_of(keys)) == [True] * 8
         with Caller.at(node, "control") as newcomer:
-            greeting = enveloped(hello(cluster.name, is_node=True), cluster=cluster.name, sender=77)
-            newcomer.connection.sendall(newcomer.framed(greeting))
+            newcomer.say(hello(cluster.name, is_node=True), sender=77)
             newcomer.hear()
             spare = Vitals.of(node).descriptors + 20
             resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (spare, spare))
@@ -323,8 +315,7 @@ def test_a_node_out_of_descriptors_lives_and_serves_again_when_they_come_back(
                 # A link to it, and whatever else takes a descriptor, must wait or fail in peace.
                 for number in range(1000, 1010):
                     member = Member(77, 1, ALIVE, 255, "h", f"127.0.0.1:{number}", "", "", "")
-                    join = enveloped(Join(member), cluster=cluster.name, sender=77)
-                    newcomer.connection.sendall(newcomer.framed(join))
+                    newcomer.say(Join(member), sender=77)
                 # Nothing to wait for: this is the time in which a node used to end.
                 time.sleep(1.0)
                 assert node.process.poll() is None, node.said()
@@ -353,8 +344,7 @@ def test_a_node_without_a_descriptor_answers_how_it_is() -> None:
     with LocalCluster() as cluster:
         node = cluster.start()
         with Caller.at(node, "control") as member:
-            greeting = enveloped(hello(cluster.name, is_node=True), cluster=cluster.name, sender=77)
-            member.connection.sendall(member.framed(greeting))
+            member.say(hello(cluster.name, is_node=True), sender=77)
             member.hear()
             spare = Vitals.of(node).descriptors + 20
             resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (spare, spare))
@@ -362,9 +352,8 @@ def test_a_node_without_a_descriptor_answers_how_it_is() -> None:
                 for _ in range(40):
                     stack.enter_context(flood(node, "control", PAIR1_GREETING))
                 wait_until(lambda: Vitals.of(node).descriptors >= spare - 1)
-                asked = enveloped(RequestStatus(5, detail=False), cluster=cluster.name, sender=77)
-                member.connection.sendall(member.framed(asked))
-                answer = decode(member.hear(), cluster=cluster.name).message
+                member.say(RequestStatus(5, detail=False), sender=77)
+                answer = member.answer()
 
             assert isinstance(answer, ReportStatus), answer
             assert node.process.poll() is None, node.said()

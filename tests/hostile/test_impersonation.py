@@ -21,13 +21,6 @@ from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 SPACE = Namespace()
 
 
-def asked(caller: Caller, message: object, *, cluster: str, sender: int) -> object:
-    """Say something; return the answer."""
-    raw = enveloped(message, cluster=cluster, sender=sender)  # type: ignore[arg-type]
-    caller.connection.sendall(caller.framed(raw))
-    return decode(caller.hear(), cluster=cluster).message
-
-
 @pytest.mark.parametrize("knows_secret", [False, True], ids=["its id only", "its secret too"])
 def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
     """A client's id is in its messages: it used to be enough to end and commit its reservations."""
@@ -39,7 +32,7 @@ def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
 
         with Caller.at(node, "control") as liar:
             claim = hello(cluster.name, lock=file.name, secret=secret)
-            refused = asked(liar, claim, cluster=cluster.name, sender=identity)
+            refused = liar.ask(claim, sender=identity)
             assert isinstance(refused, Refused)
             assert refused.reason == "transport"
             for message in (
@@ -47,7 +40,7 @@ def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
                 Commit(2, 1, b"\1", bytes(8), 0.0),
                 Clear(3, SPACE.tag()),
             ):
-                answer = asked(liar, message, cluster=cluster.name, sender=identity)
+                answer = liar.ask(message, sender=identity)
                 assert isinstance(answer, HelloRequired)
 
         keys = keys_of("victim", 8)
@@ -62,11 +55,11 @@ def test_a_process_of_this_host_needs_the_secret_of_the_client_that_it_claims_to
         with Caller.at(node, "home") as liar:
             for secret in (b"", bytes(32)):
                 claim = hello(cluster.name, lock=lock.name, secret=secret)
-                refused = asked(liar, claim, cluster=cluster.name, sender=4711)
+                refused = liar.ask(claim, sender=4711)
                 assert isinstance(refused, Refused)
                 assert refused.reason == "secret"
             claim = hello(cluster.name, lock=lock.name, secret=lock.secret)
-            assert isinstance(asked(liar, claim, cluster=cluster.name, sender=4711), Welcome)
+            assert isinstance(liar.ask(claim, sender=4711), Welcome)
         lock.release()
 
 
@@ -75,12 +68,12 @@ def test_one_hello_locks_no_namespace_out_and_clears_none() -> None:
     with one_node() as (cluster, node):
         with Caller.at(node, "control") as reader:
             claim = hello(cluster.name, namespace=SPACE.name, geometry="evil")
-            assert isinstance(asked(reader, claim, cluster=cluster.name, sender=5), Welcome)
+            assert isinstance(reader.ask(claim, sender=5), Welcome)
             writer = cluster.client(node, namespace=SPACE)
             keys = keys_of("open", 8)
             assert writer.batch_set(keys, pages_of(keys)) == [True] * 8
 
-            refused = asked(reader, Clear(9, SPACE.tag()), cluster=cluster.name, sender=5)
+            refused = reader.ask(Clear(9, SPACE.tag()), sender=5)
 
         assert isinstance(refused, Refused)
         assert (refused.request, refused.reason) == (9, "role")

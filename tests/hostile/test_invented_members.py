@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -95,12 +96,9 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
             own = answering.member
         told = [invented(number, name) for number in range(2, INVENTED)]
 
-        def say(message: object) -> None:
-            raw = enveloped(message, cluster=name, sender=own.incarnation)  # type: ignore[arg-type]
-            liar.connection.sendall(liar.framed(raw))
-
+        say = partial(liar.say, sender=own.incarnation)
         say(hello(name, is_node=True, nonce=own.nonce))
-        assert isinstance(decode(liar.hear(), cluster=name).message, Welcome)
+        assert isinstance(liar.answer(), Welcome)
         say(Join(own))
         with cluster.client(node) as client:
             if answers:
