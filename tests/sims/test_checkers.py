@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -74,75 +75,66 @@ def test_content_tells_whose_it_is() -> None:
     assert version_of(KEY, torn) is None
 
 
-def test_a_write_under_a_committed_record_is_noticed() -> None:
-    """The first rule of the pool, at the very write that breaks it."""
-    node = memory()
+def write_under_committed(node: NodeMemory) -> None:
+    """Break the first rule of the pool: it is noticed at the very write."""
     commit(node)
-
-    with pytest.raises(Violation) as caught:
-        node.write(GRANULE, 0, content_of(KEY, 2, 24), 7)
-
-    assert found_by(caught) == "write-under-committed"
+    node.write(GRANULE, 0, content_of(KEY, 2, 24), 7)
 
 
-def test_a_write_without_a_reservation_is_noticed() -> None:
-    """Even where it does no harm this time."""
-    node = memory()
+def write_without_reservation(node: NodeMemory) -> None:
+    """Write into another client's slot, even where it does no harm this time."""
     node.store_words(words((0, 11)), 0.0)
     node.may_write = lambda client, index: (client, index) == (7, 0)
     node.write(0, 0, content_of(KEY, 1, 300), 7)
-
-    with pytest.raises(Violation) as caught:
-        node.write(0, 0, content_of(KEY, 1, 300), 8)
-
-    assert found_by(caught) == "write-without-reservation"
+    node.write(0, 0, content_of(KEY, 1, 300), 8)
 
 
-def test_a_write_under_an_even_word_is_noticed() -> None:
-    """Even where no page lies any more: only an odd word says that the bytes may change."""
-    node = memory()
-
-    with pytest.raises(Violation) as caught:
-        node.write(0, 0, content_of(KEY, 2, 24), 7)
-
-    assert found_by(caught) == "write-under-even-word"
+def write_under_even_word(node: NodeMemory) -> None:
+    """Write where no page is any more: only an odd word says that the bytes may change."""
+    node.write(0, 0, content_of(KEY, 2, 24), 7)
 
 
-def test_an_even_value_that_comes_back_is_noticed() -> None:
-    """Wherever in the cluster: one generation, one page."""
-    node = memory()
+def generation(node: NodeMemory) -> None:
+    """Let an even value come back: in all of a cluster one generation is one page."""
     commit(node)
     node.store_words(words((0, 11)), 2.0)
-
-    with pytest.raises(Violation) as caught:
-        node.store_words(words((3, 10)), 3.0)
-
-    assert found_by(caught) == "generation"
+    node.store_words(words((3, 10)), 3.0)
 
 
-def test_a_page_that_is_published_before_it_is_whole_is_noticed() -> None:
-    """What a record names must be there, to the last byte, at that moment."""
-    node = memory()
+def torn_commit(node: NodeMemory) -> None:
+    """Publish a page of which not every byte is there."""
     node.store_words(words((0, 11)), 0.0)
     node.write(0, 0, content_of(KEY, 1, 300)[:200], 7)
     node.store_words(words((0, 10)), 1.0)
-
-    with pytest.raises(Violation) as caught:
-        node.published(record(), 1.0)
-
-    assert found_by(caught) == "torn-commit"
+    node.published(record(), 1.0)
 
 
-def test_a_record_before_its_word_is_noticed() -> None:
-    """The order of the pool's effects is a promise."""
-    node = memory()
+def publish_order(node: NodeMemory) -> None:
+    """Publish a record before its word: the order of the pool's effects is a promise."""
     node.store_words(words((0, 11)), 0.0)
     node.write(0, 0, content_of(KEY, 1, 300), 7)
+    node.published(record(), 1.0)
 
+
+@pytest.mark.parametrize(
+    "offend",
+    [
+        write_under_committed,
+        write_without_reservation,
+        write_under_even_word,
+        generation,
+        torn_commit,
+        publish_order,
+    ],
+)
+def test_what_a_correct_node_never_does_to_its_memory_is_noticed(
+    offend: Callable[[NodeMemory], None],
+) -> None:
+    """Each offender is named by its checker."""
     with pytest.raises(Violation) as caught:
-        node.published(record(), 1.0)
+        offend(memory())
 
-    assert found_by(caught) == "publish-order"
+    assert found_by(caught) == offend.__name__.replace("_", "-")
 
 
 def test_wrong_uncommitted_and_stale_hits_are_noticed() -> None:
@@ -195,7 +187,7 @@ def test_a_mailbox_beyond_its_bound_is_noticed() -> None:
         mailbox.tell(SELF, "a fact")
     check_bounds(mailbox, "pool")
     for _ in range(3):
-        mailbox._put(SELF, "from the network", 10)
+        mailbox.waiting.append((SELF, "from the network", 10))
 
     with pytest.raises(Violation) as caught:
         check_bounds(mailbox, "pool")

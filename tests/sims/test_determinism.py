@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -12,6 +13,9 @@ from sims.canaries import SET_ORDER, digests_of
 from sims.clock import VirtualClock
 from sims.play import play
 from sims.swarm import smaller
+
+SCHEDULER = importlib.import_module("trio._core._run")
+"""What a simulation changes, and gives back."""
 
 SEED = 5
 SEEDS = (5, pytest.param(103, marks=pytest.mark.slow))
@@ -44,7 +48,7 @@ def test_the_scheduler_follows_its_seed() -> None:
 
 def test_the_scheduler_is_left_as_it_was() -> None:
     """A run of the simulation changes nothing for other users of trio in the process."""
-    private = vars(trio._core._run)
+    private = vars(SCHEDULER)
     before = private[determinism.FLAG]
 
     determinism.run(_race, seed=1, clock=VirtualClock())
@@ -54,7 +58,7 @@ def test_the_scheduler_is_left_as_it_was() -> None:
 
 def test_a_trio_without_the_private_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Better no simulation than one that cannot be replayed."""
-    monkeypatch.delattr(trio._core._run, determinism.GENERATOR)
+    monkeypatch.delattr(SCHEDULER, determinism.GENERATOR)
 
     with pytest.raises(RuntimeError, match="has no"):
         determinism.run(_race, seed=1, clock=VirtualClock())
