@@ -11,7 +11,6 @@ import attrs
 import pytest
 
 from peercache.fabric.shm import ShmFabric
-from peercache.fabric.tcp.client import TcpFabric
 from peercache.memory.layout import boot_id
 from peercache.memory.published import PublishedSegment
 from peercache.model.member import Member
@@ -43,49 +42,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 
 
 @attrs.define
-class FakeBench:
-    """The fake, with memory of this process."""
-
-    fabric: FakeFabric
-    owner: Owner
-    member: Member = attrs.field(factory=lambda: member_of(INCARNATION))
-
-    @property
-    def between(self) -> Callable[[], None]:
-        """What happens between bytes and word."""
-        return self.fabric.between
-
-    @between.setter
-    def between(self, act: Callable[[], None]) -> None:
-        self.fabric.between = act
-
-
-@attrs.define
-class TcpBench:
-    """The tcp fabric over loopback, with the server's loop in another thread."""
-
-    fabric: TcpFabric
-    owner: Owner
-    member: Member
-    server: PageServer
-
-    @property
-    def between(self) -> Callable[[], None]:
-        """What happens between bytes and word."""
-        return self.server.between
-
-    @between.setter
-    def between(self, act: Callable[[], None]) -> None:
-        self.server.between = act
-
-
-@attrs.define
-class ShmBench:
-    """The shared-memory fabric, with the segment mapped a second time."""
+class Bench:
+    """An owner, and a fabric that calls `act` between bytes and word."""
 
     owner: Owner
     member: Member
-    fabric: ShmFabric = attrs.field(init=False)
+    fabric: Any = attrs.field(init=False)
     between: Callable[[], None] = attrs.field(default=lambda: None, init=False)
 
     def act(self) -> None:
@@ -97,22 +59,25 @@ class TestFakeFabric(FabricSuite):
     """The fake obeys the contract, or what is tested with it proves nothing."""
 
     @pytest.fixture
-    def bench(self) -> FakeBench:
+    def bench(self) -> Bench:
         """Memory of this process, read by the fake."""
         memory = PlainMemory.of(PAGE_MEMORY_BYTES, GRANULE)
-        fabric = FakeFabric(granule=GRANULE)
-        fabric.peers[INCARNATION] = memory
-        return FakeBench(fabric, Owner(memory))
+        bench = Bench(Owner(memory), member_of(INCARNATION))
+        bench.fabric = FakeFabric(granule=GRANULE)
+        bench.fabric.peers[INCARNATION] = memory
+        bench.fabric.between = bench.act
+        return bench
 
 
 @contextlib.contextmanager
-def served(segment: PublishedSegment, **options: Any) -> Iterator[TcpBench]:
+def served(segment: PublishedSegment, **options: Any) -> Iterator[Bench]:
     """Serve a segment over tcp."""
     server = PageServer(segment, incarnation=INCARNATION, granule=GRANULE, **options)
-    fabric = fabric_for(GRANULE)
-    member = member_of(INCARNATION, data=server.address)
-    yield TcpBench(fabric, Owner(segment), member, server)
-    fabric.close()
+    bench = Bench(Owner(segment), member_of(INCARNATION, data=server.address))
+    bench.fabric = fabric_for(GRANULE)
+    server.between = bench.act
+    yield bench
+    bench.fabric.close()
     server.close()
 
 
@@ -120,7 +85,7 @@ class TestTcpFabric(FabricSuite):
     """Bytes through the kernel's loopback."""
 
     @pytest.fixture
-    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
+    def bench(self, segment: PublishedSegment) -> Iterator[Bench]:
         """A segment, served by another thread."""
         with served(segment, threads=1) as bench:
             yield bench
@@ -130,7 +95,7 @@ class TestTcpFabricWithTwoServingThreads(FabricSuite):
     """Connections of one client, some with each thread."""
 
     @pytest.fixture
-    def bench(self, segment: PublishedSegment) -> Iterator[TcpBench]:
+    def bench(self, segment: PublishedSegment) -> Iterator[Bench]:
         """A segment, served by two other threads."""
         with served(segment, threads=2) as bench:
             yield bench
@@ -140,12 +105,14 @@ class TestTcpFabricOverTls(FabricSuite):
     """The same bytes, encrypted."""
 
     @pytest.fixture
-    def bench(self, segment: PublishedSegment, cluster: Cluster) -> Iterator[TcpBench]:
+    def bench(self, segment: PublishedSegment, cluster: Cluster) -> Iterator[Bench]:
         """A segment, served to a client with a certificate."""
         server = serve(segment, cluster.node(), threads=2)
-        fabric = fabric_with(cluster.client())
-        yield TcpBench(fabric, Owner(segment), member_at(server), server)
-        fabric.close()
+        bench = Bench(Owner(segment), member_at(server))
+        bench.fabric = fabric_with(cluster.client())
+        server.between = bench.act
+        yield bench
+        bench.fabric.close()
         server.close()
 
 
@@ -153,10 +120,10 @@ class TestShmFabric(FabricSuite):
     """One memory copy out of a mapped segment."""
 
     @pytest.fixture
-    def bench(self, segment: PublishedSegment) -> Iterator[ShmBench]:
+    def bench(self, segment: PublishedSegment) -> Iterator[Bench]:
         """A segment, mapped a second time by the fabric."""
         member = member_of(INCARNATION, boot_id=boot_id(), segment=str(segment.path))
-        bench = ShmBench(Owner(segment), member)
+        bench = Bench(Owner(segment), member)
         bench.fabric = ShmFabric(boot_id=boot_id(), between=bench.act)
         yield bench
         bench.fabric.close()
