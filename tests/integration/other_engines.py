@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,10 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import pytest
 
-from peercache import Client
 from tests.pace import wait_until
 from tests.system.nodes import free_port
 
@@ -177,13 +174,8 @@ class LMCacheServer(EngineProcess):
         return status
 
 
-def flip_every_page(client: Client) -> None:
-    """Flip a bit in each 4 KiB of the home node's pool, behind its back."""
-    attached = client._home.tie.attached
-    assert attached is not None
-    size = attached.memory.page_bytes
-    memory = (ctypes.c_ubyte * size).from_address(attached.memory.pages_address)
-    np.frombuffer(memory, np.uint8)[::4096] ^= 1
+EVERY_PAGE = slice(None, None, 4096)
+"""Where `NodeProcess.flip` flips a bit of every page."""
 
 
 def tiny_model(venv: Path, folder: Path) -> Path:

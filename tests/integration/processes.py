@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import select
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from tests.system.nodes import Closing
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,15 +32,6 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
-def free_port() -> int:
-    """Return a port that was free just now, of those that no connection is given by itself."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
-
-
 def greets_in_clear_text(address: str) -> bool:
     """Return whether the control port at an address answers without TLS."""
     host, _, port = address.rpartition(":")
@@ -52,7 +43,7 @@ def greets_in_clear_text(address: str) -> bool:
     return False
 
 
-class Child:
+class Child(Closing):
     """A program that reads one JSON line and answers with one, until its stdin ends."""
 
     def __init__(self, *arguments: str, **more_environment: str) -> None:
@@ -124,17 +115,6 @@ class Child:
         finally:
             if self._process.stdout is not None:
                 self._process.stdout.close()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class StandaloneNode(Child):

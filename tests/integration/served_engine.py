@@ -12,14 +12,14 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
 import psutil
 
-from tests.integration.processes import STOP_S, environment, free_port
+from tests.integration.processes import STOP_S, environment
 from tests.pace import wait_until
+from tests.system.nodes import Closing, free_port
 
 PAGE_TOKENS = 64
 NEW_TOKENS = 4
@@ -45,7 +45,7 @@ class Reply:
     took_s: float
 
 
-class ServedEngine:
+class ServedEngine(Closing):
     """`sglang.launch_server` in a process group of its own, without storage at first."""
 
     def __init__(self, model: Path) -> None:
@@ -54,7 +54,7 @@ class ServedEngine:
         flags = {
             "--model-path": str(model),
             "--host": "127.0.0.1",
-            "--port": str(self._port),
+            "--port": self._port,
             "--admin-api-key": KEY,
             "--device": "cpu",
             "--attention-backend": "torch_native",
@@ -178,14 +178,3 @@ class ServedEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def __enter__(self) -> ServedEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

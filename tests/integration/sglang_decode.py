@@ -27,9 +27,10 @@ from peercache.sglang import PeerCacheStore
 from tests.integration.sglang_pools import DEVICE_PAGES, DTYPE, PAGE_TOKENS, device_pool
 from tests.integration.sglang_rig import Shape, buffers, content, ranks
 from tests.pace import wait_until
+from tests.system.nodes import Closing
 
 
-class Decoder:
+class Decoder(Closing):
     """The decode side of one request at a time; use it as a context manager."""
 
     def __init__(self, extra_config: dict[str, Any], layout: str = "page_first") -> None:
@@ -112,10 +113,8 @@ class Decoder:
         self._manager.check_offload_progress()
         return not (self._manager.ongoing_offload or self._manager.ongoing_backup)
 
-    def __enter__(self) -> Decoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Detach the storage backend, and give SGLang its arguments back."""
         self._manager.cache_controller.detach_storage_backend()
         self._manager.release_host_resources()
         torch.distributed.destroy_process_group()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 try:
@@ -103,6 +105,25 @@ def flat_page(pool: Any, page: int) -> bytes:
     """Return the bytes of a page as SGLang flattens it."""
     flat = pool.get_data_page(page * pool.page_size, flat=True)
     return bytes(flat.contiguous().view(torch.uint8).numpy())
+
+
+def storage_config(**changes: Any) -> HiCacheStorageConfig:
+    """Return what SGLang's controller makes of a plain server; fields of its version only."""
+    facts = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "org/model",
+        "extra_config": {},
+    }
+    known = {field.name for field in dataclasses.fields(HiCacheStorageConfig)}
+    return HiCacheStorageConfig(**{k: v for k, v in {**facts, **changes}.items() if k in known})
 
 
 def page_hash(number: int) -> str:

@@ -5,7 +5,6 @@ A pool that a device pool fills is built over that device pool, in ordinary memo
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,13 +137,3 @@ def moved_to(pool: Any, pages: list[int]) -> torch.Tensor:
     """Return the host indices of these pages."""
     slots = torch.tensor(pages, dtype=torch.int64)[:, None] * pool.page_size
     return (slots + torch.arange(pool.page_size)).reshape(-1)
-
-
-def plain_config(**changes: Any) -> SimpleNamespace:
-    """Return what SGLang's controller makes of a plain server."""
-    facts = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
-        "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False,
-        "is_page_first_layout": True, "model_name": "org/model", "extra_config": {},
-    }  # fmt: skip
-    return SimpleNamespace(**{**facts, **changes})

@@ -1,8 +1,8 @@
-"""The writing engine of the two-process tests: SGLang's controller in a process of its own.
+"""Another engine: SGLang's controllers in a process of its own.
 
-In:  {"shape": {…}, "extra": {…}, "tokens": […], "seed": n}
-Out: {"ready": true}, then {"stored": pages} a line. A rig that embeds its node stays open until
-     stdin ends, because the node takes its pages along; others are closed at once.
+In:  {"shape": {…}, "extra": {…}, "back_up": tokens, "seed": n}, or the same with "prefetch"
+Out: {"ready": true}, then {"stored": pages} or {"loaded": pages, "right": bool} a line. Rigs stay
+     open until stdin ends: one that embeds its node would take the pages along.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from tests.pace import no_peer_is_taken_for_hung  # noqa: E402 - likewise
 
 
 def main(replies: Any) -> None:
-    """Back up one prompt a line."""
-    embedding: list[Rig] = []
+    """Do what each line says."""
+    rigs: dict[str, Rig] = {}
     no_peer_is_taken_for_hung(pytest.MonkeyPatch())
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        rig = Rig(Shape(**request["shape"]), request["extra"], PeerCacheStore)
-        stored = rig.back_up(request["tokens"], request["seed"])
-        if "home" in request["extra"]:
-            rig.close()
+        name = json.dumps([request["shape"], request["extra"]])
+        if name not in rigs:
+            rigs[name] = Rig(Shape(**request["shape"]), request["extra"], PeerCacheStore)
+        if "back_up" in request:
+            stored = rigs[name].back_up(request["back_up"], request["seed"])
+            answer: dict[str, Any] = {"stored": stored}
         else:
-            embedding.append(rig)
-        print(json.dumps({"stored": stored}), file=replies, flush=True)
-    for rig in embedding:
+            loaded, right = rigs[name].prefetch(request["prefetch"], request["seed"])
+            answer = {"loaded": loaded, "right": right}
+        print(json.dumps(answer), file=replies, flush=True)
+    for rig in rigs.values():
         rig.close()
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.other_engines import (
+    EVERY_PAGE,
     EngineProcess,
     LMCacheServer,
     environment_of,
-    flip_every_page,
     plugin,
 )
 from tests.pace import FACTOR, assert_within, wait_until
@@ -103,7 +103,7 @@ def test_another_server_loads_what_a_killed_one_stored_and_no_flipped_byte(
         wait_until(lambda: server.adapter()["locked"] == 0)
         assert server.adapter()["is_healthy"]
 
-    flip_every_page(watcher)
+    first.flip(EVERY_PAGE)
     with LMCacheServer(venv, l2(cluster, second)) as server:
         server.wait()
         said = run_bench(venv, server)

@@ -9,8 +9,6 @@ SGLang, the offload manager, is in test_sglang_prefill_decode.py.
 from __future__ import annotations
 
 import itertools
-import json
-import random
 import signal
 import time
 import urllib.request
@@ -22,14 +20,15 @@ import attrs
 import pytest
 
 from tests.integration.engine_process import NEW_TOKENS, PAGE_TOKENS
-from tests.integration.processes import HERE, Child, StandaloneNode, free_port
-from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
+from tests.integration.engines import a_prompt, from_storage, start_engine, wait_for
+from tests.integration.processes import Child, StandaloneNode
+from tests.integration.tiny_llama import write_tiny_llama
 from tests.pace import PROMPT_S, assert_within, wait_until
+from tests.system.nodes import free_port
 
 # Two engines: as long as all other SGLang tests together.
 pytestmark = pytest.mark.slow
 
-START_S = 900.0
 PROMPT_TOKENS = 1020
 PROMPT_PAGES = PROMPT_TOKENS // PAGE_TOKENS
 OUTPUT_PAGES = (PROMPT_TOKENS + NEW_TOKENS - 1) // PAGE_TOKENS
@@ -85,7 +84,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("roles")
     model = write_tiny_llama(folder / "tiny-llama")
     homes = [tmp_path_factory.mktemp(role) for role in ("prefill", "decode")]
-    bootstrap_port, metrics_port = free_port(), free_port()
+    bootstrap_port, metrics_port = int(free_port()), int(free_port())
     with (
         StandaloneNode(homes[1], metrics_port=metrics_port) as decode_node,
         StandaloneNode(homes[0], discovery=decode_node.control) as prefill_node,
@@ -98,8 +97,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             disaggregation_decode_enable_radix_cache=True,
         ) as decode,
     ):
-        for engine in (prefill, decode):
-            assert engine.receive(START_S)["ready"]
+        wait_for(prefill, decode)
         metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         pair = Pair(prefill, decode, homes[0], prefill_node, decode_node, metrics, bootstrap_port)
         yield pair
@@ -110,39 +108,12 @@ def start(
     role: str, model: Path, node: StandaloneNode, bootstrap_port: int, **options: Any
 ) -> Child:
     """Start an engine in a role."""
-    extra = {
-        "home": node.home,
-        "backend_name": "peercache",
-        "module_path": "peercache.sglang",
-        "class_name": "PeerCacheStore",
-        "interface_v1": 1,
-    }
     options |= {
         "disaggregation_mode": role,
         "disaggregation_transfer_backend": "mooncake_tcp",
         "disaggregation_bootstrap_port": bootstrap_port,
     }
-    return Child(
-        str(HERE / "engine_process.py"),
-        str(model),
-        json.dumps(extra),
-        "dynamic",
-        json.dumps(options),
-        PEERCACHE_TEST_CPU_ENGINE="1",
-        SGLANG_USE_CPU_ENGINE="1",
-        SGLANG_HOST_IP="127.0.0.1",
-        HF_HUB_OFFLINE="1",
-    )
-
-
-def a_prompt(seed: int) -> list[int]:
-    """Return token ids that are no special ones."""
-    return random.Random(seed).choices(range(3, VOCABULARY), k=PROMPT_TOKENS)
-
-
-def from_storage(reply: dict[str, Any]) -> int:
-    """Return how many prompt tokens came out of the store."""
-    return int((reply["cached"] or {}).get("storage", 0))
+    return start_engine(model, node, options=options, SGLANG_HOST_IP="127.0.0.1")
 
 
 def shared(pair: Pair, ids: list[int], tokens: list[int]) -> None:
@@ -168,7 +139,7 @@ def shared(pair: Pair, ids: list[int], tokens: list[int]) -> None:
 
 def test_both_roles_take_a_prompt_from_storage(pair: Pair) -> None:
     """Decode reads the pages that prefill has set, and has prefill send what is left."""
-    ids = a_prompt(1)
+    ids = a_prompt(1, PROMPT_TOKENS)
 
     _, computed = pair.ask(ids)
 
@@ -178,9 +149,9 @@ def test_both_roles_take_a_prompt_from_storage(pair: Pair) -> None:
 
 def test_the_next_prefill_finds_the_output_of_decode(pair: Pair) -> None:
     """The page that decode filled is prefill's prefix; tokens are those of a cold start."""
-    ids = a_prompt(2)
+    ids = a_prompt(2, PROMPT_TOKENS)
     _, computed = pair.ask(ids)
-    longer = [*ids, *computed["tokens"], *a_prompt(3)[:20]]
+    longer = [*ids, *computed["tokens"], *a_prompt(3, PROMPT_TOKENS)[:20]]
     replies: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def is_found() -> bool:
@@ -201,7 +172,7 @@ def test_tokens_stay_right_when_the_host_of_prefills_pages_hangs_dies_and_return
     pair: Pair,
 ) -> None:
     """Requests end; each is answered right or given up by SGLang, and answered when repeated."""
-    ids = a_prompt(4)
+    ids = a_prompt(4, PROMPT_TOKENS)
     _, computed = pair.ask(ids)
     shared(pair, ids, computed["tokens"])
 
@@ -211,7 +182,7 @@ def test_tokens_stay_right_when_the_host_of_prefills_pages_hangs_dies_and_return
     pair.prefill_node.kill()
     while_it_is_gone = answered(pair, ids)
     pair.prefill_node = StandaloneNode(pair.prefill_folder, discovery=pair.decode_node.control)
-    others = a_prompt(5)
+    others = a_prompt(5, PROMPT_TOKENS)
     _, fresh = pair.ask(others)
 
     shared(pair, others, fresh["tokens"])

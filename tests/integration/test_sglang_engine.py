@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.engine_process import PAGE_TOKENS
+from tests.integration.engines import DYNAMIC, a_prompt, from_storage, start_engine, wait_for
 from tests.integration.patched import patched_sglang
-from tests.integration.processes import HERE, Child, StandaloneNode
-from tests.integration.tiny_llama import VOCABULARY, write_tiny_llama
+from tests.integration.processes import Child, StandaloneNode
+from tests.integration.tiny_llama import write_tiny_llama
 from tests.pace import paced, wait_until
 
 # Each engine is three processes that import SGLang: as long as all other SGLang tests together.
 pytestmark = pytest.mark.slow
 
-START_S = 900.0
 PROMPT_TOKENS = 1000
 STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 
@@ -39,52 +36,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with (
         StandaloneNode(tmp_path_factory.mktemp("a")) as first,
         StandaloneNode(tmp_path_factory.mktemp("b"), discovery=first.control) as second,
-        start(model, first, patched=patched) as writer,
-        start(model, second, interface=0) as reader,
+        start_engine(
+            model, first, {}, backend="peercache", PYTHONPATH_FIRST=str(patched)
+        ) as writer,
+        start_engine(model, second, {**DYNAMIC, "interface_v1": 0}) as reader,
     ):
-        for engine in (writer, reader):
-            assert engine.receive(START_S)["ready"]
+        wait_for(writer, reader)
         yield writer, reader
-
-
-def start(
-    model: Path, node: StandaloneNode, *, interface: int = 1, patched: Path | None = None
-) -> Child:
-    """Start an engine that is at home with a node.
-
-    patched: where an SGLang lies that knows the backend by its name; None loads it dynamically.
-    """
-    extra: dict[str, Any] = {"home": node.home}
-    if patched is None:
-        extra |= {
-            "backend_name": "peercache",
-            "module_path": "peercache.sglang",
-            "class_name": "PeerCacheStore",
-            "interface_v1": interface,
-        }
-    return Child(
-        str(HERE / "engine_process.py"),
-        str(model),
-        json.dumps(extra),
-        "dynamic" if patched is None else "peercache",
-        PYTHONPATH_FIRST="" if patched is None else str(patched),
-        PEERCACHE_TEST_CPU_ENGINE="1",
-        SGLANG_USE_CPU_ENGINE="1",
-        HF_HUB_OFFLINE="1",
-    )
-
-
-def a_prompt(seed: int) -> list[int]:
-    """Return token ids that are no special ones."""
-    return random.Random(seed).choices(range(3, VOCABULARY), k=PROMPT_TOKENS)
-
-
-def from_storage(reply: dict[str, Any]) -> int:
-    """Return how many prompt tokens came out of the store, which SGLang names by its class."""
-    details = reply["cached"] or {}
-    # Whether it was loaded dynamically or is one of SGLang's own: what operators see is PeerCache.
-    assert not details or details["storage_backend"] == "PeerCacheStore", details
-    return int(details.get("storage", 0))
 
 
 def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines: Engines) -> None:
@@ -93,7 +51,7 @@ def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines
     seeds = iter((1, 11, 21))
 
     def story(_: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        ids = a_prompt(next(seeds))
+        ids = a_prompt(next(seeds), PROMPT_TOKENS)
         computed = writer.ask({"input_ids": ids})
         # SGLang stores in the background: the pages are there once the writer itself reads them
         # back.
@@ -117,7 +75,7 @@ def test_another_prompt_is_computed_and_answered_differently(engines: Engines) -
     """The model's answers do depend on the prompt, so equal answers above mean something."""
     _, reader = engines
 
-    replies = [reader.ask({"input_ids": a_prompt(seed)}) for seed in (2, 3)]
+    replies = [reader.ask({"input_ids": a_prompt(seed, PROMPT_TOKENS)}) for seed in (2, 3)]
 
     assert [from_storage(reply) for reply in replies] == [0, 0]
     assert replies[0]["tokens"] != replies[1]["tokens"]

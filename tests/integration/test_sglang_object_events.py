@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from peercache import Client
 from peercache.errors import ConfigError
 from peercache.sglang import PeerCacheStore
 from tests.integration.sglang_pools import PAGE_TOKENS
 from tests.integration.sglang_rig import Rig, Shape, get_storage_hash_str, prompt
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, keys_of, pages_of
+from tests.system.nodes import LocalCluster, NodeProcess, free_port, keys_of, pages_of
 
 PAGES = 4
-ANY = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def node() -> Iterator[NodeProcess]:
+    """A node that publishes nothing itself."""
+    with LocalCluster() as cluster:
+        yield cluster.start(pool="64MiB")
+
+
+class Engines:
+    """Engines at a node, each with an endpoint for its object events."""
+
+    def __init__(self, node: NodeProcess, stack: ExitStack) -> None:
+        """Close them with the stack."""
+        self._node, self._stack = node, stack
+
+    def open(self, shape: Shape | None = None, **extra: Any) -> tuple[Rig, str]:
+        """Open one; return it, and its endpoint."""
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        at = {"home": self._node.ready["home"], "cluster": self._node.cluster}
+        rig = Rig(shape or Shape(), {**at, "object_events": endpoint, **extra}, PeerCacheStore)
+        self._stack.enter_context(closing(rig))
+        return rig, endpoint
+
+
+@pytest.fixture
+def engines(node: NodeProcess) -> Iterator[Engines]:
+    """What opens engines at the node."""
+    with ExitStack() as stack:
+        yield Engines(node, stack)
 
 
 @contextmanager
-def told_by(store: Any) -> Iterator[Callable[[], set[str]]]:
+def told_at(endpoint: str) -> Iterator[Callable[[], set[str]]]:
     """Yield what returns the objects that a router would take for stored by now."""
     known: set[str] = set()
     following = -1
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.subscribe(b"")
-        socket.connect(store._objects.endpoint)
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.subscribe(b"")
+        reader.connect(endpoint)
 
         def now() -> set[str]:
             nonlocal following
-            while socket.poll(50):
-                _, sequence, payload = socket.recv_multipart()
+            while reader.poll(50):
+                _, sequence, payload = reader.recv_multipart()
                 number = int.from_bytes(sequence, "big")
                 if number != following:
                     known.clear()
@@ -59,57 +90,47 @@ def objects_of(tokens: list[int], *suffixes: str) -> set[str]:
     ("kind", "suffixes"), [("mha", ("0_k", "0_v")), ("mla", ("_k",))], ids=["mha", "mla"]
 )
 def test_a_router_is_told_what_the_home_node_has_of_an_engine(
-    kind: str, suffixes: tuple[str, ...]
+    engines: Engines, kind: str, suffixes: tuple[str, ...]
 ) -> None:
     """From the first set on, for a reader that comes late, and after another client's removal."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {"home": node.ready["home"], "cluster": cluster.name, "object_events": ANY}
-        rig = Rig(Shape(kind=kind), extra, PeerCacheStore)
-        try:
-            first, second = prompt(PAGES, 1), prompt(PAGES, 2)
-            with told_by(rig.store) as told:
-                assert rig.back_up(first, 1) == PAGES
-                wait_until(lambda: told() == objects_of(first, *suffixes))
+    rig, endpoint = engines.open(Shape(kind=kind))
+    first, second = prompt(PAGES, 1), prompt(PAGES, 2)
+    with told_at(endpoint) as told:
+        assert rig.back_up(first, 1) == PAGES
+        wait_until(lambda: told() == objects_of(first, *suffixes))
 
-                assert rig.back_up(second, 2) == PAGES
-                both = objects_of(first, *suffixes) | objects_of(second, *suffixes)
-                wait_until(lambda: told() == both)
-                with told_by(rig.store) as late:
-                    wait_until(lambda: late() == both)
+        assert rig.back_up(second, 2) == PAGES
+        both = objects_of(first, *suffixes) | objects_of(second, *suffixes)
+        wait_until(lambda: told() == both)
+        with told_at(endpoint) as late:
+            wait_until(lambda: late() == both)
 
-                rig.store.clear()
-                wait_until(lambda: told() == set())
-        finally:
-            rig.close()
+        rig.store.clear()
+        wait_until(lambda: told() == set())
 
 
-def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for() -> None:
+def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for(
+    engines: Engines, node: NodeProcess
+) -> None:
     """Its node has held them since before; only a call can tell it what they are called."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {"home": node.ready["home"], "cluster": cluster.name, "object_events": ANY}
-        tokens = prompt(PAGES, 3)
-        rig = Rig(Shape(), extra, PeerCacheStore)
-        assert rig.back_up(tokens, 3) == PAGES
-        rig.close()
+    tokens = prompt(PAGES, 3)
+    rig, _ = engines.open()
+    assert rig.back_up(tokens, 3) == PAGES
+    rig.store.close()
 
-        again = Rig(Shape(), extra, PeerCacheStore)
-        try:
-            with told_by(again.store) as told:
-                other = cluster.client(node)
-                others = keys_of("other", 2)
-                assert all(other.batch_set(others, pages_of(others)))
-                assert told() == set()
+    again, endpoint = engines.open()
+    with told_at(endpoint) as told:
+        others = keys_of("other", 2)
+        with Client.open(cluster=node.cluster, home=node.ready["home"]) as other:
+            wait_until(lambda: all(other.batch_set(others, pages_of(others))))
+        assert told() == set()
 
-                assert again.prefetch(tokens, 3) == (PAGES, True)
-                wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
+        assert again.prefetch(tokens, 3) == (PAGES, True)
+        wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
 
-                # A node that ends holds nothing.
-                node.kill()
-                wait_until(lambda: told() == set())
-        finally:
-            again.close()
+        # A node that ends holds nothing.
+        node.kill()
+        wait_until(lambda: told() == set())
 
 
 @pytest.mark.parametrize(
@@ -125,75 +146,59 @@ def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for() -> None:
     ids=["ranks", "stages", "stages of mla"],
 )  # fmt: skip
 def test_only_the_first_rank_of_the_first_stage_publishes(
-    other: Shape, first: Shape, suffixes: tuple[str, ...]
+    engines: Engines, other: Shape, first: Shape, suffixes: tuple[str, ...]
 ) -> None:
     """Of the objects of all ranks and stages: a router takes one endpoint of an engine."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {"home": node.ready["home"], "cluster": cluster.name, "object_events": ANY}
-        with closing(Rig(other, extra, PeerCacheStore)) as silent:
-            assert silent.store._objects is None
-            tokens = prompt(1, 4)
-            with closing(Rig(first, extra, PeerCacheStore)) as rig, told_by(rig.store) as told:
-                assert rig.back_up(tokens, 4) == 1
-                wait_until(lambda: told() == objects_of(tokens, *suffixes))
+    _, silent = engines.open(other)
+    port = int(silent.rpartition(":")[2])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    tokens = prompt(1, 4)
+    rig, endpoint = engines.open(first)
+    with told_at(endpoint) as told:
+        assert rig.back_up(tokens, 4) == 1
+        wait_until(lambda: told() == objects_of(tokens, *suffixes))
 
 
-def test_an_endpoint_that_is_taken_is_named() -> None:
+def test_an_endpoint_that_is_taken_is_named(engines: Engines) -> None:
     """At the start, and the client that was opened is closed."""
-    with LocalCluster() as cluster, zmq.Context() as context, context.socket(zmq.PUB) as taken:
-        node = cluster.start(pool="64MiB")
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        extra = {
-            "home": node.ready["home"], "cluster": cluster.name,
-            "object_events": f"tcp://127.0.0.1:{port}",
-        }  # fmt: skip
 
         with pytest.raises(ConfigError, match=r"object_events.*Address already in use"):
-            Rig(Shape(), extra, PeerCacheStore)
+            engines.open(object_events=f"tcp://127.0.0.1:{port}")
 
 
-def test_an_endpoint_beyond_loopback_wants_readers() -> None:
+def test_an_endpoint_beyond_loopback_wants_readers(engines: Engines) -> None:
     """The error names the setting; with it the engine starts."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {
-            "home": node.ready["home"], "cluster": cluster.name, "object_events": "tcp://0.0.0.0:*",
-        }  # fmt: skip
+    beyond = {"object_events": "tcp://0.0.0.0:*"}
 
-        with pytest.raises(ConfigError, match=r"event_readers.*open to other hosts"):
-            Rig(Shape(), extra, PeerCacheStore)
-        Rig(Shape(), {**extra, "event_readers": "203.0.113.9"}, PeerCacheStore).close()
+    with pytest.raises(ConfigError, match=r"event_readers.*open to other hosts"):
+        engines.open(**beyond)
+    engines.open(**beyond, event_readers="203.0.113.9")
 
 
-def test_pages_of_other_weights_count_no_longer() -> None:
+def test_pages_of_other_weights_count_no_longer(engines: Engines) -> None:
     """Their keys are of another namespace, though SGLang's hashes are the same."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {"home": node.ready["home"], "cluster": cluster.name, "object_events": ANY}
-        rig = Rig(Shape(), extra, PeerCacheStore)
-        try:
-            tokens = prompt(PAGES, 5)
-            with told_by(rig.store) as told:
-                assert rig.back_up(tokens, 5) == PAGES
-                wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
+    rig, endpoint = engines.open()
+    tokens = prompt(PAGES, 5)
+    with told_at(endpoint) as told:
+        assert rig.back_up(tokens, 5) == PAGES
+        wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
 
-                rig.store._objects.name(["ab" * 32], bytes(16))
-                wait_until(lambda: told() == set())
-        finally:
-            rig.close()
+        rig.store._objects.name(["ab" * 32], bytes(16))
+        wait_until(lambda: told() == set())
 
 
-def test_a_call_that_outlasts_the_close_says_nothing() -> None:
+def test_a_call_that_outlasts_the_close_says_nothing(engines: Engines) -> None:
     """SGLang's threads may be within a call when the storage is detached."""
-    with LocalCluster() as cluster:
-        node = cluster.start(pool="64MiB")
-        extra = {"home": node.ready["home"], "cluster": cluster.name}
-        rig = Rig(Shape(), {**extra, "object_events": ANY}, PeerCacheStore)
-        events = rig.store._objects
-        with closing(rig), closing(Rig(Shape(), extra, PeerCacheStore)) as other:
-            assert rig.back_up(prompt(1, 6), 6) == 1
-            tokens = prompt(1, 7)
-            assert other.back_up(tokens, 7) == 1
-            wait_until(lambda: len(events._index.pages("home")) == 2)
-        events.name([get_storage_hash_str(tokens, None)], events._digest)
+    rig, _ = engines.open()
+    other, _ = engines.open()
+    events = rig.store._objects
+    assert rig.back_up(prompt(1, 6), 6) == 1
+    tokens = prompt(1, 7)
+    assert other.back_up(tokens, 7) == 1
+    wait_until(lambda: len(events._index.pages("home")) == 2)
+    rig.store.close()
+
+    events.name([get_storage_hash_str(tokens, None)], events._digest)

@@ -30,9 +30,17 @@ Figures = Callable[[PeerCacheStore], dict[str, float]]
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Any]:
     """Return SGLang's own collector; a process has one, in the registry of all metrics."""
-    before = set(REGISTRY._names_to_collectors.values())
-    yield StorageMetricsCollector(LABELS)
-    for each in set(REGISTRY._names_to_collectors.values()) - before:
+    registered: list[Any] = []
+    register = REGISTRY.register
+
+    def noted(each: Any) -> None:
+        registered.append(each)
+        register(each)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REGISTRY, "register", noted)
+        yield StorageMetricsCollector(LABELS)
+    for each in registered:
         REGISTRY.unregister(each)
 
 

@@ -7,7 +7,6 @@ of the directory. Whole engines in these roles are in test_sglang_disaggregation
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -88,10 +87,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def prefill(hosts: Hosts) -> Iterator[Child]:
+def prefill() -> Iterator[Child]:
     """Return the prefill process; it takes a while to import SGLang."""
-    extra = {**PATIENT, "home": hosts.prefill.home}
-    with Child(str(HERE / "role_process.py"), json.dumps(extra)) as child:
+    with Child(str(HERE / "store_process.py")) as child:
         assert child.receive()["ready"]
         yield child
 
@@ -146,12 +144,13 @@ def test_the_next_prefill_finds_the_output_that_decode_offloaded(
     """SGLang's offload manager continues the hash chain of the prompt with the pages it fills."""
     seed, tokens = 3000, prompt(PAGES, 3000)
     given, output = tokens[: 4 * PAGE_TOKENS + 7], tokens[4 * PAGE_TOKENS + 7 :]
-    prefill.ask({"back_up": tokens[: 4 * PAGE_TOKENS], "seed": seed})
-    before = prefill.ask({"prefetch": tokens, "seed": seed})
+    facts = {"shape": {}, "extra": {**PATIENT, "home": hosts.prefill.home}, "seed": seed}
+    prefill.ask({**facts, "back_up": tokens[: 4 * PAGE_TOKENS]})
+    before = prefill.ask({**facts, "prefetch": tokens})
 
     with Decoder({**PATIENT, "home": hosts.decode.home}) as decode:
         left = decode.generate(given, output, seed)
-    after = prefill.ask({"prefetch": tokens, "seed": seed})
+    after = prefill.ask({**facts, "prefetch": tokens})
 
     assert before == {"loaded": 4, "right": True}
     assert left == 0

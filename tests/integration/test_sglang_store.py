@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import psutil
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -32,6 +30,7 @@ from tests.integration.sglang_pools import (
     flat_page,
     host_pool,
     page_hash,
+    storage_config,
 )
 from tests.integration.sglang_pools import filled as fill
 
@@ -41,25 +40,6 @@ SLOTS = torch.arange(3 * PAGE_TOKENS)
 
 HAS_ENDS = hasattr(PoolTransferResult, "restorable_prefix_pages")
 """Whether SGLang asks at which lengths a prefix may end: since 0.5.19."""
-
-
-def storage_config(**changes: Any) -> HiCacheStorageConfig:
-    """Return what SGLang's controller makes of a plain server; fields of its version only."""
-    facts = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "model_name": "org/model",
-        "extra_config": {},
-    }
-    known = {field.name for field in dataclasses.fields(HiCacheStorageConfig)}
-    return HiCacheStorageConfig(**{k: v for k, v in {**facts, **changes}.items() if k in known})
 
 
 def open_store(cluster: FakeCluster, pool: Any = None, **changes: Any) -> PeerCacheStore:

@@ -35,6 +35,7 @@ from tests.integration.sglang_pools import (
     filled,
     host_pool,
     page_hash,
+    storage_config,
 )
 from tests.integration.sglang_rig import Rig, prompt
 from tests.integration.sglang_side_pools import moved_to, window
@@ -69,17 +70,15 @@ def rank_pool(tp_rank: int, tp_size: int, seed: int, layout: str = "page_head") 
 
 def config_of(tp_rank: int, tp_size: int, layout: str, **changes: Any) -> HiCacheStorageConfig:
     """Return what SGLang's controller makes of a server with `tp_lcm_size`, by its own rule."""
-    facts: dict[str, Any] = {
-        "tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
-        "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": True,
-        "is_page_first_layout": layout == "page_first", "model_name": "org/model",
-        "tp_lcm_size": LCM, "extra_config": {}, **changes,
-    }  # fmt: skip
+    facts = {"tp_lcm_size": LCM, "is_mla_model": False, "enable_storage_metrics": True, **changes}
     lcm = facts["tp_lcm_size"]
     facts["should_split_heads"] = bool(
         lcm and lcm > tp_size and layout == "page_head" and not facts["is_mla_model"]
     )
-    return HiCacheStorageConfig(**facts)
+    is_page_first = layout == "page_first"
+    return storage_config(
+        tp_rank=tp_rank, tp_size=tp_size, is_page_first_layout=is_page_first, **facts
+    )
 
 
 def open_rank(

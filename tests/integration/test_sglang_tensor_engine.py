@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,24 +14,21 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from peercache.sglang import PeerCacheStore
 from tests.integration.engine_process import PAGE_TOKENS
-from tests.integration.processes import HERE, Child, StandaloneNode
+from tests.integration.engines import DYNAMIC, a_prompt, from_storage, start_engine, wait_for
+from tests.integration.processes import Child, StandaloneNode
 from tests.integration.sglang_pools import host_pool
 from tests.integration.test_sglang_tensor import config_of
-from tests.integration.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY, write_tiny_llama
+from tests.integration.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, write_tiny_llama
 from tests.pace import TIMEOUT_S, paced, wait_until
 
 # Five processes that import SGLang.
 pytestmark = pytest.mark.slow
 
 LCM = 2
-START_S = 900.0
 PROMPT_TOKENS = 1000
 PAGES = PROMPT_TOKENS // PAGE_TOKENS
 EXTRA = {
-    "backend_name": "peercache",
-    "module_path": "peercache.sglang",
-    "class_name": "PeerCacheStore",
-    "interface_v1": 1,
+    **DYNAMIC,
     # Its own name, so that the test's store need not know the identity of the weights.
     "namespace": "tiny-llama",
     "tp_lcm_size": LCM,
@@ -78,8 +73,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         start(model, node, tp_size=2) as at_two,
         start(model, node, tp_size=1) as at_one,
     ):
-        for engine in (at_one, at_two):
-            assert engine.receive(START_S)["ready"]
+        wait_for(at_one, at_two)
         patient = {"exists_timeout_s": TIMEOUT_S, "op_timeout_s": TIMEOUT_S, "home": node.home}
         config = config_of(
             0, 1, "page_head", tp_lcm_size=LCM,
@@ -103,34 +97,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             probe.close()
 
 
-def start(model: Path, node: StandaloneNode, *, tp_size: int) -> Child:
-    """Start an engine of a tensor-parallel size; its ranks talk over gloo."""
-    return Child(
-        str(HERE / "engine_process.py"),
-        str(model),
-        json.dumps({**EXTRA, "home": node.home}),
-        "dynamic",
-        json.dumps({"tp_size": tp_size, "hicache_mem_layout": "page_head", "dtype": "float32"}),
-        PEERCACHE_TEST_CPU_ENGINE="1",
-        SGLANG_USE_CPU_ENGINE="1",
-        SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(tp_size))),
-        HF_HUB_OFFLINE="1",
-    )
-
-
-def a_prompt(seed: int) -> list[int]:
-    """Return token ids that are no special ones."""
-    return random.Random(seed).choices(range(3, VOCABULARY), k=PROMPT_TOKENS)
-
-
 def keys_of(ids: list[int]) -> list[str]:
     """Return the hashes of a prompt's whole pages."""
     return list(get_storage_hash_str(ids[: PAGES * PAGE_TOKENS], None, page_size=PAGE_TOKENS))
 
 
-def from_storage(reply: dict[str, Any]) -> int:
-    """Return how many prompt tokens came out of the store."""
-    return int((reply["cached"] or {}).get("storage", 0))
+def start(model: Path, node: StandaloneNode, *, tp_size: int) -> Child:
+    """Start an engine of a tensor-parallel size; its ranks talk over gloo."""
+    options = {"tp_size": tp_size, "hicache_mem_layout": "page_head", "dtype": "float32"}
+    threads = "|".join(map(str, range(tp_size)))
+    return start_engine(model, node, EXTRA, options=options, SGLANG_CPU_OMP_THREADS_BIND=threads)
 
 
 def ask_stored(engine: Child, ids: list[int]) -> dict[str, Any]:
@@ -146,7 +122,7 @@ def test_tp_one_answers_from_pages_that_tp_two_computed(cluster: Cluster) -> Non
 
     They are the same numbers at the same places, but for the order of the sums over ranks.
     """
-    ids = a_prompt(seed=1)
+    ids = a_prompt(1, PROMPT_TOKENS)
     alone = cluster.at_one.ask({"input_ids": ids})
     by_one = cluster.pages(ids)
     cluster.probe.clear()
@@ -171,7 +147,7 @@ def test_tp_one_answers_from_pages_that_tp_two_computed(cluster: Cluster) -> Non
 
 def test_tp_two_answers_from_pages_that_tp_one_computed(cluster: Cluster) -> None:
     """Each rank reads its group of heads out of what one rank wrote."""
-    ids = a_prompt(seed=2)
+    ids = a_prompt(2, PROMPT_TOKENS)
     computed = cluster.at_one.ask({"input_ids": ids})
     cluster.pages(ids)
 

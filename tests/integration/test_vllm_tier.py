@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.integration.other_engines import (
+    EVERY_PAGE,
     VllmServer,
     environment_of,
-    flip_every_page,
     tier,
     tiny_model,
 )
@@ -74,7 +74,7 @@ def test_another_engine_loads_what_the_first_one_stored_and_outlives_its_node(
         engine.wait()
         assert engine.ask(prompt(1)) == said[1]
         assert engine.metric(READ_BYTES) * 3 == watcher.stats()["home_pool_bytes_stored"]
-        flip_every_page(watcher)
+        first.flip(EVERY_PAGE)
         assert engine.ask(prompt(2)) == said[2]
         assert engine.metric(FAILED_LOADS) == 1
         watcher.close()
