@@ -267,8 +267,9 @@ class FakeRegistrar:
         self._world.memory[key] = (address, address + length)
         return Registered(lkey=key, rkey=key, handle=key)
 
-    def deregister(self, piece: Registered) -> None:
+    def deregister(self, piece: Registered) -> str:
         self._world.memory[piece.lkey] = (0, 0)
+        return ""
 
 
 class FakeRail:

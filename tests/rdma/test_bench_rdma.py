@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.system.nodes import command
+
 pytestmark = pytest.mark.rdma
 
 LIMIT_S = 600
@@ -70,6 +72,7 @@ def test_drive_reads_what_serve_holds_over_rdma(served: str) -> None:
         "peercache", "bench", "drive", "--discovery", served, "--fabric", "rdma",
         "--rdma-device-names", "rxe1",
         "--page-bytes", str(PAGE_BYTES), "--pages", str(PAGES), "--seconds", "0.5", "--json",
+        limit_s=LIMIT_S,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

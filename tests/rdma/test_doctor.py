@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.system.nodes import command
 
 pytestmark = pytest.mark.rdma
 
@@ -17,13 +18,7 @@ LIMIT_S = 600
 
 def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the real command, with a small pool."""
-    return subprocess.run(
-        [sys.executable, "-m", "peercache", "doctor", "--pool-size", "16MiB", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    return command("doctor", "--pool-size", "16MiB", *flags, limit_s=LIMIT_S)
 
 
 def test_doctor_reads_over_the_device_that_would_be_used() -> None:
@@ -51,22 +46,17 @@ def test_doctor_names_a_device_that_is_not_there() -> None:
     assert "fix: --rdma-device-names" in done.stdout
 
 
-def test_doctor_says_what_a_pyverbs_for_another_rdma_core_wants(tmp_path: Path) -> None:
+def test_doctor_says_what_a_pyverbs_for_another_rdma_core_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loader's own message names a symbol version and no remedy."""
     folder = tmp_path / "pyverbs"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise ImportError('IBVERBS_PRIVATE_59 not found')\n")
     (folder / "device.so").write_bytes(b"\x7fELF\0IBVERBS_PRIVATE_59\0")
-    environment = {**os.environ}
-    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [sys.executable, "-m", "peercache", "doctor", "--quick", "--pool-size", "16MiB"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        env=environment,
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    done = doctor("--quick")
 
     assert done.returncode == 1
     assert "was built for IBVERBS_PRIVATE_59, rdma-core 44.0 here has 34" in done.stdout

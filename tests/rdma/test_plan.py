@@ -1,4 +1,7 @@
-"""What a batch becomes, without a device: a READ done by hand must bring the very bytes."""
+"""What a batch becomes, without a device: a READ done by hand must bring the very bytes.
+
+The table of keys cuts ranges where the keys change, and opens nothing that no piece covers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from peercache.model.runs import PageRuns
 from peercache.model.seal import SEAL_BYTES
-from peercache.rdma.key_table import MemoryKeys, Piece
+from peercache.rdma.key_table import Cut, MemoryKeys, Piece
 from peercache.rdma.plan import (
     PORTION_WORK_MAX,
     SEAL_GAP_BYTES,
@@ -165,45 +168,31 @@ def check_limits(made: ReadPlan, limits: Limits) -> None:
     assert begins == [0, *ends[:-1]][: len(begins)]
 
 
-def test_neighbours_on_both_sides_are_one_read() -> None:
-    """Four pages that follow each other there and here are one READ, and one a look."""
-    made, _ = run([(page * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
+@pytest.mark.parametrize(
+    ("slots", "pieces", "seals"),
+    [
+        # What follows each other there and here is one READ, and one a look.
+        ([(page, [(page * GRANULE, GRANULE)]) for page in range(4)], [1], 4),
+        # Gaps between destinations cost entries, not READs.
+        ([(page, [(2 * page * GRANULE, GRANULE)]) for page in range(4)], [4], 4),
+        # A READ takes four entries.
+        ([(0, [(10 * run, 5) for run in range(50)])], [4] * 12 + [2], 1),
+        # Soft-RoCE's provider counts every entry as long as the first, and reports success.
+        ([(0, [(0, 100), (200, 100), (400, 50), (500, 100)])], [2, 1, 1], 1),
+        # Nothing is merged across what is not asked for; only seals are, with what is between.
+        ([(2 * page, [(page * GRANULE, GRANULE)]) for page in range(4)], [1] * 4, 7),
+    ],
+    ids=["neighbours", "scattered here", "many pieces", "pieces of many sizes", "apart"],
+)
+def test_what_is_merged_into_one_read(
+    slots: list[tuple[int, list[tuple[int, int]]]], pieces: list[int], seals: int
+) -> None:
+    """The entries of each READ of a batch, and the seals that each of its looks reads at once."""
+    made, _ = run([(page * GRANULE, runs) for page, runs in slots])
 
     (portion,) = made.portions
-    assert (len(portion.remote), portion.pieces) == (1, [1])
-    assert portion.sizes == [4 * GRANULE]
-    assert portion.first.lengths == portion.last.lengths == [4 * SEAL_BYTES]
-
-
-def test_neighbours_that_are_scattered_here_are_one_read_into_several_entries() -> None:
-    """The gaps between destinations cost entries, not READs."""
-    made, _ = run([(page * GRANULE, [(2 * page * GRANULE, GRANULE)]) for page in range(4)])
-
-    (portion,) = made.portions
-    assert portion.pieces == [4]
-
-
-def test_more_pieces_than_a_read_takes_are_several_reads() -> None:
-    """Fifty runs of one page, four entries a READ."""
-    made, _ = run([(0, [(10 * run, 5) for run in range(50)])])
-
-    assert sum(len(portion.remote) for portion in made.portions) == 13
-
-
-def test_entries_of_one_read_have_one_size() -> None:
-    """Soft-RoCE's provider counts every entry as long as the first, and reports success."""
-    made, _ = run([(0, [(0, 100), (200, 100), (400, 50), (500, 100)])])
-
-    assert made.portions[0].pieces == [2, 1, 1]
-
-
-def test_pages_apart_are_a_read_each() -> None:
-    """Nothing is merged across what is not asked for; only seals are, with what lies between."""
-    made, _ = run([(page * 2 * GRANULE, [(page * GRANULE, GRANULE)]) for page in range(4)])
-
-    (portion,) = made.portions
-    assert len(portion.remote) == 4
-    assert portion.first.lengths == portion.last.lengths == [7 * SEAL_BYTES]
+    assert portion.pieces == pieces
+    assert portion.first.lengths == portion.last.lengths == [seals * SEAL_BYTES]
 
 
 def test_seals_far_apart_are_read_one_by_one() -> None:
@@ -235,25 +224,6 @@ def test_long_page_has_its_looks_in_the_first_and_the_last_of_its_portions() -> 
     assert [portion.first.pages.tolist() for portion in made.portions] == [[0], [], [1]]
     assert [portion.last.pages.tolist() for portion in made.portions] == [[], [], [0, 1]]
     assert [portion.end - portion.begin for portion in made.portions] == [65536, 65536, 36864]
-
-
-def test_read_stops_at_the_border_of_a_registration() -> None:
-    """On either side: a key opens its own piece only."""
-    third = PAGE_BYTES // 3
-    published = published_with(
-        [(PAGES_ADDRESS, third, 1), (PAGES_ADDRESS + third, PAGE_BYTES - third, 2), SEALS_PIECE]
-    )
-    local = MemoryKeys.of([(OURS, 1000, 5), (OURS + 1000, OURS_BYTES - 1000, 6)])
-    at = third // GRANULE * GRANULE
-
-    made, _ = run([(at, [(0, GRANULE)])], published=published, local=local)
-
-    (portion,) = made.portions
-    assert (portion.keys, portion.local_keys) == ([1, 2, 2], [5, 5, 6]) or sum(
-        portion.pieces
-    ) == len(portion.local_keys)
-    assert set(portion.keys) == {1, 2}
-    assert set(portion.local_keys) == {5, 6}
 
 
 def test_seals_of_two_registrations_are_two_reads() -> None:
@@ -424,3 +394,61 @@ def test_any_batch_brings_the_very_bytes_within_the_limits(
         local=MemoryKeys.of(local),
         limits=limits,
     )
+
+
+# --- the table of keys ----------------------------------------------------------------------------
+
+
+def u64(*values: int) -> np.ndarray:
+    """Return numbers as the table takes them."""
+    return np.array(values, np.uint64)
+
+
+def parts_of(cut: Cut) -> list[tuple[int, int, int, int]]:
+    """Return (source, begin, length, key) of every part."""
+    columns = (cut.sources, cut.begins, cut.lengths, cut.keys)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_range_is_cut_at_borders_only() -> None:
+    """The usual page needs one key; one that straddles two chunks is read with two, in order."""
+    table = MemoryKeys.of([(1000, 500, 7), (1500, 500, 8), (2000, 10, 9)])
+
+    cut = table.cut(u64(1900, 1400), u64(50, 605))
+
+    assert parts_of(cut) == [
+        (0, 1900, 50, 8),
+        (1, 1400, 100, 7),
+        (1, 1500, 500, 8),
+        (1, 2000, 5, 9),
+    ]
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 9)), max_size=8)
+RANGES = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), max_size=8)
+
+
+@given(PIECES, RANGES)
+def test_cut_agrees_with_a_walk_over_every_byte(
+    pieces: list[Piece], ranges: list[tuple[int, int]]
+) -> None:
+    """A range is covered exactly if each byte lies in some piece, and each part in its key's."""
+    open_to = {
+        byte: {key for begin, length, key in pieces if begin <= byte < begin + length}
+        for byte in range(120)
+    }
+
+    cut = MemoryKeys.of(pieces).cut(
+        u64(*[begin for begin, _ in ranges]), u64(*[length for _, length in ranges])
+    )
+
+    for number, (begin, length) in enumerate(ranges):
+        mine = [part for part in parts_of(cut) if part[0] == number]
+        covered = all(open_to[byte] for byte in range(begin, begin + length))
+        assert bool(cut.covered[number]) == covered
+        bytes_of_parts = [(byte, key) for _, at, size, key in mine for byte in range(at, at + size)]
+        expected = list(range(begin, begin + length)) if covered else []
+        assert [byte for byte, _ in bytes_of_parts] == expected
+        assert all(key in open_to[byte] for byte, key in bytes_of_parts)
+    assert all(length > 0 for _, _, length, _ in parts_of(cut))
+    assert [part[0] for part in parts_of(cut)] == sorted(part[0] for part in parts_of(cut))

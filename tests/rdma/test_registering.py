@@ -6,7 +6,6 @@ import mmap
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -133,37 +132,46 @@ def test_other_threads_run_while_memory_is_registered(pd: Any) -> None:
     assert at_best(longest_stop_too_long_s, below=0.0) < 0.0
 
 
-LOCKED_OUT = """
-    import os, resource, sys
-    import numpy as np
-    from peercache.rdma.memory import Regions
-    from peercache.rdma.verbs import load, open_context
-    verbs = load()
-    context = open_context(verbs, "rxe0")
-    domain = verbs.PD(context)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**21, 2**21))
-    # root may lock what it likes.
-    os.setuid(65534)
-    regions = Regions(domain, device="rxe0", chunk_bytes=2**20, threads_max=1)
-    memory = np.zeros(2**23, np.uint8)
+OPENED = """
+import os, resource, sys
+import numpy as np
+from peercache.rdma.memory import Regions
+from peercache.rdma.verbs import load, open_context
+verbs = load()
+context = open_context(verbs, "rxe0")
+domain = verbs.PD(context)
+def registered(size, **options):
+    regions = Regions(domain, device="rxe0", chunk_bytes=2**20, **options)
+    memory = np.zeros(size, np.uint8)
     region = regions.add("pool", memory.ctypes.data, memory.nbytes, remote=True)
     assert regions.wait(region, 60)
-    print(region.registered_bytes, region.failure)
-    regions.close()
-    domain.close()
-    context.close()
+    return regions, region
+"""
+CLOSED = """
+regions.close()
+domain.close()
+context.close()
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that has a device open, and closes `regions` at its end."""
+    command = [sys.executable, "-c", OPENED + program + CLOSED]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+
+
+LOCKED_OUT = """
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**21, 2**21))
+# root may lock what it likes.
+os.setuid(65534)
+regions, region = registered(2**23, threads_max=1)
+print(region.registered_bytes, region.failure)
 """
 
 
 def test_limit_of_locked_memory_is_named_with_its_fix_and_costs_only_the_rest() -> None:
     """What fits under the limit is served; the log says what to set for the rest."""
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOCKED_OUT)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_S,
-    )
+    process = run(LOCKED_OUT)
 
     ready, _, failure = process.stdout.partition(" ")
     assert 0 < int(ready) < 2**23
@@ -172,38 +180,16 @@ def test_limit_of_locked_memory_is_named_with_its_fix_and_costs_only_the_rest() 
 
 
 FORKED = """
-    import os
-    import numpy as np
-    from peercache.rdma.memory import Regions
-    from peercache.rdma.verbs import load, open_context
-    verbs = load()
-    context = open_context(verbs, "rxe0")
-    domain = verbs.PD(context)
-    regions = Regions(domain, device="rxe0", chunk_bytes=2**20)
-    memory = np.zeros(2**22, np.uint8)
-    region = regions.add("pool", memory.ctypes.data, memory.nbytes, remote=True)
-    assert regions.wait(region, 60)
-    child = os.fork()
-    if not child:
-        regions.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    # Fails, and raises, for a registration that is gone.
+regions, _ = registered(2**22)
+child = os.fork()
+if not child:
     regions.close()
-    domain.close()
-    context.close()
+    os._exit(0)
+os.waitpid(child, 0)
+# Closing fails, and raises, for a registration that is gone.
 """
 
 
 def test_forked_child_that_closes_leaves_the_parents_registrations() -> None:
     """The child's descriptor is the parent's: what it ended would be gone for both."""
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-
-    assert process.returncode == 0, process.stderr
-    assert "rdma.deregister_failed" not in process.stderr
+    assert "rdma.deregister_failed" not in run(FORKED).stderr
