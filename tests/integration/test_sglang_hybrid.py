@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.sglang import PeerCacheStore
@@ -493,21 +494,18 @@ def test_pools_of_one_model_never_share_a_page(cluster: FakeCluster) -> None:
 def test_a_draft_of_other_weights_has_pages_of_its_own(cluster: FakeCluster) -> None:
     """The target's weights say nothing of the model that filled the draft pool."""
     pool = filled(window())
-    stores = []
-    for draft in ("a/draft", "b/draft"):
-        arguments = get_context().override_server_args(speculative_draft_model_path=draft)
-        arguments.install()
-        store = PeerCacheStore(storage_config(), {}, client_factory=cluster.open)
-        store.register_mem_pool_host(filled(host_pool("mha", "page_first")))
-        for name in (PoolName.SWA, PoolName.DRAFT):
-            store.register_mem_host_pool_v2(pool, name)
-        arguments.restore()
-        stores.append(store)
     moves = [transfer(name, pool, KEYS) for name in (PoolName.SWA, PoolName.DRAFT)]
+    found = []
+    for draft in ("a/draft", "b/draft"):
+        with get_context().override_server_args():
+            said = ServerArgs(model_path="dummy", speculative_draft_model_path=draft)
+            get_context().set_server_args(said)
+            store = store_of(cluster, (PoolName.SWA, pool), (PoolName.DRAFT, pool))
+            found.append(store.batch_get_v2(moves))
+            store.batch_set_v2(moves)
 
-    stores[0].batch_set_v2(moves)
-
-    assert stores[1].batch_get_v2(moves) == {"swa": [True] * 6, "draft": [False] * 6}
+    assert found[0] == {"swa": [False] * 6, "draft": [False] * 6}
+    assert found[1] == {"swa": [True] * 6, "draft": [False] * 6}
 
 
 def test_clear_removes_the_pages_of_all_pools(cluster: FakeCluster) -> None:
