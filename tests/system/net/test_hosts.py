@@ -39,7 +39,8 @@ class Trial:
     def __init__(self, hosts: Sequence[Host]) -> None:
         """Start with no node, on hosts that know no name."""
         self.nodes: list[NodeProcess] = []
-        self.clients: list[Talker] = []
+        self._clients: list[Talker] = []
+        self._homes: list[tuple[Host, str]] = []
         for host in hosts:
             host.knows({})
             host.path("/etc/resolv.conf").write_text(DEAD_RESOLVER)
@@ -53,8 +54,15 @@ class Trial:
         )  # fmt: skip
         self.nodes.append(node)
         said = flags[flags.index("--insecure") + 1] if "--insecure" in flags else TRIAL
-        self.clients.append(open_client(host, home=HOME, insecure=said))
+        self._homes.append((host, said))
         return node
+
+    @property
+    def clients(self) -> list[Talker]:
+        """A client at each node, opened when first asked for: that is not the node's start."""
+        for host, said in self._homes[len(self._clients) :]:
+            self._clients.append(open_client(host, home=HOME, insecure=said))
+        return self._clients
 
     def wait_for_each_other(self) -> None:
         """Wait until each node knows every other."""
