@@ -12,16 +12,8 @@ import attrs
 import numpy as np
 
 from peercache.config.settings import Config
-from peercache.memory.published import PublishedSegment
-from peercache.model.member import Member
-from peercache.model.reads import Fetched, PeerRead
-from peercache.observability.metrics import Metrics
 from peercache.rdma import device
-from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail
-from peercache.rdma.serving import ChannelServer
-from peercache.rdma import device
-from peercache.rdma.rail import Rail, Settings
 from peercache.rdma.verbs import Verbs, load
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import NO_PATH, ChannelOpened, OpenChannel, Refused

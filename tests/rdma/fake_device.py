@@ -19,7 +19,6 @@ from typing import Any
 import attrs
 
 from peercache.config.settings import Config
-from peercache.rdma.channels import Channel
 from peercache.rdma.device import ETHERNET, ROCE_V2, Chosen, Gid, Port
 from peercache.rdma.memory import Regions
 from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.nodes import command
-
 pytestmark = pytest.mark.rdma
 
 LIMIT_S = 600

@@ -10,24 +10,6 @@ from typing import Any
 
 import pytest
 
-from peercache.actors.effects import Send
-from peercache.actors.origin import Origin
-from peercache.actors.ports import RdmaAbsent, RdmaFact, RdmaServes
-from peercache.actors.rdma.actor import RdmaActor
-from peercache.client import assembly
-from peercache.client.assembly import ClientParts
-from peercache.config.settings import Config
-from peercache.memory.published import PublishedSegment
-from peercache.node.node import Node
-from peercache.observability.log import get_logger
-from peercache.observability.metrics import Metrics
-from peercache.trust.rights import Session, refusal
-from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.session import OpenChannel, Refused
-from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, published_segment
-from tests.contracts.fakes import FakeFabric
-from tests.rdma.fake_bench import CLIENT, FakeBench
-from tests.rdma.fake_device import FakeRail, World, rng
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache import Client
 from tests.certificates import Certificates

@@ -16,13 +16,10 @@ import pytest
 
 from benchmarks import local, secured
 from benchmarks.engine import EngineProcess
+from benchmarks.rdma import RdmaPlan, perftest, perftest_gb_s, rdma_table
 from peercache.cli.bench.command import DISK_SET_BYTES, WORKING_SET_BYTES
 from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.main import main, run
-from peercache.cli.bench.engine import Engine, EngineProcess, WorkingSet
-from peercache.cli.bench.rdma import RdmaPlan, perftest, perftest_gb_s
-from peercache.cli.bench.report import rdma_table
-from peercache.cli.main import main
 from peercache.errors import PeerCacheError
 from tests.pace import TIMEOUT_S
 from tests.system.nodes import command, free_port

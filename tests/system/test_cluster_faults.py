@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 
 from peercache import Client
-from peercache.client.client import CLOSE_S
 from peercache.paths.write import PUBLISH_TIMEOUT_S
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
     CALL_S,

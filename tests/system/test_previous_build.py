@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.pace import TIMEOUT_S, wait_until
-from tests.pace import wait_until
 from tests.system.load import Load, Read
 from tests.system.nodes import LocalCluster, NodeProcess
 from tests.system.previous import BuildClient, build_client, make_previous_build

@@ -25,10 +25,8 @@ from peercache.actors.mailboxes import CommitAnswered, RecordsChanged, RingChang
 from peercache.actors.origin import Origin
 from peercache.model.member import DEAD, SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
-from peercache.model.records import DOUBTED_NUMBERS, Records
-from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.model.records import DOUBTED_NUMBERS, from_bytes
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     HandedOver,
     Located,

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
-from peercache.actors.ports import (
 from peercache.actors.disk.open_index import KEYS_MAX, NAMESPACES_MAX
 from peercache.actors.disk.spills import SPILLS_MAX
 from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import PagesRemoved, RequestFlush, RequestHeld
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_CHANGED,
     DISK_ENTRY,
     DISK_FAILED,

@@ -17,14 +17,12 @@ from peercache.actors.disk.actor import DiskTier
 from peercache.actors.disk.index import DONORS_MAX, Begun, DiskIndex
 from peercache.actors.disk.key_table import FEW_KEYS, KeyTable, halves_of
 from peercache.actors.disk.slabs import BLOCK_BYTES, slab_bytes_for, slot_blocks, slots_in
-from peercache.actors.ports import DISK_ENTRY
-from peercache.model.keys import tags_of
 from peercache.actors.mailboxes import DiskIndexed, NamespaceNamed
 from peercache.actors.origin import Origin
-from peercache.actors.storage_port import DISK_ENTRY, DiskOpened
+from peercache.actors.ports import DISK_ENTRY, DiskOpened
 from peercache.actors.tenants import OTHERS, Tenants
 from peercache.config.entries import parse_quotas
-from peercache.model.keys import Namespace
+from peercache.model.keys import Namespace, tags_of
 from peercache.observability.metrics import Metrics
 from tests.examples import examples
 from tests.unit.actors.disk_world import DiskWorld

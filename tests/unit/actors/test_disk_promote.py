@@ -7,22 +7,12 @@ from math import inf
 import numpy as np
 import pytest
 
-from peercache.actors.ports import DISK_DAMAGED, DISK_FAILED, DISK_LATE, DISK_REPLACED, Load
-from peercache.actors.promote.actor import WantedPage
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import DiskLoads, OpenIndex
 from peercache.actors.effects import Effect, TellPool, TellPromote
 from peercache.actors.mailboxes import PagesLoaded, PromoteAnswered, RequestLoad
 from peercache.actors.origin import Origin
-from peercache.actors.promote import actor as promote
-from peercache.actors.promote.actor import (
-    READ_WITHIN_S,
-    WAITERS_MAX,
-    UnreadPages,
-    Waiter,
-    Waiters,
-)
-from peercache.actors.storage_port import (
+from peercache.actors.ports import (
     DISK_DAMAGED,
     DISK_DONE,
     DISK_FAILED,
@@ -31,6 +21,14 @@ from peercache.actors.storage_port import (
     DISK_UNTRIED,
     Load,
     LoadDone,
+)
+from peercache.actors.promote import actor as promote
+from peercache.actors.promote.actor import (
+    READ_WITHIN_S,
+    WAITERS_MAX,
+    UnreadPages,
+    Waiter,
+    Waiters,
 )
 from peercache.wire.codec import MESSAGE_BYTES_MAX, encode
 from peercache.wire.envelope import Envelope

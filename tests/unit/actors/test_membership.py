@@ -16,11 +16,9 @@ from peercache.actors.effects import (
 )
 from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership import actor as membership_module
-from peercache.actors.membership.gossip import SHARES_PER_BEAT
 from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
-from peercache.actors.membership.addresses import AT_ONCE_MAX, LOST_S
-from peercache.actors.membership.failure_detector import FORGET_S
-from peercache.actors.membership.view_exchange import COUNTER_JUMP_MAX, SHARES_PER_BEAT
+from peercache.actors.membership.candidates import AT_ONCE_MAX, LOST_S
+from peercache.actors.membership.gossip import COUNTER_JUMP_MAX, FORGET_S, SHARES_PER_BEAT
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT
 from peercache.model.view import COUNTER_MAX, View

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from peercache.actors.effects import Send, SendTo
 from peercache.actors.mailboxes import AddressesFound
-from peercache.actors.membership import failure_detector as tombstones_module
-from peercache.actors.membership import view_exchange
-from peercache.actors.membership.addresses import (
+from peercache.actors.membership import gossip
+from peercache.actors.membership.candidates import (
     AGAIN_S,
     ALIAS_S,
     ANSWER_S,
@@ -26,16 +25,14 @@ from peercache.actors.membership.addresses import (
     FoundAddresses,
     Reconnect,
 )
-from peercache.actors.membership.failure_detector import (
+from peercache.actors.membership.gossip import (
     ENDED_MAX,
     FORGET_S,
-    FailureDetector,
-    Tombstones,
-)
-from peercache.actors.membership.view_exchange import (
     LOG_MAX,
     PART_MEMBERS_MAX,
     TOLD_MAX,
+    FailureDetector,
+    Tombstones,
     ViewLog,
     bytes_of,
     parts_of,
@@ -430,7 +427,7 @@ def test_changes_that_are_lost_or_late_heal(order: str) -> None:
     """The digest that follows them is one that the member does not know: it compares."""
     master = Node(ONE).knows(TWO, NINE, TEN)
     plain = Node(NINE).knows(ONE, TWO, TEN)
-    plain.passes(view_exchange.BEHIND_BEATS * HEARTBEAT_S + 0.1, speaking=(ONE, TWO))
+    plain.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1, speaking=(ONE, TWO))
     master.told_by(TEN, member(TEN, counter=3, state=LEFT))
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
     changes, seen = [e.message for e in master.hears(NINE, beat) if isinstance(e, Send)]
@@ -454,7 +451,7 @@ def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
     node.told_by(TEN, member(TEN, counter=3, state=LEFT))
     assert sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView) == []
 
-    node.passes(view_exchange.BEHIND_BEATS * HEARTBEAT_S + 0.1)
+    node.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1)
 
     assert len(sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView)) == 1
 
@@ -548,7 +545,7 @@ def test_the_size_of_an_entry_is_never_less_than_on_the_wire(
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten members stand for a thousand."""
-    monkeypatch.setattr(view_exchange, "PART_MEMBERS_MAX", 10)
+    monkeypatch.setattr(gossip, "PART_MEMBERS_MAX", 10)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -661,7 +658,7 @@ def test_a_member_that_lives_again_is_not_due_and_has_no_tombstone() -> None:
 
 def test_tombstones_are_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the dead does not grow for ever."""
-    monkeypatch.setattr(tombstones_module, "TOMBSTONES_MAX", 3)
+    monkeypatch.setattr(gossip, "TOMBSTONES_MAX", 3)
     tombstones = Tombstones()
     for incarnation in range(5):
         tombstones.ended(incarnation, 0.0)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from peercache.actors.effects import Effect, Send, SendTo
 from peercache.actors.membership.actor import Membership
-from peercache.actors.membership.view_exchange import SHARES_PER_BEAT
+from peercache.actors.membership.gossip import SHARES_PER_BEAT
 from peercache.actors.origin import Origin
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import is_newer

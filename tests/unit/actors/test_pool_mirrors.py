@@ -40,8 +40,7 @@ from peercache.actors.pool.reservations import (
     Mirrors,
 )
 from peercache.model.ids import Incarnation
-from peercache.model.keys import tag_of
-from peercache.model.keys import COPIES
+from peercache.model.keys import COPIES, tag_of
 from peercache.model.records import RECORD
 from peercache.wire.messages.pool import (
     ABORTED,

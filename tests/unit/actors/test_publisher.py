@@ -14,11 +14,8 @@ from peercache.actors.mailboxes import (
     ReserveAhead,
     RingChanged,
 )
-from peercache.actors.publisher import actor as publisher_module
-from peercache.actors.publisher import waiters as waiting
-from peercache.actors.publisher.actor import Publisher
 from peercache.actors.publisher import actor as publisher
-from peercache.actors.publisher import pending
+from peercache.actors.publisher import waiters
 from peercache.actors.publisher.streams import ASK_FIRST_S
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import Records, from_bytes
@@ -329,7 +326,7 @@ def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
 
 def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One too many is answered as unpublished at once; its records are sent all the same."""
-    monkeypatch.setattr(pending, "WAITERS_MAX", 2)
+    monkeypatch.setattr(waiters, "WAITERS_MAX", 2)
     made = publisher_in(ring_of(A, B))
     for request in (1, 2):
         heard(made, ME, commit_of(records_of(ME, [request], 2), request=request), 0.0)
@@ -452,8 +449,8 @@ def test_no_commit_waits_for_more_than_a_minute() -> None:
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
 
-    early = answers(ticked(made, pending.TIMEOUT_MAX_S - 0.1))
-    (late,) = answers(ticked(made, pending.TIMEOUT_MAX_S))
+    early = answers(ticked(made, waiters.TIMEOUT_MAX_S - 0.1))
+    (late,) = answers(ticked(made, waiters.TIMEOUT_MAX_S))
 
     assert early == []
     assert late.published == 0

@@ -15,15 +15,10 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
-from peercache.actors.publisher.streams import ASK_FIRST_S, NUMBER_MAX
-from peercache.actors.publisher.waiters import LAGGING_S
-from peercache.model.member import DEAD
-from peercache.model.records import NUMBERS_AHEAD_MAX
-from peercache.paths.write import PUBLISH_TIMEOUT_S
-from peercache.actors.publisher.pending import LAGGING_S
 from peercache.actors.publisher.streams import ASK_FIRST_S
+from peercache.actors.publisher.waiters import LAGGING_S
 from peercache.model.records import BUCKETS, NUMBERS_AHEAD_MAX, Content, Records
-from peercache.paths.writing import PUBLISH_TIMEOUT_S
+from peercache.paths.write import PUBLISH_TIMEOUT_S
 from peercache.wire.messages.directory import (
     Acknowledged,
     Delete,

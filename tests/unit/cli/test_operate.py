@@ -15,9 +15,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from peercache.cli import main as cli
-from peercache.cli.operate.screen import NAMESPACES_MAX, age, is_fine, whole
 from peercache.cli.operate import drain
-from peercache.cli.operate.screen import NAMESPACES_MAX, age, duration, is_fine, whole
+from peercache.cli.operate.screen import NAMESPACES_MAX, age, is_fine, whole
 from peercache.cli.operate.top import frame
 from peercache.cli.terminal import duration
 from peercache.client import operator

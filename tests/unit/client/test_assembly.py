@@ -26,8 +26,8 @@ from peercache.model.keys import Namespace
 from peercache.net.breaker import Breakers
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
-from peercache.paths.reading import Touches
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.read import Touches
+from peercache.paths.write import ClientReservations
 
 
 def test_a_namespace_is_one_or_a_name_and_nothing_else() -> None:

@@ -14,13 +14,11 @@ from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import STALL_S, Breakers
 from peercache.net.requests import (
     BURST_MESSAGES,
-    OF_ONE_MAX,
     SLICE_S,
     Connections,
     Conversation,
     Enough,
 )
-from peercache.net.connections import BURST_MESSAGES, SLICE_S, Connections
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
 from peercache.wire.messages.declared import Message

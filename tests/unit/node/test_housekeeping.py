@@ -17,9 +17,7 @@ from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, Member
 from peercache.node import housekeeping as housekeeping_module
 from peercache.node.disk import DiskTroubles
-from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping
-from peercache.node.keeping import keep
-from peercache.node.owners import OwnersWatch
+from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping, OwnersWatch, keep
 from peercache.observability.metrics import Metrics
 from tests.pace import TIMEOUT_S
 

@@ -11,9 +11,20 @@ import pytest
 
 from peercache.config.settings import Config
 from peercache.model.status import LISTED_MAX
-from peercache.node.details import MASKED, THREADS_MAX, details, masked, shown, threads
-from peercache.node.status import NodeStatus, _counted
-from peercache.node.workers import RATE_S, SILENT_S, TRACKED_MAX, AttachedWorkers
+from peercache.node.status import (
+    MASKED,
+    RATE_S,
+    SILENT_S,
+    THREADS_MAX,
+    TRACKED_MAX,
+    AttachedWorkers,
+    NodeStatus,
+    _counted,
+    details,
+    masked,
+    shown,
+    threads,
+)
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.session import Counted
 

@@ -9,10 +9,9 @@ import pytest
 from peercache.model.records import ON_DISK, Records
 from peercache.net.breaker import BACKOFF_MIN_S, data_port
 from peercache.observability import reasons
+from peercache.paths.cluster import STRANGER_S, STRANGERS_MAX, Strangers
 from peercache.paths.lookup import Search
-from peercache.paths.reading import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
-from peercache.paths.searching import Search
-from peercache.paths.strangers import STRANGER_S, STRANGERS_MAX, Strangers
+from peercache.paths.read import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, Node, World, content_of, named

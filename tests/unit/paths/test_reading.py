@@ -23,11 +23,9 @@ from peercache.model.records import (
 )
 from peercache.model.runs import PageRuns
 from peercache.observability import reasons
+from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths import read as reading
 from peercache.paths.read import TOUCHES_MAX, Touches
-from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
-from peercache.paths import reading
-from peercache.paths.reading import TOUCHES_MAX, Touches
 from peercache.paths.steps import Checksum, Fetch, Post
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, ReportStale

@@ -27,12 +27,7 @@ from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
-from peercache.paths.read import Reader
-from peercache.paths.locating import Locator
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.mirroring import Mirrorer, MirrorHome
-from peercache.paths.reading import HolderLoad, Reader
-from peercache.paths.reserving import ClientReservations
+from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peercache.actors.ports import DISK_ENTRY, DISK_UNTRIED
 from peercache.actors.disk.index import DiskIndex
-from peercache.actors.storage_port import DISK_ENTRY, DISK_UNTRIED
+from peercache.actors.ports import DISK_ENTRY, DISK_UNTRIED
 from peercache.storage.index_file import IndexWriter, load_entries, open_index, store_entries
 from tests.pace import TIMEOUT_S
 from tests.unit.storage.rig import Log, Rig

@@ -15,8 +15,6 @@ import pytest
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.actors.ports import DISK_ENTRY
-from peercache.storage import slab_files
-from peercache.actors.storage_port import DISK_ENTRY
 from peercache.storage import layout, slab_files
 from peercache.storage.folder import Folder, open_folder
 from peercache.storage.layout import (
