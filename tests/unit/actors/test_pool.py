@@ -558,6 +558,22 @@ def test_lost_granted_is_freed_when_the_client_no_longer_lists_it() -> None:
     assert world.commit(ALICE, 3).states == bytes((COMMITTED,))
 
 
+def test_late_duplicate_of_a_reserve_that_ended_leaks_nothing() -> None:
+    """Whether it was committed, aborted or unlisted: its duplicate gets no slot."""
+    world = World(granules=64)
+    messages = [Reserve(5, s, 1, key(s), packed([PAGE])) for s in (1, 2, 3)]
+    for message in messages:
+        world.reserve_again(ALICE, message)
+    world.commit(ALICE, 1)
+    world.abort(ALICE, 2)
+    world.list_live(ALICE, 3, [])
+
+    answers = [world.reserve_again(ALICE, message) for message in messages]
+
+    assert [answer.states for answer in answers] == [bytes((REFUSED_FULL,))] * 3
+    assert world.figure("pool_bytes_reserved") == 0
+
+
 def test_late_duplicate_of_a_forgotten_reserve_leaks_nothing() -> None:
     """Also when so much has happened since that its outcome is forgotten."""
     world = World(granules=64)

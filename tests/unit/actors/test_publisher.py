@@ -337,6 +337,22 @@ def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(puts(effects)) == {A, B}
 
 
+def test_a_commit_that_waits_keeps_its_timeout_however_many_are_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The timeouts of those are forgotten, and its own is not."""
+    monkeypatch.setattr(waiters, "WAITERS_MAX", 4)
+    made = publisher_in(ring_of(A))
+    heard(made, ME, commit_of(records_of(ME, [100], 900), request=9, timeout_s=50.0), 0.0)
+    for at in range(20):
+        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
+        heard(made, A, Acknowledged(made.numbers[A]), 0.0)
+
+    told = answers(ticked(made, 50.0))
+
+    assert [(a.request, a.published) for a in told] == [(9, 0)]
+
+
 def test_puts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch goes in several messages, each of which must be acknowledged."""
     monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 10)
