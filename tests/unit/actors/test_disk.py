@@ -23,7 +23,7 @@ from peercache.actors.ports import (
     Load,
     Spill,
 )
-from peercache.model.keys import COPIES
+from peercache.model.keys import COPIES, tag_of
 from peercache.wire.messages.pool import LOST, PROMOTED, Clear, Promoted, Remove, Removed
 from tests.unit.actors.disk_world import (
     CLIENT,
@@ -461,7 +461,7 @@ def test_clear_empties_one_namespace_on_disk() -> None:
 def test_clear_of_a_name_empties_all_its_geometries_on_disk() -> None:
     """By its space tag, as in memory."""
     world = DiskWorld()
-    for page, namespace in enumerate((7 << 32 | 5, 8 << 32 | 5, 7 << 32 | 6), 1):
+    for page, namespace in enumerate((tag_of(5, 7), tag_of(5, 8), tag_of(6, 7)), 1):
         world.set(page, namespace=namespace)
     world.finish()
 
@@ -477,15 +477,15 @@ def test_a_page_of_unknown_geometry_is_removed_and_cleared_with_any_of_its_name(
     for is_open in (True, False):
         before = DiskWorld()
         before.set(1, 2, 3, namespace=5)
-        before.set(4, namespace=8 << 32 | 5)
+        before.set(4, namespace=tag_of(5, 8))
         before.finish()
         world = before if is_open else DiskWorld(image=before.image, is_open=False)
 
-        world.remove(1, namespace=7 << 32 | 5)
+        world.remove(1, namespace=tag_of(5, 7))
         if is_open:
             world.finish()
             assert world.places(1, 2) == ["", "memory"]
-        world.clear(7 << 32 | 5)
+        world.clear(tag_of(5, 7))
         if not is_open:
             world.open()
         world.finish()
@@ -498,7 +498,7 @@ def test_pages_from_other_nodes_are_dropped_from_disk() -> None:
     for is_open in (True, False):
         before = DiskWorld()
         before.set(1, 2, namespace=5)
-        before.set(3, namespace=8 << 32 | 5)
+        before.set(3, namespace=tag_of(5, 8))
         before.finish()
         world = before if is_open else DiskWorld(image=before.image, is_open=False)
 

@@ -22,7 +22,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.ports import DISK_ENTRY, DiskOpened
 from peercache.actors.tenants import OTHERS, Tenants
 from peercache.config.entries import parse_quotas
-from peercache.model.keys import Namespace, tags_of
+from peercache.model.keys import Namespace, parts_of, tags_of
 from peercache.observability.metrics import Metrics
 from tests.examples import examples
 from tests.unit.actors.disk_world import DiskWorld
@@ -413,7 +413,7 @@ class Shared:
         self.count += count
         begun = self.index.begin(
             b"".join(keys),
-            np.array([TAGS[name]] * count, np.uint64),
+            tags_of([TAGS[name]] * count),
             np.array([(blocks - 1) * BLOCK_BYTES] * count, np.uint64),
             np.array([self.count] * count, np.uint64),
             100,
@@ -422,7 +422,7 @@ class Shared:
             self.owner.pop(begun.gone.keys[at : at + 16])
             for at in range(0, 16 * begun.gone.count, 16)
         ]
-        assert begun.gone.namespaces.tolist() == [TAGS[owner] for owner in went]
+        assert begun.gone.namespaces.tolist() == [parts_of(TAGS[owner]) for owner in went]
         self.index.finish(begun.entries[begun.entries >= 0])
         for key, entry in zip(keys, begun.entries.tolist(), strict=True):
             if entry >= 0:
@@ -543,10 +543,10 @@ def test_no_page_goes_for_another_tenant_while_its_own_is_within_its_quota(
             # A page at most is given beyond what was borrowed.
             left = shared.tenants.of(TAGS[victim])
             assert left.taken > left.quota - 9 * BLOCK_BYTES
-        slow = Counter[int]()
+        slow = Counter[tuple[int, int]]()
         for row in shared.index.entries(shared.index.hottest_first()):
-            slow[int(row["namespace"])] += slot_bytes(int(row["length"]))
-        assert shared.taken() == {name: slow[tag] for name, tag in TAGS.items()}
+            slow[row["namespace"].item()] += slot_bytes(int(row["length"]))
+        assert shared.taken() == {name: slow[parts_of(tag)] for name, tag in TAGS.items()}
 
 
 def test_pages_evicted_from_the_disk_are_counted_by_tenant() -> None:
@@ -580,7 +580,8 @@ def test_a_name_that_is_told_later_finds_its_pages() -> None:
     )
     tag = Namespace("team-1").tag()
     index = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)
-    index.begin(bytes(16), *[np.array([value], np.uint64) for value in (tag, BLOCK_BYTES, 1)], 1)
+    lengths, sequences = np.array([BLOCK_BYTES], np.uint64), np.ones(1, np.uint64)
+    index.begin(bytes(16), tags_of([tag]), lengths, sequences, 1)
     entries = index.entries(np.array([0]))
     fresh = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)
     fresh.load(entries)

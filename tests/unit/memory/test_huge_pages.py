@@ -217,7 +217,7 @@ def test_reader_takes_no_huge_page_that_the_owner_has_not_populated(hugetlbfs: P
 
 def test_pool_larger_than_the_free_huge_pages_is_refused_at_the_start(hugetlbfs: Path) -> None:
     """A bus error in the middle of the night is what the kernel would give instead."""
-    with pytest.raises(ConfigError, match=r"needs 10020 huge pages of 2M.*sysctl vm\.nr_hugepages"):
+    with pytest.raises(ConfigError, match=r"needs 10040 huge pages of 2M.*sysctl vm\.nr_hugepages"):
         publish(config_for(hugetlbfs, 10_000), NODE)
 
     assert not list(hugetlbfs.iterdir())

@@ -643,7 +643,7 @@ def test_holder_loads_no_longer_than_the_caller_waits(world: World) -> None:
 
 def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves out is found wrong by the next reader."""
-    monkeypatch.setattr("peercache.paths.reading.RECORDS_A_MESSAGE_MAX", 3)
+    monkeypatch.setattr("peercache.paths.read.RECORDS_A_MESSAGE_MAX", 3)
     world = World()
     names = [f"p{i}" for i in range(20)]
     for name in names:

@@ -210,8 +210,8 @@ def test_huge_pages_are_counted_with_the_one_for_the_words() -> None:
 
     (finding,) = worst(facts)
 
-    assert finding.text == "the pool needs 514 huge pages of 2M, 40 are free"
-    assert finding.fix == "sysctl vm.nr_hugepages=574"
+    assert finding.text == "the pool needs 515 huge pages of 2M, 40 are free"
+    assert finding.fix == "sysctl vm.nr_hugepages=575"
 
 
 def test_report_shows_fixes_ports_and_the_number_of_problems() -> None:
