@@ -491,15 +491,23 @@ def test_pools_of_one_model_never_share_a_page(cluster: FakeCluster) -> None:
     }
 
 
-def test_a_draft_of_other_weights_has_pages_of_its_own(cluster: FakeCluster) -> None:
-    """The target's weights say nothing of the model that filled the draft pool."""
+@pytest.mark.parametrize("is_resolved", [False, True], ids=["given", "resolved"])
+def test_a_draft_of_other_weights_has_pages_of_its_own(
+    cluster: FakeCluster, is_resolved: bool
+) -> None:
+    """The target's weights say nothing of the model that filled the draft pool.
+
+    A path that SGLang itself finds is in its resolved configuration only.
+    """
     pool = filled(window())
     moves = [transfer(name, pool, KEYS) for name in (PoolName.SWA, PoolName.DRAFT)]
     found = []
     for draft in ("a/draft", "b/draft"):
-        with get_context().override_server_args():
-            said = ServerArgs(model_path="dummy", speculative_draft_model_path=draft)
-            get_context().set_server_args(said)
+        resolved = {"speculative_draft_model_path": draft} if is_resolved else {}
+        with get_context().override_server_args(**resolved):
+            if not is_resolved:
+                given = ServerArgs(model_path="dummy", speculative_draft_model_path=draft)
+                get_context().set_server_args(given)
             store = store_of(cluster, (PoolName.SWA, pool), (PoolName.DRAFT, pool))
             found.append(store.batch_get_v2(moves))
             store.batch_set_v2(moves)

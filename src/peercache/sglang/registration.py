@@ -47,7 +47,7 @@ from peercache.sglang.pages import (
     side_pages_of,
 )
 
-_BAGS = ("model", "serving", "lora")
+_BAGS = ("model", "serving", "lora", "spec")
 """Namespaces of SGLang's resolved configuration that hold what we read, since 0.5.20."""
 
 _FACTS = ("dtype", "kv_cache_dtype", "quantization", "modelopt_quant", "json_model_override_args")
