@@ -13,7 +13,7 @@ entries a process of its own prints
     longest_tick_ms   the longest part of the sweep after it
 
 Other times are of the owner's thread. All are processor time: a machine that does other work adds
-less. The table lies in a file of /dev/shm, as a node's does; `--private` has it in private memory,
+less. The table is in a file of /dev/shm, as a node's does; `--private` has it in private memory,
 as that of a node without such a file.
 """
 

@@ -36,7 +36,7 @@ from peercache.storage.index_file import load_entries, open_index, store_entries
 from peercache.storage.slab_files import SlabFiles, consistent
 
 POOL_PAGES: Final = 64
-"""Pages in memory; twice as many are set, so that the first half lies on disk only."""
+"""Pages in memory; twice as many are set, so that the first half is on disk only."""
 
 ROUNDS: Final = 9
 """Sets of a batch with and without a disk, in turn; the first pair is not counted."""

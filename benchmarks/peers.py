@@ -318,7 +318,7 @@ class Measuring:
             self.samples.add("served busy", column(cluster), served["gb_s"])
         del size
 
-    # --- beside a node that died, or stands still -------------------------------------------------
+    # --- beside a node that died, or is paused -------------------------------------------------
 
     def _beside(self, fault: str, store: str) -> None:
         size = attrs.evolve(self._first_size(), total_bytes=self._first_size().total_bytes // 4)

@@ -132,7 +132,7 @@ class Mooncake:
 
 
 class _HostPool:
-    """What the public PeerCache asks of SGLang's host pool: its buffer, and where pages lie."""
+    """What the public PeerCache asks of SGLang's host pool: its buffer, and where pages are."""
 
     def __init__(self, memory: Bytes) -> None:
         self.kv_buffer = self

@@ -1,6 +1,6 @@
 """Environments of the stores that PeerCache is measured beside, each with pinned versions.
 
-They lie in the user's cache folder, outside the checkout, and are made once. Shared libraries that
+They are in the user's cache folder, outside the checkout, and are made once. Shared libraries that
 the machine lacks come from Debian's packages, unpacked beside the environment and not installed.
 """
 

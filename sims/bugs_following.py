@@ -65,14 +65,14 @@ CANARIES = (
     ),
     Canary(
         "uncounted-not-told",
-        "what changed while a node had no followers is not told to those that come back",
+        "what changed while a node had no followers is not notified to those that come back",
         5,
         patches=UNCOUNTED_NOT_TOLD,
         story=follow,
     ),
     Canary(
         "drops-not-told",
-        "followers are told what is stored, and not what is evicted or removed",
+        "followers are notified of what is stored, and not what is evicted or removed",
         5,
         patches=DROPS_NOT_TOLD,
         story=follow,

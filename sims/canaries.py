@@ -355,14 +355,14 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "own-stall-unnoticed",
-        "an owner keeps its authority when its process has stood still",
+        "an owner keeps its authority when its process has been paused",
         50,
         patches=bugs_owners.STALL_UNNOTICED,
         story=doubt,
     ),
     Canary(
         "summary-of-before-counts",
-        "a hand-over that waited while the owner stood still ends its doubt",
+        "a hand-over that waited while the owner was paused ends its doubt",
         20,
         patches=bugs_owners.SUMMARY_OF_BEFORE_COUNTS,
         story=doubt,
@@ -458,7 +458,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "retained-without-bound",
-        "a namespace retains more than it is sure of",
+        "a namespace retains more than it is guaranteed",
         20,
         patches=bugs_tenants.RETAINED_WITHOUT_BOUND,
         change=with_tenants,

@@ -70,7 +70,7 @@ Result = TypeVar("Result")
 
 @attrs.define(eq=False)
 class Heard:
-    """What one call heard of directory owners.
+    """What one call learned of directory owners.
 
     asked:  the peers that were asked for each key.
     final:  those of them that have answered, and did not say that they are behind.

@@ -33,7 +33,7 @@ class VirtualClock(trio.abc.Clock):
         self._polls = 0
 
     def start_clock(self) -> None:
-        """Begin; the clock stands still anyway."""
+        """Begin; the clock is paused anyway."""
 
     def current_time(self) -> float:
         """Return the virtual seconds since the start."""

@@ -6,7 +6,7 @@ Without a cluster's other troubles, and each cause by itself, again and again:
     stopped   the owner's process is stopped for longer than sets wait, and its messages are lost;
     backlog   the owner is stopped again before the summary that it asked for has come: that one
               waits in its socket, and says nothing of what is set meanwhile;
-    repeated  the home node stands still, and the client sends its Commit again; the messages to the
+    repeated  the home node is paused, and the client sends its Commit again; the messages to the
               owner are lost;
     newcomer  an owner has just come, and former owners take a second to hand over.
 
@@ -47,7 +47,7 @@ STOPPED_S = PUBLISH_TIMEOUT_S + 0.1
 CUT_S = STOPPED_S + 0.2
 
 REPEATED_S = RESEND_FRACTION * STALL_S + PUBLISH_TIMEOUT_S + 0.05
-"""How long a home node stands still: a Commit is sent to it twice."""
+"""How long a home node is paused: a Commit is sent to it twice."""
 
 ASKED_S = 0.0004
 ANSWERED_S = 0.05

@@ -1,6 +1,6 @@
 """A death in a large cluster: how soon all views are equal again, and what it costs each node.
 
-One process ends between two moments of a cluster that has started (`sims.start`); nothing says
+One process ends between two moments of a cluster that has started (`sims.start`); nothing sends
 goodbye. The failure detector finds it, and the figures say what follows from there.
 """
 

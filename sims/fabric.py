@@ -307,7 +307,7 @@ class Transfer:
             await node.place.awake()
 
     async def _reachable(self) -> None:
-        """Wait while the holder's host cannot be reached, which may be for ever."""
+        """Wait while the holder's host cannot be reached, which may be forever."""
         fabrics, host = self._fabrics, self._read.member.boot_id
         here = fabrics.place.host
         while fabrics.network.is_cut(here, host) or fabrics.network.is_cut(host, here):

@@ -1,4 +1,4 @@
-"""What followers are told is what a node holds: notes it at each change that is told last.
+"""What followers are notified is what a node holds: notes it at each change that is told last.
 
 An actor knows nothing of it. `sims.following` compares an index with it.
 """

@@ -17,7 +17,7 @@ from sims.world import World
 RECORDS_AT_ONCE = 8
 
 
-class Liar:
+class Forger:
     """Forges records of honest nodes' memory, and has every reader believe them.
 
     A lying owner answers lookups with such records; here they appear in the readers' caches. One

@@ -46,7 +46,7 @@ Lie: TypeAlias = "tuple[Member, Unpack[tuple[Message, ...]]]"
 
 
 class Impostor:
-    """Tells one lie at a time to one node."""
+    """Tells one are at a time to one node."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
         """Lie to the nodes of this world."""

@@ -64,7 +64,7 @@ class SimLink:
         self._flush()
 
     def greet_again(self) -> None:
-        """Say Hello once more: the peer does not know this node (any more)."""
+        """Send Hello once more: the peer does not know this node (any more)."""
         if self._pipe is not None:
             self._network.send(self._pipe, TO_LISTENER, self._hello())
             self._flush()

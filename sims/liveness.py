@@ -59,7 +59,7 @@ class Liveness:
     # --- the core ---------------------------------------------------------------------------------
 
     def _choose_core(self) -> list[str]:
-        """Cut some hosts off for ever; keep a head, so that new nodes find the cluster."""
+        """Cut some hosts off forever; keep a head, so that new nodes find the cluster."""
         world, rng = self._world, self._rng
         hosts = list(world.hosts)
         if rng.random() < WHOLE_CORE:

@@ -114,7 +114,7 @@ class Truth:
         self.forged: set[tuple[int, int]] = set()
         """Streams to which another sender has added a message since holder and owner compared."""
         self.suspects: dict[int, set[int]] = {}
-        """By node: the members that its shard has been told are suspected."""
+        """By node: the members that its shard has been notified are suspected."""
         self.places: dict[int, Place] = {}
         """By node: its process."""
         self.rings: dict[int, HashRing] = {}
@@ -179,7 +179,7 @@ class NodeMemory:
         self.sent_bytes = 0
         """Bytes of pages that readers of other hosts have had from here."""
         self.table: DirectoryTable | None = None
-        """The directory table that lies beside it."""
+        """The directory table that is beside it."""
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
         self.may_write: Callable[[int, int], bool] = _any_client
@@ -230,7 +230,7 @@ class NodeMemory:
                 raise Violation("torn-commit", f"{key.hex()} was published before it was whole")
             end = index + -(-length // self.granule)
             if (self._cover[index:end] >= 0).any():
-                raise Violation("overlap", f"{key.hex()} lies on another committed page")
+                raise Violation("overlap", f"{key.hex()} is on another committed page")
             self._cover[index:end] = index
             latest = self._latest.get(index, (key, length))
             if latest[0] != key:

@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from sims.forging import Liar
+from sims.forging import Forger
 from sims.impostor import Impostor
 from sims.world import World
 
@@ -42,7 +42,7 @@ class Nemesis:
             (options.clog_rate, self._clog),
             (options.disconnect_rate, self._disconnect),
             (options.disk_rot, self._rot),
-            (options.forge_rate, Liar(self._world, self._rng).forge),
+            (options.forge_rate, Forger(self._world, self._rng).forge),
             (options.drain_rate, self._drain),
             (options.impostor_rate, Impostor(self._world, self._world.stream("impostor")).lie),
         ]

@@ -118,7 +118,7 @@ class SimListener:
         self._wake.set()
 
     def removed(self, pipe: int) -> None:
-        """Hear that a connection has ended."""
+        """Learn that a connection has ended."""
         if self.pipes.pop(pipe, None) is not None and not self.is_closed:
             self.on_removed(pipe)
 
@@ -198,7 +198,7 @@ class Network:
         self.break_pipe(pipe)
 
     def break_pipe(self, pipe: Pipe) -> None:
-        """End a connection: both ends hear of it a latency later, if they can."""
+        """End a connection: both ends learn of it a latency later, if they can."""
         if not pipe.is_open:
             return
         pipe.is_open = False
@@ -242,7 +242,7 @@ class Network:
         place = pipe.listener.place if direction == TO_LISTENER else pipe.dialler
         now = trio.current_time()
         if place.alive and place.is_paused(now):
-            # It lies in the buffers of the kernel until the process goes on.
+            # It is in the buffers of the kernel until the process goes on.
             self._at(place.paused_until, lambda: self._deliver(pipe, direction, raw))
             return
         pipe.in_flight[direction] -= 1
@@ -296,7 +296,7 @@ class Network:
         return source != target and self._way(source, target).cut_until > trio.current_time()
 
     def heal(self) -> None:
-        """End every fault of every link, but the cuts that are for ever."""
+        """End every fault of every link, but the cuts that are forever."""
         self.faults_on = False
         for way in self._ways.values():
             way.clogged_until = -math.inf
@@ -312,7 +312,7 @@ class Network:
     # --- time -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Deliver what is due, for ever."""
+        """Deliver what is due, forever."""
         while True:
             until = self._due[0][0] if self._due else math.inf
             self._wake = trio.Event()

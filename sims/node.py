@@ -349,7 +349,7 @@ class SimNode:
                 raise Violation("not-on-disk", f"{key.hex()} is told as on disk, and is not")
 
     def _may_be_on_disk(self, key: bytes) -> bool:
-        """Return whether a page is on disk, or the pool is about to hear that it is not."""
+        """Return whether a page is on disk, or the pool is about to learn that it is not."""
         disk = self.crew.disk
         if disk.index is not None and disk.index.find(key)[0] >= 0:
             return True

@@ -1,7 +1,7 @@
-"""A story: slots that are given to other pages all the time, and readers of what lay in them.
+"""A story: slots that are given to other pages all the time, and readers of what was in them.
 
 A pool has room for half of the pages, and its clients set all of them, one after the other. Readers
-on its host and on another one believe old records, and such as a liar forges.
+on its host and on another one believe old records, and such as a forger forges.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sims import determinism
 from sims.client import SimClient
 from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
-from sims.forging import Liar
+from sims.forging import Forger
 from sims.play import explained
 from sims.swarm import GRANULE
 from sims.trace import Trace
@@ -80,7 +80,7 @@ async def _read(world: World, reader: SimClient, rng: random.Random) -> None:
 
 
 async def _lie(world: World, rng: random.Random) -> None:
-    liar = Liar(world, rng)
+    forger = Forger(world, rng)
     while True:
-        await liar.forge()
+        await forger.forge()
         await trio.sleep(rng.uniform(0.0, LIE_S))

@@ -71,7 +71,7 @@ class Costs:
     entry:     the same for each entry of a view; told: to encode one.
     greeting:  admit a connection and answer its Hello, on the loop.
     handshake: of TLS, on a core of each of both hosts, beside the loops.
-    announced: for each member of a view that ring, directory and removal hear of.
+    announced: for each member of a view that ring, directory and removal learn of.
     ring:      for each member of a ring, in a thread.
     """
 
@@ -375,7 +375,7 @@ class _Client:
         )
 
     def greet(self, until: float, answered: Callable[[Any], None]) -> None:
-        """Say Hello to the home node, as soon as it listens."""
+        """Send Hello to the home node, as soon as it listens."""
         start = self.start
         if self.home.is_up:
             welcome = Welcome(0, WIRE_VERSION, self.home.membership.me, 0)
@@ -445,7 +445,7 @@ class Start:
         return isinstance(message, ShareView) and len(message.view) == 1
 
     def greet(self, dialler: _Node, address: str) -> None:
-        """Say Hello at an address; the Welcome tells the dialler which member is there."""
+        """Send Hello at an address; the Welcome tells the dialler which member is there."""
         node = self.by_address[address]
         if not node.is_up:
             return

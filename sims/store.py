@@ -46,7 +46,7 @@ class PoolMemory(Protocol):
 
 @attrs.define(eq=False)
 class StoredPage:
-    """What lies in a slot: its header and its bytes."""
+    """What is in a slot: its header and its bytes."""
 
     key: bytes
     namespace: int

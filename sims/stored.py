@@ -154,7 +154,7 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, t
     found: dict[int, tuple[int, int]] = {}
     for holder in sorted({holder for each in noted for holder in each or ()}):
         # A node that the holder's view has dead is no owner, and may not know it yet. The
-        # holder's own shard hears of a commit just before its client does.
+        # holder's own shard learns of a commit just before its client does.
         seen = truth.rings.get(holder)
         is_owner = seen is not None and owner in seen.members
         if holder == owner or not is_owner or (holder, owner) in truth.forged:

@@ -79,7 +79,7 @@ class Shares:
         return gave
 
     def _judge_blocked(self, pool: Pool) -> None:
-        """Fail if retained pages lie in more of the pool than their namespace is sure of."""
+        """Fail if retained pages are in more of the pool than their namespace is guaranteed."""
         blocked: Counter[Tenant] = Counter()
         for extent in dict.fromkeys(pool._slots._units):
             if extent is not None and any(slot.retained_until for slot in extent.slots):
@@ -106,7 +106,7 @@ class WatchedQueues:
             index._eviction = cls(index, index._eviction)  # type: ignore[assignment]
 
     def choose(self, blocks: int, count: int, clock: int, tenant: Tenant) -> I64:
-        """Return what the queues choose; fail if one of them is sure of its place."""
+        """Return what the queues choose; fail if one of them is guaranteed its place."""
         victims = self._queues.choose(blocks, count, clock, tenant)
         if self._index.tenants.are_several:
             self._judge(victims, tenant)

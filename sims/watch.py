@@ -176,7 +176,7 @@ def _check_view(
         if is_master or known == member:
             continue
         if known is not None and not is_live(known) and not is_live(member):
-            continue  # A master ends a member under a counter that another node has heard of.
+            continue  # A master ends a member under a counter that another node has learned of.
         is_displaced = own is not None and member.control == own.control
         if member.incarnation not in (speaker, actor.me.incarnation) and not is_displaced:
             detail = f"{speaker:016x}, no master, is believed about {member.incarnation:016x}"

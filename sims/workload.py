@@ -97,7 +97,7 @@ class Calls:
             await self.prefix(client, places, rng)
         elif drawn < 0.97:
             await self.exists(client, places)
-        elif drawn < 0.995 or self.options.tenants > 1:  # `removals` tells no namespaces apart.
+        elif drawn < 0.995 or self.options.tenants > 1:  # `removals` distinguishes no namespaces.
             await self.tell_all(
                 client,
                 Remove(0, client.namespace.tag(), self.library.keys[places[:2]].tobytes(), 0.0),

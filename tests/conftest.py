@@ -78,7 +78,8 @@ def threads_left() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Note how it ended, for `pytest_unconfigure`; a worker tells its threads to the main process.
+    """Note how it ended, for `pytest_unconfigure`; a worker reports its threads to the main
+    process.
 
     Threads that a worker left behind fail the whole run.
     """
@@ -114,7 +115,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End though a failed test left a thread behind: Python would wait for it for ever."""
+    """End though a failed test left a thread behind: Python would wait for it forever."""
     left = threads_left()
     if left:
         print(f"threads left behind: {', '.join(left)}", file=sys.stderr, flush=True)

@@ -74,7 +74,7 @@ def pytest_of_its_own(folder: Path, *words: str) -> subprocess.CompletedProcess[
 def test_thread_that_is_left_behind_is_named_and_delays_no_exit(
     workers: list[str], tmp_path: Path
 ) -> None:
-    """Python would wait for it for ever, and so would the caller of the tests."""
+    """Python would wait for it forever, and so would the caller of the tests."""
     leaking = tmp_path / "test_leaking.py"
     leaking.write_text(LEAKING)
 

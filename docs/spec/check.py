@@ -89,7 +89,7 @@ TRUTHS = (
     # Two nets below the trapeze: each alone is enough. Numbers that restart do break a rule.
     Case("numbers restart, incarnations are checked", (*TWO_LIVES, "COUNTER_RESTARTS"), HOLDS),
     truth("incarnations unchecked, numbers differ", *TWO_LIVES, "INCARNATION_UNCHECKED"),
-    # A liar makes the records.
+    # An attacker makes the records.
     truth("forged records, two pages", *SMALLEST, *FORGED),
     truth("forged records, three pages of two keys", *THREE_PAGES, *FORGED),
     truth("forged records, pages of two sizes", *TWO_SIZES, "CELLS=1", *FORGED),

@@ -7,7 +7,7 @@
  * two. The byte of page `p` at position `i` is BYTE(p, i), so a byte of another page, a byte at
  * another position and a byte of an earlier content are all told apart.
  *
- * FORGED: the reader asks for any key with a record that a liar made up. Without it, the records are
+ * FORGED: the reader asks for any key with a record that an attacker made up. Without it, the records are
  * those of commits, and all pages have one key: the key in the seal then tells them not apart.
  */
 
@@ -516,7 +516,7 @@ end_late:
 inline take_record() {
 #ifdef FORGED
     /* Any key, slot and length, in the memory of any incarnation. Any generation: one that the
-     * word does not have now is a miss, unless it is the next one, which the liar can foresee. */
+     * word does not have now is a miss, unless it is the next one, which the attacker can foresee. */
     if
     :: p = 0
 #if KEYS > 1

@@ -64,7 +64,7 @@ class Owner:
         self.memory.seals[offset // GRANULE] = (generation, key, space, len(content))
 
     def evict(self, offset: int) -> None:
-        """Take a page away: its word is odd for ever."""
+        """Take a page away: its word is odd forever."""
         self.memory.words[offset // GRANULE] |= np.uint64(1)
 
 

@@ -117,7 +117,7 @@ def frozen_segment(folder: Path) -> Path:
 
 
 def test_segment_of_the_earlier_build_is_attached_and_read(tmp_path: Path) -> None:
-    """Words and pages of the recorded segment lie where this build looks for them."""
+    """Words and pages of the recorded segment are where this build looks for them."""
     segment = AttachedSegment.open(
         frozen_segment(tmp_path), incarnation=Incarnation(SEGMENT_INCARNATION), writable=False
     )

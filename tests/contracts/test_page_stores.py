@@ -52,7 +52,7 @@ def keys_of(name: str, count: int) -> PageKeys:
 
 
 class Memory:
-    """Pages of a caller, each in three runs that lie apart, with a rim that must stay as it is."""
+    """Pages of a caller, each in three runs that are apart, with a rim that must stay as it is."""
 
     def __init__(self, pages: int, page: int = PAGE, seed: int | None = None) -> None:
         self.sizes = [page // 2, 1, page - page // 2 - 1]

@@ -186,7 +186,7 @@ async def test_effects_are_taken_at_once_and_answered_later_in_their_order(
 
 
 async def test_repeated_question_keeps_the_queue_pair(open_port: OpenPort) -> None:
-    """A client repeats it to hear of newly registered memory."""
+    """A client repeats it to learn of newly registered memory."""
     async with open_port() as port:
         question = port.ask(1)
 

@@ -140,7 +140,7 @@ def source_of(api: ApiServer, account: Path, token: str) -> KubernetesSource:
 async def test_the_charts_account_reads_slices_and_nothing_else(
     api: ApiServer, chart: Path, tmp_path: Path
 ) -> None:
-    """Its token finds the nodes and hears of changes; all else is forbidden, in words."""
+    """Its token finds the nodes and learns of changes; all else is forbidden, in words."""
     api.helm("install", "r", str(chart), "--namespace", SPACE, *flags_of(VALUES["the api"]))
     first, second = endpoint_slice("r-a", "10.1.0.1", "10.1.0.2"), endpoint_slice("r-b")
     manifest = tmp_path / "slice.yaml"

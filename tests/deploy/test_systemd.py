@@ -77,7 +77,7 @@ def test_unit_waits_longer_than_the_node_needs() -> None:
 
 
 @pytest.mark.slow
-def test_unit_starts_a_node_that_says_ready_and_stopping() -> None:
+def test_unit_starts_a_node_that_sends_ready_and_stopping() -> None:
     """Its command line, as systemd runs it: READY=1 when it serves, STOPPING=1 at SIGTERM."""
     service = section("Service")
     assert service["Type"] == "notify"

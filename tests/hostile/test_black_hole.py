@@ -60,7 +60,7 @@ def end_stream(cluster: LocalCluster, owner: NodeProcess, holder: NodeProcess, n
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2**64 - 1, 10_000], ids=["end of the range", "a little ahead"])
 def test_a_stream_that_a_stranger_ends_goes_on(number: int) -> None:
-    """Three nodes: pages of one of them, read at another, before and after the lie at both."""
+    """Three nodes: pages of one of them, read at another, before and after the are at both."""
     names = [f"page-{at}" for at in range(COUNT)]
     with LocalCluster() as cluster:
         holder, *owners = (cluster.start(flags=["--metrics-port=-1"]) for _ in range(3))

@@ -143,7 +143,7 @@ def test_a_segment_of_another_user_is_a_miss() -> None:
 
 
 def test_a_segment_is_looked_for_in_folders_of_this_host_only() -> None:
-    """A file system of the liar's could answer the open late, or never."""
+    """A file system of the attacker's could answer the open late, or never."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         path, file, _ = foreign_segment(Path(name))
         os.close(file)

@@ -246,7 +246,7 @@ def test_a_node_takes_as_many_descriptors_as_it_may() -> None:
 
 
 def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
-    """First by time, then by age as long as there are too many; who said it stays for ever."""
+    """First by time, then by age as long as there are too many; who said it stays forever."""
     admission = Admission(
         cluster="c",
         granule=16384,
@@ -269,7 +269,7 @@ def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
 
 @pytest.mark.slow
 def test_strangers_give_way_before_descriptors_run_out() -> None:
-    """Who connects and never says Hello is shown out, oldest first; who said it stays."""
+    """Who connects and never sends Hello is shown out, oldest first; who said it stays."""
     with one_node() as (cluster, node), Caller.at(node, "control") as admitted:
         assert admitted.ask(hello(cluster.name), sender=5)
         spare = Vitals.of(node).descriptors

@@ -30,9 +30,9 @@ def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
         identity = int(file.stem, 16)
         secret = file.read_bytes() if knows_secret else b""
 
-        with Caller.at(node, "control") as liar:
+        with Caller.at(node, "control") as attacker:
             claim = hello(cluster.name, lock=file.name, secret=secret)
-            refused = liar.ask(claim, sender=identity)
+            refused = attacker.ask(claim, sender=identity)
             assert isinstance(refused, Refused)
             assert refused.reason == "transport"
             for message in (
@@ -40,7 +40,7 @@ def test_no_peer_over_tcp_writes_in_a_clients_name(knows_secret: bool) -> None:
                 Commit(2, 1, b"\1", bytes(8), 0.0),
                 Clear(3, SPACE.tag()),
             ):
-                answer = liar.ask(message, sender=identity)
+                answer = attacker.ask(message, sender=identity)
                 assert isinstance(answer, HelloRequired)
 
         keys = keys_of("victim", 8)
@@ -52,14 +52,14 @@ def test_a_process_of_this_host_needs_the_secret_of_the_client_that_it_claims_to
     """Over the home address, too: the lock's name follows from the id."""
     with one_node() as (cluster, node):
         lock = ClientLock(node.ready["home"], 4711, Sharing.of())
-        with Caller.at(node, "home") as liar:
+        with Caller.at(node, "home") as attacker:
             for secret in (b"", bytes(32)):
                 claim = hello(cluster.name, lock=lock.name, secret=secret)
-                refused = liar.ask(claim, sender=4711)
+                refused = attacker.ask(claim, sender=4711)
                 assert isinstance(refused, Refused)
                 assert refused.reason == "secret"
             claim = hello(cluster.name, lock=lock.name, secret=lock.secret)
-            assert isinstance(liar.ask(claim, sender=4711), Welcome)
+            assert isinstance(attacker.ask(claim, sender=4711), Welcome)
         lock.release()
 
 

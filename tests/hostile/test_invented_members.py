@@ -85,7 +85,7 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
     """The worst answer costs the loop less than 0.1 s, and a few addresses are tried at a time."""
     with (
         one_node() as (cluster, node),
-        Caller.at(node, "control") as liar,
+        Caller.at(node, "control") as attacker,
         contextlib.ExitStack() as stack,
     ):
         name = cluster.name
@@ -96,9 +96,9 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
             own = answering.member
         told = [invented(number, name) for number in range(2, INVENTED)]
 
-        say = partial(liar.say, sender=own.incarnation)
+        say = partial(attacker.say, sender=own.incarnation)
         say(hello(name, is_node=True, nonce=own.nonce))
-        assert isinstance(liar.answer(), Welcome)
+        assert isinstance(attacker.answer(), Welcome)
         say(Join(own))
         with cluster.client(node) as client:
             if answers:

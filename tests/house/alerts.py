@@ -270,7 +270,7 @@ ALERTS = (
         "sum by (job, instance) (rate(peercache_pages_missed_total[5m]))) > 0.05",
         5,
         "warning",
-        "{{ $labels.instance }}: 5 % of the pages asked for lie at peers that do not answer",
+        "{{ $labels.instance }}: 5 % of the pages asked for are at peers that do not answer",
         "A burst is a node that dies, and ends by itself. For minutes it is a firewall, an "
         "overloaded host, or a wrong `advertise`.",
         "`peercache_members` by state, `peercache_breakers_opened_total`, `tcp.read_failed` and "

@@ -42,9 +42,9 @@ LAYERS: dict[str, str] = {
     "fabric.tcp": "trust model config observability installation actors.channels fabric",
     "rdma": "trust model config observability wire wire.messages actors actors.channels memory "
     "fabric",
-    # What routers are told.
+    # What routers are notified.
     "events": "model observability content wire wire.messages",
-    # How much of a prompt lies where.
+    # How much of a prompt is where.
     "manager": "model config observability content events",
     "http": "trust model config observability content manager",
     "discovery": "config observability",

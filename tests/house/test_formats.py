@@ -48,7 +48,7 @@ def size_of(kind: str) -> int:
 
 
 def tables_of(text: str) -> list[tuple[list[Field], list[str]]]:
-    """Return each table of a page: where its fields lie, and what they are called."""
+    """Return each table of a page: where its fields are, and what they are called."""
     found = []
     for block in TABLE.findall(text):
         rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in block.splitlines()]

@@ -145,7 +145,7 @@ def test_crashes(number):
 
 
 def test_a_worker_that_crashed_ends_the_tests(tmp_path: Path) -> None:
-    """With the Makefile's flags; pytest-xdist otherwise waits for the worker's tests for ever."""
+    """With the Makefile's flags; pytest-xdist otherwise waits for the worker's tests forever."""
     (tmp_path / "test_suite.py").write_text(CRASHING)
     flags = re.findall(r"^PARALLEL := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     pytest_again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]

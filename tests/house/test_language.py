@@ -1,13 +1,14 @@
 """The rules of language that a machine can check; each is shown to fail on a small offender.
 
-`DIALECT` is checked in the documentation that is written by hand. The code, its docstrings and the
-parts that `make docs` writes from them follow later.
+`DIALECT` is checked in the documentation that is written by hand. Of it, code and commit subjects
+are checked for `IN_CODE`: the other words are still in many docstrings.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,16 @@ DIALECT = {
     r"shall": "must, should",
 }
 """Words that a reader would not search for, and what the documentation of other projects has."""
+
+IN_CODE = (
+    r"patience", r"anew", r"liars?", r"mend(?:s|ed|ing)?",
+    r"stands? still|standing still|stood still", r"is sure of|are sure of", r"to be had",
+    r"for ever",
+)  # fmt: skip
+"""Those of `DIALECT` that no line of code, comment or text has any more, nor a commit subject."""
+
+SUBJECTS_SINCE = "e9b753ca605e03f115fd1cdf0ff58218e77f0cc5"
+"""The commit after which subjects are checked."""
 
 BY_HAND = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 
@@ -242,6 +253,53 @@ def test_what_to_write_instead_is_no_word_of_the_dialect() -> None:
     proposed = " ".join(better.replace("told apart:", "") for better in DIALECT.values())
 
     assert not list(dialect_in(proposed))
+
+
+def forbidden_in(text: str) -> Iterator[str]:
+    """Yield each line with a word that code may not have, and what to write instead."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        for words in IN_CODE:
+            for found in re.findall(rf"\b(?:{words})\b", line, re.IGNORECASE):
+                yield f"{number}: {found!r}, write: {DIALECT[words]}: {line.strip()}"
+
+
+def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
+    """Neither a name nor a comment, a docstring, an event or an error."""
+    files = [
+        path
+        for folder in ("src", "sims", "tests", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".py", ".c", ".h"} and path != Path(__file__)
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{problem}"
+        for path in files
+        for problem in forbidden_in(path.read_text())
+    ]
+
+    assert len(files) > 500
+    assert not found, "\n".join(found)
+
+
+def test_commit_subjects_have_no_word_of_the_dialect_that_is_gone() -> None:
+    """Where the history is there: not in a distribution, nor in a shallow clone."""
+    log = subprocess.run(
+        ["git", "-C", str(ROOT), "log", "--format=%s", f"{SUBJECTS_SINCE}..HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if log.returncode:
+        pytest.skip("this checkout has no history")
+
+    assert not list(forbidden_in(log.stdout))
+
+
+def test_a_word_of_the_dialect_is_found_in_code() -> None:
+    """With what to write instead."""
+    (found,) = forbidden_in("x = 1  # begin an" + "ew")
+
+    assert found.startswith("1: 'an" + "ew', write: again")
 
 
 def test_log_events_are_named_after_their_component() -> None:

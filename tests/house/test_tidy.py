@@ -57,7 +57,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """The folder below `peercache` that the file lies in, dotted; "" is the top."""
+        """The folder below `peercache` that the file is in, dotted; "" is the top."""
         return folder_of(self.name)
 
     @property
@@ -69,7 +69,7 @@ class Module:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a module below `peercache`; a folder's `__init__` lies in it."""
+    """Return the folder of a module below `peercache`; a folder's `__init__` is in it."""
     while name and name not in LAYERS:
         name = name.rpartition(".")[0]
     return name
@@ -115,7 +115,7 @@ def every_module_lies_in_a_known_folder(module: Module) -> Iterator[str]:
     """A new folder is given its place, so that the layering covers it; the top stays empty."""
     allowed_at_top = ("", "__main__", "errors")
     if module.folder == "" and module.name not in allowed_at_top:
-        yield f"1: {module.name} lies in no folder of the table"
+        yield f"1: {module.name} is in no folder of the table"
 
 
 def imports_point_down(module: Module) -> Iterator[str]:
@@ -131,7 +131,7 @@ def imports_point_down(module: Module) -> Iterator[str]:
 
 
 def actors_know_no_other_actor(module: Module) -> Iterator[str]:
-    """Actors talk by messages: an actor imports nothing that lies in another actor's folder."""
+    """Actors talk by messages: an actor imports nothing that is in another actor's folder."""
     if not module.folder.startswith("actors."):
         return
     for line, target in own_imports_of(module):

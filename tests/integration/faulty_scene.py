@@ -65,7 +65,7 @@ class Nodes:
         return len(list((self.folder / name / "home.ipc.clients").glob("*.lock")))
 
     def stop(self, name: str) -> None:
-        """Have it stand still."""
+        """Pauses it."""
         self.running[name].send_signal(signal.SIGSTOP)
         self.stopped.add(name)
 
@@ -74,7 +74,7 @@ class Nodes:
         self.stopped.discard(name)
         self.running.pop(name).kill()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Have both run again."""
         for name in sorted(self.stopped):
             self.running[name].send_signal(signal.SIGCONT)
@@ -168,13 +168,13 @@ class Scene:
 
     @contextmanager
     def attached(self, home: str = "a", **extra: Any) -> Iterator[None]:
-        """Attach storage at a node's home address; mend the nodes and detach at the end."""
+        """Attach storage at a node's home address; fix the nodes and detach at the end."""
         config = self.config(home, **extra)
         wait_until(lambda: self.engine.attach(config)[0], "storage is attached")
         try:
             yield
         finally:
-            self.nodes.mend()
+            self.nodes.repair()
             wait_until(lambda: self.engine.detach()[0], "storage is detached")
 
     # --- faults in the middle of calls --------------------------------------------------------
@@ -231,7 +231,7 @@ def open_scene(model: Path, folder: Path) -> Iterator[Scene]:
     nodes = Nodes(folder)
     with ServedEngine(model) as engine:
         try:
-            nodes.mend()
+            nodes.repair()
             engine.wait()
             scene = Scene(engine, nodes, folder)
             scene.learn()

@@ -64,7 +64,7 @@ def state_of(thread: Path) -> str:
 
 
 def stop(process: int) -> None:
-    """Stop a process, and wait until each of its threads stands still, which takes a while."""
+    """Stop a process, and wait until each of its threads is paused, which takes a while."""
     os.kill(process, signal.SIGSTOP)
     threads = Path(f"/proc/{process}/task")
     until = time.monotonic() + ANSWER_S

@@ -2,7 +2,7 @@
 
     older_sglang.py     fetches those that are missing into the user's cache, 200 MB
 
-Each version lies in a folder of its own, which comes first on PYTHONPATH. So the version's own
+Each version is in a folder of its own, which comes first on PYTHONPATH. So the version's own
 interface, host pools and controllers run, over the environment's torch and transformers, which are
 newer than the version's own.
 """

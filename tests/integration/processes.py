@@ -92,7 +92,7 @@ class Child(Closing):
         return self._process.poll() is not None
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal: SIGSTOP has it stand still, SIGCONT go on."""
+        """Send it a signal: SIGSTOP pauses it, SIGCONT go on."""
         self._process.send_signal(number)
 
     def kill(self) -> None:

@@ -27,7 +27,7 @@ except ModuleNotFoundError:  # before 0.5.16
     HAS_TWO_BUFFERS = False
 else:
     HAS_TWO_BUFFERS = True
-    """Whether K and V of other widths lie in two buffers: since 0.5.16."""
+    """Whether K and V of other widths are in two buffers: since 0.5.16."""
 
 
 PAGE_TOKENS = 16

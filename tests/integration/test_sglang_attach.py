@@ -171,7 +171,7 @@ def test_rounds_with_operations_in_flight_leave_nothing_behind(
 
 
 @pytest.mark.slow
-def test_a_home_node_that_stands_still_does_not_hold_up_a_detach(tmp_path: Path) -> None:
+def test_a_home_node_that_is_paused_does_not_hold_up_a_detach(tmp_path: Path) -> None:
     """The calls in flight end by their deadlines; the node forgets the client when it goes on."""
     (tmp_path / "node").mkdir()
     with StandaloneNode(tmp_path / "node", pool_size="64MiB") as node:

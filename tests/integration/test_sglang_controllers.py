@@ -70,7 +70,7 @@ def test_each_interface_reads_the_pages_of_the_other(
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 def test_heads_of_two_widths_travel_bit_for_bit(open_rig: OpenRig, layout: str) -> None:
-    """K and V of different width lie in two buffers, whose addresses order nothing."""
+    """K and V of different width are in two buffers, whose addresses order nothing."""
     writer = open_rig(kind="asymmetric", layout=layout)
     reader = open_rig(kind="asymmetric", layout=layout)
     tokens = prompt(PAGES, seed=5)

@@ -119,7 +119,7 @@ def start(
 def shared(pair: Pair, ids: list[int], tokens: list[int]) -> None:
     """Wait until both roles read a prompt from storage; the answer is the same each time.
 
-    SGLang stores in the background, and a machine that stands still makes misses of a prompt's
+    SGLang stores in the background, and a machine that is paused makes misses of a prompt's
     pages.
     """
     before = pair.hits()

@@ -61,7 +61,7 @@ def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines
         )
         return computed, reader.ask({"input_ids": ids})
 
-    # A machine that stands still for a moment makes misses of a prompt's pages: then the next one.
+    # A machine that is paused for a moment makes misses of a prompt's pages: then the next one.
     computed, answered = paced(story, lambda told: from_storage(told[1]) == STORED_TOKENS)
 
     assert from_storage(computed) == 0

@@ -50,9 +50,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 @pytest.fixture(autouse=True)
-def mended(scene: Scene) -> Iterator[None]:
+def repaired(scene: Scene) -> Iterator[None]:
     """Begin with both nodes; no call of the test took longer than its deadline allows."""
-    scene.nodes.mend()
+    scene.nodes.repair()
     begun = now()
     yield
     took = [
@@ -109,7 +109,7 @@ def test_the_home_node_is_struck_in_the_middle_of_a_call(
             after_s = rng.uniform(0, scene.usual_s(operation)) / attempt
             was_met = scene.strike(0, node="a", fault=fault, operation=operation, after_s=after_s)
             best_s = at_best(lambda: scene.ask_again(2).took_s, below=limit_s)
-            scene.nodes.mend()
+            scene.nodes.repair()
             scene.heal(0)
             if was_met:
                 break
@@ -134,7 +134,7 @@ def test_the_holder_on_another_node_is_struck_in_the_middle_of_a_get(
             after_s = rng.uniform(0, scene.usual_s("get")) / attempt
             was_met = scene.strike(0, node="b", fault=fault, operation="get", after_s=after_s)
             best_s = at_best(lambda: scene.ask_again(1).took_s, below=limit_s)
-            scene.nodes.mend()
+            scene.nodes.repair()
             scene.heal(0)
         if was_met:
             break
@@ -198,7 +198,7 @@ def test_faults_at_random_times_spoil_no_answer_of_many(scene: Scene) -> None:
                 begun = now()
                 (scene.nodes.kill if rng.random() < 0.4 else scene.nodes.stop)(rng.choice("ab"))
                 streams[0].answered(rng.randrange(1, 3))
-                scene.nodes.mend()
+                scene.nodes.repair()
                 outages.append((begun, now()))
         finally:
             replies = [reply for stream in streams for reply in stream.end()]
@@ -248,7 +248,7 @@ def test_an_engine_serves_on_after_its_storage_could_not_be_attached(scene: Scen
     wait_until(is_refused, "a refusal that names the home node")
     assert scene.ask_again(0).stored == 0
     assert segments_of(scene.engine.scheduler()) == []
-    scene.nodes.mend()
+    scene.nodes.repair()
     with scene.attached():
         scene.heal(0)
 

@@ -424,7 +424,7 @@ def test_four_bit_pages_whose_buffers_have_no_names_are_misses(cluster: FakeClus
 
 
 def test_exists_of_all_pools_is_one_question_that_touches(cluster: FakeCluster) -> None:
-    """KV and side pools are asked for in one batch, and their holders are told."""
+    """KV and side pools are asked for in one batch, and their holders are notified."""
     pools = {PoolName.SWA: filled(window()), PoolName.INDEXER: filled(dsa()[1])}
     store = store_of(cluster, *pools.items())
     put_kv(store, KEYS)

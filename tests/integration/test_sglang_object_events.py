@@ -1,4 +1,4 @@
-"""What a router is told of the pages of a real SGLang cache, as its home node has them."""
+"""What a router is notified of the pages of a real SGLang cache, as its home node has them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def objects_of(tokens: list[int], *suffixes: str) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "suffixes"), [("mha", ("0_k", "0_v")), ("mla", ("_k",))], ids=["mha", "mla"]
 )
-def test_a_router_is_told_what_the_home_node_has_of_an_engine(
+def test_a_router_is_notified_of_what_the_home_node_has_of_an_engine(
     engines: Engines, kind: str, suffixes: tuple[str, ...]
 ) -> None:
     """From the first set on, for a reader that comes late, and after another client's removal."""

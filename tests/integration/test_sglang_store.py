@@ -91,7 +91,7 @@ def test_addresses_by_arithmetic_are_those_sglang_names(kind: str, layout: str) 
 
 @pytest.mark.skipif(not HAS_TWO_BUFFERS, reason="this SGLang has no pool of two buffers")
 def test_k_comes_before_v_wherever_they_were_allocated(cluster: FakeCluster) -> None:
-    """Two buffers lie at addresses of chance: the order of a page must not follow them."""
+    """Two buffers are at addresses of chance: the order of a page must not follow them."""
     pool = filled("asymmetric", "page_first")
     k_shape, v_shape = (part.shape for part in pool.kv_buffer)
     flat = torch.cat([part.flatten() for part in reversed(pool.kv_buffer)])
@@ -202,7 +202,7 @@ def test_pipeline_stages_are_one_geometry_of_one_name(cluster: FakeCluster) -> N
     assert first.coordinates != second.coordinates
 
 
-def test_a_stage_is_told_apart_by_its_rank_alone(cluster: FakeCluster) -> None:
+def test_a_stage_is_distinguished_by_its_rank_alone(cluster: FakeCluster) -> None:
     """A pool that does not say which layers it holds is still that of its stage."""
     for rank in (0, 1):
         open_store(cluster, pp_rank=rank, pp_size=2)
@@ -290,7 +290,7 @@ def test_registering_again_keeps_the_client_unless_the_namespace_differs(
 def test_memory_that_reads_will_fill_is_registered_and_no_other(
     cluster: FakeCluster, kind: str
 ) -> None:
-    """Every run of every page lies in registered memory; the later pool takes the place."""
+    """Every run of every page is in registered memory; the later pool takes the place."""
     first, second = filled(kind, "page_first"), filled(kind, "page_first")
     store = open_store(cluster, first)
     registered = cluster.opened[0].registered

@@ -146,7 +146,7 @@ def object_names(store: PeerCacheStore, key: str, pool: str = "") -> list[bytes]
 @pytest.mark.parametrize(
     ("heads", "groups"), [(8, 8), (8, 4), (8, 2), (4, 2), (4, 4), (2, 2), (6, 3)]
 )
-def test_groups_lie_where_sglang_says(heads: int, groups: int) -> None:
+def test_groups_are_where_sglang_says(heads: int, groups: int) -> None:
     """Arithmetic gives what get_split_heads_page_buffer_meta does, for pages in any order."""
     pool = host_pool("mha", "page_head", device(heads))
     pages = np.random.default_rng(heads * groups).permutation(pool.page_num)[:40].tolist()
@@ -418,7 +418,7 @@ def test_ranks_that_hold_the_same_head_share_with_their_size_only(cluster: FakeC
         ({}, {"head_num": 6}, "6 heads of a rank are not 4 equal groups"),
         ({"tp_size": 3}, {}, "no multiple of the TP size 3"),
         ({"should_split_heads": False}, {}, "SGLang does not split"),
-        ({}, {"get_split_heads_page_buffer_meta": None}, "where its heads lie"),
+        ({}, {"get_split_heads_page_buffer_meta": None}, "where its heads are"),
     ],
 )
 def test_which_groups_a_rank_holds(

@@ -110,7 +110,7 @@ def start(model: Path, node: StandaloneNode, *, tp_size: int) -> Child:
 
 
 def ask_stored(engine: Child, ids: list[int]) -> dict[str, Any]:
-    """Ask an engine for a prompt that is stored; again where the machine stood still."""
+    """Ask an engine for a prompt that is stored; again where the machine was paused."""
     return paced(
         lambda _: engine.ask({"input_ids": ids, "flush": True}),
         lambda reply: from_storage(reply) == PAGES * PAGE_TOKENS,

@@ -156,7 +156,7 @@ class Pair(Closable):
         self.unsignaled = 0
 
     def to_rtr(self, attributes: Any) -> None:
-        assert attributes.retry_cnt <= 6, "7 means for ever"
+        assert attributes.retry_cnt <= 6, "7 means forever"
         self.peer = attributes.dest_qp_num
 
     def to_rts(self, attributes: Any) -> None: ...

@@ -22,7 +22,7 @@ NOWHERE = "no-such-device0"
 
 def test_client_that_must_have_rdma_does_not_open_without(tmp_path: object) -> None:
     """The error names the setting, and what is missing."""
-    with pytest.raises(ConfigError, match=r"fabric.*rdma is asked for, and there is none") as error:
+    with pytest.raises(ConfigError, match=r"fabric.*rdma is required, but not available") as error:
         Client.open(home=f"ipc://{tmp_path}/n.ipc", fabric="rdma", rdma_device_names=NOWHERE)
 
     assert "pyverbs" in str(error.value) or NOWHERE in str(error.value)
@@ -41,7 +41,7 @@ def test_node_that_must_have_rdma_does_not_start_without() -> None:
         )  # fmt: skip
 
     assert ended.returncode != 0
-    assert "rdma is asked for, and there is none" in ended.stderr
+    assert "rdma is required, but not available" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

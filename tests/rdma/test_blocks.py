@@ -141,7 +141,7 @@ def test_who_waits_without_another_fabric_takes_the_late_block_when_it_is_there(
 def test_block_for_which_no_thread_was_to_be_had_is_made_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else it would be late for ever, and nothing would be read through it again."""
+    """Else it would be late forever, and nothing would be read through it again."""
     device = Device()
     device.gate.set()
     regions, lent = lender(device)
@@ -164,7 +164,7 @@ def test_block_for_which_no_thread_was_to_be_had_is_made_when_there_is_one(
 def test_block_whose_making_was_cut_short_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """No memory for a while, or a Ctrl-C, must not mean no block for ever."""
+    """No memory for a while, or a Ctrl-C, must not mean no block forever."""
     device = Device()
     device.gate.set()
     regions, lent = lender(device, blocks_max=1)

@@ -54,7 +54,7 @@ def test_host_without_rdma_has_no_port(tmp_path: Path) -> None:
 
 
 def test_port_is_read_as_the_kernel_shows_it(tmp_path: Path) -> None:
-    """Entries that are empty, or have only a prefix, are none."""
+    """Entries that are empty, or have only a prefix, are no entries."""
     add_port(
         tmp_path, "mlx5_0", layer=INFINIBAND, lid="0x1f",
         gids={0: (LINK_LOCAL, V1), 1: (PREFIX_ONLY, V1)},

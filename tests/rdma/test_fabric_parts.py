@@ -104,7 +104,7 @@ def test_read_that_the_device_forgot_goes_over_another_channel(
 
 
 def test_device_that_forgets_all_is_a_miss_before_the_deadline(bench: FakeBench) -> None:
-    """Three channels, and no more: a read does not last for ever."""
+    """Three channels, and no more: a read does not last forever."""
     offsets, _ = bench.pages(4)
     into = Destination.of([[GRANULE]] * 4)
     bench.register(into)
@@ -291,7 +291,7 @@ def test_stale_idle_channel_costs_no_page(bench: FakeBench) -> None:
     assert into.page(0) == contents[0]
 
 
-def test_nodes_are_told_which_channels_are_held(bench: FakeBench) -> None:
+def test_nodes_are_notified_of_which_channels_are_held(bench: FakeBench) -> None:
     """A list once, no more while nothing changes, an empty one when the last is closed."""
     offsets, _ = bench.pages(1)
     bench.get(offsets, Destination.of([[GRANULE]]))

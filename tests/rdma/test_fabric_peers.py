@@ -146,7 +146,7 @@ def test_client_that_finds_no_peer_never_connects_and_reads_elsewhere(
     assert connected == []
     assert len(bench.asked) == 1
     assert not bench.fabric.reaches(bench.member)
-    # The node hears that its end is not needed.
+    # The node learns that its end is not needed.
     assert bench.fabric.held() == []
     assert bench.world.open_pairs() == 1
 

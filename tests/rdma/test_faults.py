@@ -305,7 +305,7 @@ def test_one_of_two_rails_that_dies_is_left_out_and_comes_back(segment: Publishe
             before = received_bytes("rd1")
             assert_all_right(bench, into)
             alone = received_bytes("rd1") - before
-        for _ in range(20):  # A machine that stands still for a moment makes a rail look dead.
+        for _ in range(20):  # A machine that is paused for a moment makes a rail look dead.
             time.sleep(1.0)  # The back-off of a rail that was left out is over.
             into.memory[:] = UNTOUCHED
             before = received_bytes("rd1")
@@ -400,7 +400,7 @@ def test_a_path_that_works_one_way_does_not_stop_the_process(
 
 
 def longest_stop_s(segment: PublishedSegment, family: str) -> float:
-    """Read over such a path, and return for how long another thread stood still at most."""
+    """Read over such a path, and return for how long another thread was paused at most."""
     address = {"IPv4": "10.9.2.1", "IPv6": "fd09:2::1"}[family]
     bench = RdmaBench(segment, settings=Config(rdma_gid_index=gid_index_of("rxe1", family)))
     bench.fill(PAGE_BYTES)

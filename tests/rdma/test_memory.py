@@ -1,4 +1,4 @@
-"""Registration in the background, with a device that does what it is told."""
+"""Registration in the background, with a device that does what it is asked to."""
 
 from __future__ import annotations
 

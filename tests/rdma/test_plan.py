@@ -298,7 +298,7 @@ def test_small_pages_never_fill_a_queue_pair_over() -> None:
         assert sum(len(look.pages) for look in looks) <= PORTION_WORK_MAX
 
 
-def test_bounced_pages_lie_one_behind_the_other() -> None:
+def test_bounced_pages_are_one_behind_the_other() -> None:
     """Runs of any shape become one stream from address 0, and find their way back from a part."""
     runs = PageRuns.of([[(1000, 10), (3000, 20)], [(5000, 0)], [(6000, 7)]])
 
@@ -432,7 +432,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), max_size=8)
 def test_cut_agrees_with_a_walk_over_every_byte(
     pieces: list[Piece], ranges: list[tuple[int, int]]
 ) -> None:
-    """A range is covered exactly if each byte lies in some piece, and each part in its key's."""
+    """A range is covered exactly if each byte is in some piece, and each part in its key's."""
     open_to = {
         byte: {key for begin, length, key in pieces if begin <= byte < begin + length}
         for byte in range(120)

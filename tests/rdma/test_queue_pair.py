@@ -39,7 +39,7 @@ def test_a_connected_pair_is_not_connected_again() -> None:
         pair.connect(rail.path(mtu=5, reads_at_once=16), OTHER, psn=1)
 
 
-def test_retries_are_never_for_ever() -> None:
+def test_retries_are_never_forever() -> None:
     """The fake asserts what the kernel does not: 7 is no number of retries."""
     rail, pair = pair_of(World())
     path = rail.path(mtu=5, reads_at_once=16)

@@ -42,7 +42,7 @@ WORK = 24
 
 @attrs.define
 class Time:
-    """Time that stands still while anything can be done, and what is due in it."""
+    """Time that is paused while anything can be done, and what is due in it."""
 
     now: float = 1000.0
     due: list[tuple[float, int, Callable[[], None]]] = attrs.field(factory=list)
@@ -86,7 +86,7 @@ class TimedPoller:
 class Rails(FakeBench):
     """A reader and an owner over two rails.
 
-    chain_s: how long each chain of READs takes, by the reader's rail; None: for ever.
+    chain_s: how long each chain of READs takes, by the reader's rail; None: forever.
     left_out: (rail, when) whenever one is.
     """
 
@@ -234,7 +234,7 @@ def test_last_rail_is_not_left_out_for_being_slow(rails: Rails) -> None:
     assert "reader1" not in [name for name, _ in rails.left_out]
 
 
-def test_rails_that_stand_still_together_are_not_left_out(rails: Rails) -> None:
+def test_rails_that_are_paused_together_are_not_left_out(rails: Rails) -> None:
     """The peer was paused, or a switch: none of them is worse than the other, and one stays."""
     rails.chain_s = {"reader0": 0.004, "reader1": 0.004}
 

@@ -128,7 +128,7 @@ def test_other_threads_run_while_memory_is_registered(pd: Any) -> None:
         print(f"512 MiB in {took_s:.3f} s, longest stop {max(gaps_s) * 1e3:.1f} ms")
         return max(gaps_s) - max(0.5 * took_s, 0.1)
 
-    # The machine itself may stand still; a registration that stops all does so every time.
+    # The machine itself may are paused; a registration that stops all does so every time.
     assert at_best(longest_stop_too_long_s, below=0.0) < 0.0
 
 

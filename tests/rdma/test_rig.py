@@ -113,7 +113,7 @@ def test_a_panic_is_told_with_the_consoles_end(capsys: pytest.CaptureFixture[str
     assert "Kernel panic" in told
 
 
-def test_a_command_that_was_killed_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_was_killed_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     """128 and the signal's number, as a shell has it, and the console: it may say why."""
     status, _, _ = run(["bash", "-c", "kill -9 $$"])
 

@@ -26,7 +26,7 @@ def test_what_a_machine_lacks_hides_no_failure(statuses: list[int], answer: int)
     assert verdict(statuses) == answer
 
 
-def test_a_guest_that_has_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_that_has_no_room_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder for its memory, or too little memory for what it touches."""
 
     def no_place(memory_mib: int) -> None:

@@ -227,7 +227,7 @@ def test_a_local_region_that_is_closed_is_a_completion(cable: Cable) -> None:
     assert bytes(cable.reader.bytes[:4096]) == before
 
 
-def test_seven_retries_mean_for_ever(cable: Cable) -> None:
+def test_seven_retries_mean_forever(cable: Cable) -> None:
     """The default of many examples: no completion in eight times what six retries take."""
     cable.connect(timeout=10, retry_count=7)  # 4 ms
 

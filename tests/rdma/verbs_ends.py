@@ -1,7 +1,8 @@
 """Two connected ends in one process, with nothing between the test and pyverbs.
 
 The facts that the fabric relies on are tested here without the fabric, so that a release of
-rdma-core which changes one of them is told from a fault of our own. Import it in the guest only.
+rdma-core which changes one of them is notified from a fault of our own. Import it in the guest
+only.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def words(*pairs: tuple[int, int]) -> StoreWords:
 
 
 def record(*, index: int = 0, generation: int = 10, length: int = 300) -> Records:
-    """Return the record of a page that lies at a granule."""
+    """Return the record of a page that is at a granule."""
     made = np.zeros(1, RECORD)
     made["key"], made["holder"] = np.void(KEY), 1
     made["offset"], made["length"] = index * GRANULE, length

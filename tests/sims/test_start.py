@@ -37,7 +37,9 @@ def test_fifty_nodes_and_their_engines_start_at_once() -> None:
 
 
 def test_what_a_death_costs_a_node_does_not_grow_with_the_cluster() -> None:
-    """Views are equal within 2 s (`sims.dying` asserts it), and a node is told the change alone."""
+    """Views are equal within 2 s (`sims.dying` asserts it), and a node is notified the change
+    alone.
+    """
     small, large = [deaths_in(nodes) for nodes in (12, 30)]
 
     for few, many in zip(small.deaths, large.deaths, strict=True):
@@ -61,7 +63,7 @@ def test_without_a_log_of_changes_a_death_costs_more_in_a_larger_cluster(
     assert large.deaths[0].kilobytes[0] > 1.2 * small.deaths[0].kilobytes[0]
 
 
-def test_a_death_that_not_all_hear_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_that_not_all_learn_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of a death can fail: members ask their masters once a second."""
     monkeypatch.setattr(dying, "AGREED_S", 0.1)
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs/explanation/simulation.md"
 
 @pytest.mark.slow  # test_sweep.py plays the same seed with each change
 def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None:
-    """Seed 21: a record that does not fit is not remembered for ever.
+    """Seed 21: a record that does not fit is not remembered forever.
 
     1. A client sets a page with another length than the others do, and c4 remembers its record.
     2. The page is evicted, and set again with the usual length, at another node.
@@ -44,7 +44,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         pytest.param(follow, marks=pytest.mark.slow),
     ],
 )
-def test_a_story_without_a_bug_is_told_to_its_end(story: Callable[[int], str]) -> None:
+def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], str]) -> None:
     """What each brings about is no trouble for production code."""
     assert story(1) == ""
 

@@ -20,7 +20,7 @@ HIGH, LOW = Namespace("high").tag(), Namespace("low").tag()
 
 
 def shared(*, high: int, low: int) -> World:
-    """Return a pool in which both are sure of 16 granules, and have so many pages."""
+    """Return a pool in which both are guaranteed 16 granules, and have so many pages."""
     world = World(granules=64, units_about=64, quotas=parse_quotas("high=25%,priority=1;low=25%"))
     for client, (tag, count) in enumerate(((HIGH, high), (LOW, low)), 1):
         numbers = range(100 * client, 100 * client + count)

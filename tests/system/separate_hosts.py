@@ -78,9 +78,9 @@ class Host:
         steps += [f"mount --bind {self.root}/etc/hosts /etc/hosts"]
         if self.path("/etc/resolv.conf").exists():
             steps += [f"mount --bind {self.root}/etc/resolv.conf /etc/resolv.conf"]
-        # PeerCache tells hosts apart by it.
+        # PeerCache distinguishes hosts by it.
         steps += [f"mount --bind {self.root}/boot_id /proc/sys/kernel/random/boot_id"]
-        # /dev/shm last: the files of all hosts lie below it.
+        # /dev/shm last: the files of all hosts are below it.
         steps += [f"mkdir -p {each} && mount --bind {self.root}{each} {each}" for each in FOLDERS]
         script = f'{" && ".join(steps)} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts",

@@ -1,8 +1,8 @@
 """What an operator gets wrong, on real file systems and with real nodes: one sentence each.
 
 test_node_process.py has wrong settings, taken ports, few open files and a small /dev/shm;
-test_operating.py a taken home, expired certificates and a stopped node; unit/cli/test_operate.py a
-terminal that is none.
+test_operating.py a taken home, expired certificates and a stopped node; unit/cli/test_operate.py
+output that is no terminal.
 """
 
 from __future__ import annotations

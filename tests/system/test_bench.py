@@ -34,7 +34,7 @@ KEYS = {
 ROOT = Path(__file__).parents[2]
 
 RUNS_MAX = 5
-"""A machine that stands still for a moment makes a miss; a bug makes one in every run."""
+"""A machine that is paused for a moment makes a miss; a bug makes one in every run."""
 
 
 def bench(*words: str, misses: str = "misses") -> dict[str, float]:
@@ -119,7 +119,7 @@ def test_bench_drive_reads_what_bench_serve_holds() -> None:
 
 
 def test_the_engine_counts_the_bytes_that_are_wrong() -> None:
-    """One flipped byte in a hit is one wrong byte; in a miss it is none."""
+    """One flipped byte in a hit is one wrong byte; in a miss it is not."""
     engine = Engine(WorkingSet(page_bytes=1024, pages=4, batch=2))
     engine.target[:] = engine.source
     engine.target[1500] ^= 1

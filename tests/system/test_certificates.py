@@ -76,7 +76,7 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
 
 
 def test_certificate_files_on_a_mount_that_hangs_stop_no_node(tmp_path: Path) -> None:
-    """A pipe without a writer keeps who opens it for ever, as a network file system may."""
+    """A pipe without a writer keeps who opens it forever, as a network file system may."""
     with LocalCluster() as cluster:
         certificates = Certificates(tmp_path / "pki", cluster.name)
         node = cluster.start(flags=_files_of(certificates, "near", tmp_path / "near"))

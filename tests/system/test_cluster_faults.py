@@ -80,7 +80,7 @@ def test_a_paused_holder_costs_one_stall_then_nothing_and_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("stalls")
-def test_nodes_that_stand_still_for_less_than_the_deadline_allows_are_waited_for() -> None:
+def test_nodes_that_are_paused_for_less_than_the_deadline_allows_are_waited_for() -> None:
     """A host with more work than cores is not hung: a long `op_timeout_s` allows for it."""
     with LocalCluster() as cluster:
         home, other = cluster.start_many(2)

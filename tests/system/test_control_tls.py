@@ -188,21 +188,21 @@ def test_a_member_speaks_about_itself_only(cluster: Secured) -> None:
     node = cluster.start_secured("one")
     victim = member_of(cluster, node, "one")
     nonce = new_nonce(random.Random(2))
-    own = incarnation_of(cluster.name, "liar", nonce)
+    own = incarnation_of(cluster.name, "attacker", nonce)
     forged = np.zeros(1, RECORD)
     forged["holder"] = victim.incarnation
-    entry = Member(own, 1, ALIVE, 255, "h", "127.0.0.1:1", "", "", "", "liar", nonce)
+    entry = Member(own, 1, ALIVE, 255, "h", "127.0.0.1:1", "", "", "", "attacker", nonce)
     invented = attrs.evolve(entry, incarnation=77)
-    with Speaker(node, cluster.name, cluster.certificates.node("liar"), own) as liar:
+    with Speaker(node, cluster.name, cluster.certificates.node("attacker"), own) as attacker:
         assert isinstance(
-            liar.ask(hello(cluster.name, is_node=True, name="liar", nonce=nonce)), Welcome
+            attacker.ask(hello(cluster.name, is_node=True, name="attacker", nonce=nonce)), Welcome
         )
         renamed = attrs.evolve(entry, name="x")
         for message in (Put(1, forged.tobytes()), Join(victim), Join(renamed)):
-            refused = liar.ask(message)
+            refused = attacker.ask(message)
             assert isinstance(refused, Refused), refused
             assert refused.reason == "not_its_own"
-        liar.ask(ShareView(0, (invented,)), within_s=0.5)
+        attacker.ask(ShareView(0, (invented,)), within_s=0.5)
     with Speaker(node, cluster.name, cluster.certificates.client("looks")) as client:
         client.ask(hello(cluster.name))
         view = client.ask(RequestView(3, b""))

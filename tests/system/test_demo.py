@@ -92,7 +92,7 @@ def test_page_that_is_missed_at_first_is_asked_for_again() -> None:
     assert (reading.wrong_pages, reading.wrong_bytes) == (1, 1)
 
 
-def test_page_that_is_missed_for_ever_is_a_problem() -> None:
+def test_page_that_is_missed_forever_is_a_problem() -> None:
     """The time in which it is asked for again ends."""
     reading = read_with(FakeCache(answers=lambda answers: [False] * len(answers)), again_s=0.1)
 

@@ -107,7 +107,7 @@ def test_another_member_tells_who_comes_when_the_asked_node_has_ended() -> None:
             reads(follower, index, lambda: sorted(index.nodes()) == sorted([two, three]))
 
 
-def test_pages_that_are_on_disk_only_are_told_so_and_come_back(tmp_path: Path) -> None:
+def test_pages_that_are_on_disk_only_are_reported_as_such_and_come_back(tmp_path: Path) -> None:
     """Evicted to disk, promoted by a read, and found by a restarted node: the tier follows."""
     disk = ["--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "64MiB"]
     with LocalCluster() as cluster:

@@ -76,7 +76,9 @@ def test_a_port_that_is_named_and_taken_is_an_error() -> None:
 
 
 def test_a_pool_that_does_not_fit_is_an_error_at_start(tmp_path: Path) -> None:
-    """A file system too small for the pool is told by its name and figures, not by a bus error."""
+    """A file system too small for the pool is reported with its name and figures, not by a bus
+    error.
+    """
     free = os.statvfs("/dev/shm")
     too_much = free.f_bavail * free.f_frsize + 2**30
 

@@ -26,7 +26,7 @@ def flood(client: Client, name: str) -> None:
 
 
 def test_retained_pages_outlive_a_flood_until_their_time() -> None:
-    """A client of another node asks; the holder keeps them, and lets them go when told so."""
+    """A client of another node asks; the holder keeps them, and lets them go when asked to."""
     with LocalCluster() as cluster:
         cluster.start_many(2, pool="8MiB")
         holder = cluster.client(cluster.nodes[0])

@@ -299,7 +299,7 @@ def test_certificates_are_renewed_revoked_and_replaced_by_the_commands_of_the_pa
                 took(host, "tls.files_changed", counts[host.name])
             ))  # fmt: skip
         wait_until(lambda: near.ask("get", "kept", PAGES) == PAGES)
-    # The list of the old authority lies there still, and stops no new process.
+    # The list of the old authority is there still, and stops no new process.
     assert a.path("/etc/peercache/revoked.crl").exists()
     fresh = open_client(a, **engine())
     assert fresh.first == {"ready": True}

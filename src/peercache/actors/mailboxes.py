@@ -166,7 +166,7 @@ Summary: TypeAlias = StreamSummary | HandedOver
 class CommitAnswered:
     """publisher → directory: answer `origin`, now that the own pool's records are in the shard.
 
-    The pool tells the shard of them before it tells the publisher of the commit.
+    The pool notifies the shard of them before it notifies the publisher of the commit.
     """
 
     origin: Origin

@@ -3,7 +3,7 @@
 Effects are values; an adapter of a port performs them: the page store and `rdma.serving` over real
 devices, fakes in tests. Answers are facts, and the actors hear them.
 
-The disk actor decides which page lies where; the store moves bytes on threads of its own and
+The disk actor decides which page is where; the store moves bytes on threads of its own and
 answers each job exactly once. Places are byte offsets in the store, as if its slabs were one long
 file.
 """
@@ -26,7 +26,7 @@ DISK_DONE = 0
 DISK_CHANGED = 1
 """The pool rewrote or evicted the page while it was being written: the place holds nothing."""
 DISK_DAMAGED = 2
-"""What lies at the place is not that page, or its checksum is wrong: the place holds nothing."""
+"""What is at the place is not that page, or its checksum is wrong: the place holds nothing."""
 DISK_FAILED = 3
 """An I/O error: the place holds nothing that may be believed."""
 DISK_FULL = 4

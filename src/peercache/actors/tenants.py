@@ -2,8 +2,8 @@
 
 Pool and disk each have a `Tenants` of their own. Namespaces are told by their space tags. A rule
 for an exact name needs no more; one with a pattern holds for a namespace once a writer of it has
-said its name. All namespaces without a rule are one tenant, which is sure of nothing; without any
-rule there is one tenant, which is sure of everything.
+said its name. All namespaces without a rule are one tenant, which is guaranteed nothing; without
+any rule there is one tenant, which is guaranteed everything.
 
 There are metrics of tenants only where there are quotas; gauges are computed when they are read.
 """
@@ -29,7 +29,7 @@ RETAINED_DIVISOR: Final = 4
 """All namespaces without a quota of their own may together retain 1/4 of a pool, and no quota."""
 
 BLOCKED_DIVISOR: Final = 2
-"""Their retained pages may lie in 1/2 of it at most: the rest changes between page sizes."""
+"""Their retained pages may be in 1/2 of it at most: the rest changes between page sizes."""
 
 OTHERS: Final = "(others)"
 """Stands for all namespaces that have no quota of their own."""
@@ -40,8 +40,8 @@ OTHERS: Final = "(others)"
 class Tenant:
     """One namespace, or all those without a quota.
 
-    quota:    what it is sure of; taken: what it takes now. Both in the unit of their `Tenants`.
-    retained: what its retained pages take; blocked: the extents that they lie in, which nothing
+    quota:    what it is guaranteed; taken: what it takes now. Both in the unit of their `Tenants`.
+    retained: what its retained pages take; blocked: the extents that they are in, which nothing
               else gets before they lapse.
     priority: of tenants over their quotas the one with the lowest gives first.
     """

@@ -142,9 +142,7 @@ def revoke_command(folder: Path, what: str, *, as_json: bool) -> None:
         print(f"Revoked {each.uri or 'a certificate'}, serial {common_name_of(each.serial)}")
     if not revoked:
         print(f"Nothing new: {what} is on the list already.")
-    print(
-        f"Copy {folder / REVOKED_NAME} beside the tls_ca of one running node: it tells the others."
-    )
+    print(f"Copy {folder / REVOKED_NAME} beside the tls_ca of one running node: all others follow.")
 
 
 @certs.command("show")

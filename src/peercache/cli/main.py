@@ -47,7 +47,7 @@ peercache = LateGroup(
         "node": ("peercache.cli.node:node", "Run a standalone node."),
         "slo": ("peercache.cli.slo:slo", "Whether calls are as fast as they shall be."),
         "health": ("peercache.cli.health:health", "Whether this host's node serves."),
-        "disk": ("peercache.cli.disk:disk", "What lies in a disk_path, and whether it is right."),
+        "disk": ("peercache.cli.disk:disk", "What is in a disk_path, and whether it is right."),
         "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
         "config": ("peercache.cli.config:config", "List every setting."),
         "completion": ("peercache.cli.version:completion", "Print the completions of a shell."),

@@ -1,4 +1,4 @@
-"""The wiring of a client: which parts it has, how they know each other, how they end.
+"""The parts of a client: which parts it has, how they know each other, how they end.
 
 A client whose certificate names namespaces has the shm fabric to its home node's memory alone.
 Mapped memory is open as a whole, so it reads other nodes over tcp, which serves pages of its
@@ -281,7 +281,7 @@ class ClientParts:
         rails, problems = open_rails(self._config)
         if not rails and self._config.fabric == "rdma":
             what = "; ".join(problems)
-            raise ConfigError("fabric", f"rdma is asked for, and there is none: {what}")
+            raise ConfigError("fabric", f"rdma is required, but not available: {what}")
         self.log.info(
             "rdma.rails_opened", rails=[rail.name for rail in rails], problems=list(problems)
         )

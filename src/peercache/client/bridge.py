@@ -72,7 +72,7 @@ class Tables:
     """The tables that a client can read. `look` may be called from any thread.
 
     shm_dir: where nodes of this host keep their tables, as far as this client's own settings
-             say; elsewhere a table lies beside its segment, in one of `folders`.
+             say; elsewhere a table is beside its segment, in one of `folders`.
     asker:   a number of this client's own.
     clock:   CLOCK_MONOTONIC.
     """
@@ -284,7 +284,7 @@ class Bridge:
         return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
 
     def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
-        """Read in another thread; None if there is none to be had."""
+        """Read in another thread; None if none is available."""
         with self._lock:
             if self._is_closed:
                 return None

@@ -197,7 +197,7 @@ class Client:
     def touch(self, keys: Keys) -> list[bool]:
         """Return what `contains` does, and have the holders evict what is found last.
 
-        For a caller that will read what it is told of. It pins nothing: each holder gets one
+        For a caller that will read what this returns. It pins nothing: each holder gets one
         message a call, which may be lost, and treats these pages as just read. A batch that was
         touched within the last second is not told again.
         """
@@ -312,7 +312,7 @@ class Client:
     def stats(self) -> dict[str, int | float | str]:
         """Return figures of this client and of its home node, for people and tests."""
         if self._fork.is_child:
-            # In a forked child a lock of the metrics may be held for ever.
+            # In a forked child a lock of the metrics may be held forever.
             return {}
         figures = self._own_figures()
         home = self._call("stats", 0, None, self._home_figures)

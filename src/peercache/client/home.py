@@ -249,7 +249,7 @@ class Home:
         populating = threading.Thread(
             target=self._populate, args=(attached.memory,), name=POPULATING, daemon=True
         )
-        # Without a thread to be had only speed is lost; what follows must happen.
+        # Without a thread only speed is lost; what follows must happen.
         with suppress(RuntimeError):
             populating.start()
         self._metrics.home_attached.inc()

@@ -278,7 +278,7 @@ class Operator:
             self._refusal = Rejected(refused.reason, refused.detail)
 
     def _greet(self, until: float) -> None:
-        """Say Hello, and note the node that answers; raise why none does."""
+        """Send Hello, and note the node that answers; raise why none does."""
         self._refusal = None
         answer = self._asker.greet(self._url, until, keeps=True)
         other = self._asker.connections.other_cluster

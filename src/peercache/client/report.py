@@ -1,7 +1,7 @@
 """What one call of a client did: how much it moved, and why pages were misses.
 
 The answer of a call says which pages are hits. An engine's connector also wants to know why the
-others are none, for this call and no other that runs beside it. The metrics cannot tell: they count
+others are not, for this call and no other that runs beside it. The metrics cannot tell: they count
 all calls together. So a caller opens a report, and the calls that it makes in this thread until the
 end of the block write into it: a call runs in its caller's thread from begin to end.
 

@@ -94,7 +94,9 @@ def sources_of(entries: Iterable[str]) -> tuple[SourceAddress, ...]:
 
 
 def hosts_to_ask(entry: str) -> tuple[str, ...]:
-    """Return each HOST:PORT whose name an entry wants resolved; none where a pod is told it."""
+    """Return each HOST:PORT whose name an entry wants resolved; none where a pod receives it from
+    the platform.
+    """
     if not is_source(entry):
         return (entry,)
     source = parse_source(entry)

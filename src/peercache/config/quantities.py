@@ -130,7 +130,7 @@ def parse_users(value: Any) -> tuple[str, ...]:
 
 
 def parse_ipc(value: Any) -> str:
-    """Return the text of an address on this host, ipc://PATH; "" is none."""
+    """Return the text of an address on this host, ipc://PATH; "" for no address."""
     text = parse_text(value)
     path = text.removeprefix("ipc://")
     if text and (path == text or not path):

@@ -52,7 +52,7 @@ from peercache.errors import ConfigError
 from peercache.model.room import QuotaRule
 
 REMOVED = {
-    "credentials": "is gone: a secret that all share tells no process apart. Use certificates "
+    "credentials": "is gone: a secret that all share distinguishes no process. Use certificates "
     "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
 }
 """Settings of earlier builds, and what to use instead: one that is left over protects nothing."""
@@ -383,7 +383,7 @@ class Config:
     quotas: tuple[QuotaRule, ...] = setting(
         QUOTAS,
         (),
-        "Namespaces that are sure of a share of this node's pool and disk, by name or pattern: "
+        "Namespaces that are guaranteed a share of this node's pool and disk, by name or pattern: "
         "'tenant-a=20%,priority=2;team-*=4GiB;*=1%/5%'. A second share is that of the disk.",
     )
     # --- disk
@@ -528,7 +528,7 @@ class Config:
     rdma_retry_count: int = setting(
         WHOLE,
         6,
-        "How often a packet is sent again. Never 7: to some devices that means for ever.",
+        "How often a packet is sent again. Never 7: to some devices that means forever.",
         low=0,
         high=6,
     )

@@ -20,7 +20,7 @@ def block_stored(told: StoredPages, medium: str = MEDIUM) -> BlockStored:
     """Return the event of pages that were stored.
 
     A block's hash is the first 8 bytes of its digest as a number: readers lose a whole batch over
-    one that is bytes. The salt `lora` is the adapter, others are told beside each block.
+    one that is bytes. The salt `lora` is the adapter, others are reported with each block.
     """
     salts = [f"{name}={text}" for name, text in sorted(told.salts.items()) if name != "lora"]
     return BlockStored(

@@ -1,6 +1,6 @@
 """The connector: the methods of SGLang's proposal for a remote KV connector.
 
-`Core` puts the parts together: where each page of each layer lies in the engine's KV buffers, the
+`Core` puts the parts together: where each page of each layer is in the engine's KV buffers, the
 prefixes of requests (a growing prompt is hashed from where it has grown), lanes and the page store.
 The connector's methods and the two queues are built from it.
 """
@@ -41,7 +41,7 @@ BUFFERS_MAX = 4096
 
 
 class KVBuffers:
-    """Buffers of equally many pages, one a layer and part: page i lies at i * item length in each.
+    """Buffers of equally many pages, one a layer and part: page i is at i * item length in each.
 
     pages: that every buffer has. page_bytes: of one page over all buffers.
     """
@@ -78,7 +78,7 @@ class KVBuffers:
             raise InvalidRequest(f"page index {high} is no page of {self.pages}")
 
     def runs(self, pages: I64) -> PageRuns:
-        """Return where these pages lie: each has a run in every buffer, in their order."""
+        """Return where these pages are: each has a run in every buffer, in their order."""
         addresses = pages.astype(np.uint64)[:, None] * self._items
         addresses += self._pointers
         sizes = np.broadcast_to(self._items, addresses.shape)
@@ -193,7 +193,7 @@ PageMapping: TypeAlias = Sequence[tuple[int, slice]]
 
 @attrs.frozen(eq=False)
 class Span:
-    """The pages of one call: where they lie, and which of the prompt they are.
+    """The pages of one call: where they are, and which of the prompt they are.
 
     indices: (n,) int64, of pages in the engine's buffers. first: the prompt's page of the first.
     """

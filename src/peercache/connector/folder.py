@@ -416,7 +416,8 @@ def _remove(path: str) -> None:
 
 
 MARKER = ".peercache-pages"
-"""A file that says whose folder this is: files in it are removed, so no other folder will do."""
+"""A file that names the owner of the folder: files in it are removed, so no other folder will
+do."""
 
 TRANSIENT = frozenset(
     getattr(errno, name)

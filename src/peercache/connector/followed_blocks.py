@@ -7,7 +7,7 @@
 Needs the extra `events`.
 
 Owns    the pages that connectors of this process have stored, and whether routers know them.
-Hears   what was stored, on threads of the connectors; what nodes hold, on a thread of its own.
+Takes   what was stored, on threads of the connectors; what nodes hold, on a thread of its own.
 Keeps   routers know a block while a node that is followed holds its page, and UNSEEN_S from the
         store on; a node that begins again is believed when it has told everything.
 Limits  blocks_max.
@@ -53,7 +53,7 @@ class _Block:
     is_told: bool = True
 
     def stored(self) -> BlockStored:
-        """Return the event that tells it."""
+        """Return the event that reports it."""
         tokens = tuple(np.frombuffer(self.tokens, np.uint32).tolist())
         return BlockStored(
             (self.name,), self.parent, tokens, len(tokens), MEDIUM, self.lora, self.extra
@@ -190,7 +190,7 @@ class FollowedBlocks:
         self._publisher.publish(_removed(names))
 
     def _withdraw_unseen(self) -> None:
-        """Withdraw pages that were stored a while ago, and that no node tells it holds."""
+        """Withdraw pages that were stored a while ago, and that no node reports any more."""
         nodes = self._index.nodes()
         if not nodes or self._partial:
             return  # Nothing is known yet, or not all.
@@ -217,7 +217,7 @@ def _removed(names: Collection[Hash]) -> list[BlockRemoved]:
 
 
 def _parents_first(blocks: Collection[_Block]) -> Iterator[BlockStored]:
-    """Yield the blocks by their depth: a router drops one whose parent it has not heard of."""
+    """Yield the blocks by their depth: a router drops one whose parent it has not learned of."""
     names = {block.name for block in blocks}
     children: dict[Hash | None, list[_Block]] = {}
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What a connector is told when it is made, and the port to what keeps its pages."""
+"""What a connector is given when it is made, and the port to what keeps its pages."""
 
 from __future__ import annotations
 

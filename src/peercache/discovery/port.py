@@ -74,7 +74,7 @@ def cleaned(raw: Iterable[str]) -> Cleaned:
 
 
 def _address(text: object) -> str:
-    """Return an address as every node writes it, "" for what is none."""
+    """Return an address as every node writes it, "" for anything else."""
     if not isinstance(text, str) or not text.isascii() or len(text) > ADDRESS_CHARACTERS_MAX:
         return ""
     try:

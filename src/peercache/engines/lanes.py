@@ -4,7 +4,7 @@
 deadline. `CallLane` is a lane of pieces of work, for adapters that answer each call by themselves.
 
 Owns    one bounded queue a lane, and the threads that take from it.
-Hears   work from the engine's threads, and when to stop.
+Takes   work from the engine's threads, and when to stop.
 Keeps   each piece of work is done or refused, exactly once, and the engine's thread waits for
         neither. What waited too long is refused: its answer would come after its use. Nothing that
         a call raises reaches the engine (`harmless`).

@@ -6,7 +6,7 @@ weights. The identity comes from the weights themselves where this host can read
 * a snapshot of Hugging Face's cache: the repository and the commit, which never changes,
 * a folder or file: a digest of its configuration, of the names and sizes of its weight files, and
   of samples of their bytes. The path is no part of it: hosts mount one model in several places.
-* anything else (an object store): the path and the revision as the server was told.
+* anything else (an object store): the path and the revision that the server was given.
 """
 
 from __future__ import annotations

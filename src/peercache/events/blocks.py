@@ -140,7 +140,7 @@ def sequence_of(frame: bytes) -> int:
 def decode(payload: bytes) -> EventBatch:
     """Return the batch in a third frame; raise RemoteProtocolError if it is none.
 
-    An event that is none, or of an unknown kind, is left out and told in `skipped`.
+    An event that is invalid, or of an unknown kind, is left out and told in `skipped`.
     """
     try:
         parts = _decoded(payload)
@@ -176,7 +176,7 @@ _REMOVED: Final = ("block_hashes", "medium", "group_idx")
 
 
 def _event_of(told: Any) -> BlockEvent | str:
-    """Return an event, or why it is none."""
+    """Return an event, or why it is not one."""
     try:
         kind, fields = _named(told)
         if kind == "BlockStored":

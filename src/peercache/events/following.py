@@ -32,7 +32,7 @@ lacks a page costs a router one better choice."""
 
 @attrs.frozen(eq=False, kw_only=True)
 class NodeChanges:
-    """What a follower was told of one node.
+    """What a follower has received from one node.
 
     node:     the control address of the node.
     again:     all that was told of this node before is void; first of all where its store is lost.

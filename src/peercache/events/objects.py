@@ -66,8 +66,8 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
     """One publisher of object events, with a thread that owns its socket.
 
     Its queue has pages, and whether each is stored or removed. With one message more than
-    WAITING_MAX for one reader, all readers are told everything again, once that one reads again or
-    has gone.
+    WAITING_MAX for one reader, all readers are notified of everything again, once that one reads
+    again or has gone.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
         rank: int = 0,
         readers: Sequence[str] = (),
     ) -> None:
-        """Bind, and tell each reader that comes what is present.
+        """Bind, and notify each reader that comes of what is present.
 
         endpoint: to bind, such as tcp://127.0.0.1:5558; `tcp://127.0.0.1:*` takes a free port.
         present:  yields the hashes of all pages there are now; called by the publisher's thread.

@@ -75,7 +75,7 @@ def is_on_this_host(endpoint: str) -> bool:
 
 
 def networks_of(readers: Sequence[str]) -> tuple[str, ...]:
-    """Return the networks that may connect; raise ConfigError for a reader that is none."""
+    """Return the networks that may connect; raise ConfigError for a reader that is invalid."""
     try:
         return tuple(str(ipaddress.IPv4Network(reader, strict=False)) for reader in readers)
     except ValueError as error:
@@ -293,7 +293,7 @@ class EventPublisher(Generic[Item]):
     def _tried(self) -> bool:
         """Send some; after an error send all again a little later.
 
-        Without this a thread that has ended would leave routers with its last blocks for ever.
+        Without this a thread that has ended would leave routers with its last blocks forever.
         """
         if time.monotonic() < self._resting_until:
             return False

@@ -1,8 +1,8 @@
 """The shared-memory fabric: peers on this host, one copy out of their mapped segment.
 
 Owns    the mappings of peers' segments, one an incarnation.
-Hears   reads, from any thread; `forget` when a member is dead.
-Says    seals, loaded after the last byte of every page of the read. It judges nothing:
+Takes   reads, from any thread; `forget` when a member is dead.
+Sends   seals, loaded after the last byte of every page of the read. It judges nothing:
         whether a seal makes a hit is decided in one place, for all fabrics.
 Keeps   a page's word is the record's generation before its first byte is copied, or no byte is.
         No byte outside a peer's page memory is read, and none outside the destination written.
@@ -202,7 +202,7 @@ class ShmFabric:
 
 
 def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
-    """Return which pages lie in the page memory, in whole, where slots may begin."""
+    """Return which pages are in the page memory, in whole, where slots may begin."""
     page_bytes, granule = np.uint64(segment.page_bytes), np.uint64(segment.granule)
     lengths, offsets = read.lengths, read.offsets
     # A sum could wrap around, a difference of checked numbers cannot.

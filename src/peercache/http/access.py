@@ -35,7 +35,7 @@ TOKEN_CHARACTERS_MIN = 16
 """Shorter tokens can be guessed."""
 
 NO_DESCRIPTORS_REASON = "descriptors"
-"""The reason of a refusal that says nothing of the client: ask again when the node has some."""
+"""The reason of a refusal that is independent of the client: ask again when the node has some."""
 
 
 @attrs.frozen
@@ -82,7 +82,7 @@ class Access:
         """Use what the token's file holds as it changes; return where there is none."""
         while self._token is not None:
             await trio.sleep(LOOK_S)
-            # A network file system may hang for ever, and nothing else of the node with it.
+            # A network file system may hang forever, and nothing else of the node with it.
             await trio.to_thread.run_sync(self._token.renew, abandon_on_cancel=True)
 
     def refusal(

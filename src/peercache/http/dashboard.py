@@ -44,7 +44,7 @@ WIDTH, HEIGHT = 600, 120
 """Units of the drawing; the page stretches it."""
 
 LINES_MAX = 6
-"""As many as there are colours that people tell apart."""
+"""As many as there are colours that people distinguish."""
 
 Values = npt.NDArray[np.float64]
 Written = Callable[[float], str]
@@ -108,7 +108,7 @@ def decade_chart(
 ) -> Chart:
     """Return a chart of lines on a logarithmic scale, with a line behind for each power of ten.
 
-    Times of one call lie between microseconds and seconds: on a straight scale only the slowest
+    Times of one call are between microseconds and seconds: on a straight scale only the slowest
     are seen.
     """
     known = np.concatenate([values[np.isfinite(values) & (values > 0)] for _, values in series])
@@ -543,7 +543,7 @@ def _fabrics(history: History, member: str) -> list[tuple[str, str, float]]:
 
 
 def _balance(told: Sequence[Status]) -> str:
-    """Return how evenly the records of the directory lie, in words."""
+    """Return how evenly the records of the directory are spread, in words."""
     shares = [status.shard.share for status in told if status.shard.share > 0]
     if len(shares) < 2:
         return ""

@@ -1,8 +1,8 @@
 """History: what the members of the cluster counted lately, asked for while something looks at it.
 
 Owns    one row of rates for each member and step, and the row of their sum: `History`.
-Hears   requests for pages, and the clock: `Watching`.
-Says    questions to the members, through the node's gatherer.
+Takes   requests for pages, and the clock: `Watching`.
+Sends   questions to the members, through the node's gatherer.
 Keeps   a cluster that nothing looks at, and that is not small, asks nothing of its members.
 Limits  POINTS steps, and HISTORY_BYTES_MAX: members beyond count in the sum only. One question to
         all members each STEP_S, WATCHED_S after the last look.

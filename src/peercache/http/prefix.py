@@ -1,7 +1,7 @@
-"""The prefix index over HTTP: how much of a prompt lies where, as JSON, described by OpenAPI.
+"""The prefix index over HTTP: how much of a prompt is where, as JSON, described by OpenAPI.
 
-Hears   POST with a prompt as token ids or as page hashes; GET for the engines that are followed.
-Says    a `manager.gpu_blocks.FoundPrefix`; in words what is wrong with a question; 503 while busy.
+Takes   POST with a prompt as token ids or as page hashes; GET for the engines that are followed.
+Sends   a `manager.gpu_blocks.FoundPrefix`; in words what is wrong with a question; 503 while busy.
 Keeps   nothing: an answer is made from the directory and from the engines' events, now.
 Limits  QUESTIONS_MAX questions at once, before their bodies are read; BODY_BYTES_MAX, TOKENS_MAX,
         PAGES_MAX each; BODY_S, ANSWER_S.
@@ -249,7 +249,7 @@ def openapi() -> dict[str, Any]:
         "info": {
             "title": "PeerCache prefix index",
             "version": API_VERSION,
-            "description": "How much of a prompt lies where: in the memory and on the disks of "
+            "description": "How much of a prompt is where: in the memory and on the disks of "
             "nodes, and on the GPUs of engines whose events are followed. Any node answers.",
         },
         "paths": {

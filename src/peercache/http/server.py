@@ -1,8 +1,8 @@
 """The HTTP server of a node: on the node's own trio loop, no thread per connection.
 
-Hears   one request a connection, in clear text or, with certificates, over TLS: the first byte
+Takes   one request a connection, in clear text or, with certificates, over TLS: the first byte
         tells which.
-Says    the answer of an ASGI application where `Access` allows it, and closes.
+Sends   the answer of an ASGI application where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.
 Limits  `DescriptorShares.http` connections, half of them of one address, CONNECTION_S seconds each,
         REQUEST_BYTES_MAX of head a request. A new connection is always taken: it replaces the one

@@ -59,7 +59,7 @@ def refuse_other_project() -> None:
 
 
 def how_to_install(package: Path) -> str:
-    """Return the command that installs a package again: in place where it lies in a checkout."""
+    """Return the command that installs a package again: in place where it is in a checkout."""
     checkout = package.parents[1]
     if (checkout / "setup.py").exists():
         return f"pip install --editable {checkout}"

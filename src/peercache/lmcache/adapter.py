@@ -2,14 +2,14 @@
 
 Owns    the tasks of LMCache's controllers until their results are asked for, and the counts of
         what is locked; the client moves the bytes, into and out of LMCache's own memory.
-Hears   LMCache's store and prefetch loops, and its main thread.
+Takes   LMCache's store and prefetch loops, and its main thread.
 Keeps   no method raises or waits. Each task gets one result and one signal. LMCache takes the bytes
         of a set bit as they are, so a bit is set for a verified page alone.
 Limits  RESULTS_MAX results wait to be asked for; those of the lanes and of the client's deadlines.
 
 A chunk hash says which tokens an object is for. The model, the rank, the object group and the salt
 stand beside it in LMCache's key; the layout of the bytes stands nowhere, so it is taken from the
-memory that they lie in. All of that is part of the address (`Addresses`): what differs in any of it
+memory that they are in. All of that is part of the address (`Addresses`): what differs in any of it
 is a miss.
 """
 
@@ -186,7 +186,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         """Check the settings; raise ConfigError that names the one that is wrong.
 
         params:         `adapter_params` of LMCache's JSON line: settings of PeerCache.
-        l1_memory_desc: the memory that objects lie in; it is made ready for reads into it.
+        l1_memory_desc: the memory that objects are in; it is made ready for reads into it.
         client_factory: what opens the client; tests pass a fake with the same contract.
         """
         # PeerCache evicts by itself: LMCache's eviction has no capacity to look at.
@@ -398,7 +398,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
 
 def _runs(objects: Sequence[Any]) -> tuple[PageRuns, Any]:
-    """Return where objects lie, one run each, and their sizes in bytes, (n,) int64."""
+    """Return where objects are, one run each, and their sizes in bytes, (n,) int64."""
     addresses = np.array([each.data_ptr for each in objects], np.uint64)
     sizes = np.array([each.get_size() for each in objects], np.int64)
     return PageRuns.regular(addresses, sizes, len(objects)), sizes

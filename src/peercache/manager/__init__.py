@@ -1,1 +1,1 @@
-"""The prefix index: how much of a prompt lies where, in stores of nodes and on GPUs of engines."""
+"""The prefix index: how much of a prompt is where, in stores of nodes and on GPUs of engines."""

@@ -137,7 +137,7 @@ class EngineFollower:
                     stream.take(int.from_bytes(frames[1], "big"), frames[2])
         except Exception:
             # One engine's events must not end the others', and a thread that died would tell what
-            # it knew last for ever.
+            # it knew last forever.
             self._log.exception("manager.engine_failed", engine=engine.name)
             self._blocks.lose(engine.name, "an event of it met a bug of PeerCache: see the log")
         why = self._blocks.why(engine.name)

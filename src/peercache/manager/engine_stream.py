@@ -3,8 +3,8 @@
 vLLM and SGLang publish numbered batches of events. A reader that joins late, or misses one, does
 not know what the engine has, until the engine sends the events again or clears its cache.
 
-Hears   that the publisher is connected or gone; batches with their numbers.
-Says    to `GpuBlocks` what was stored and removed, and when an engine is not known, and why.
+Takes   that the publisher is connected or gone; batches with their numbers.
+Sends   to `GpuBlocks` what was stored and removed, and when an engine is not known, and why.
 Keeps   no batch is applied twice, or before the ones that it follows. An event that cannot be read
         makes the engine unknown: it may have removed a block.
 

@@ -271,7 +271,7 @@ class GpuBlocks:
             into.ahead = len(event.ahead[0]) if event.ahead else 0
         is_whole = len(tokens) == len(hashes) * block_tokens
         into.is_sparse |= bool(hashes) and not is_whole
-        # A block that ends within one of its group, too, lies where another group has its end.
+        # A block that ends within one of its group, too, is where another group has its end.
         is_placed = is_whole and block_tokens == into.block_tokens
         size = block_tokens * TOKENS_IN.itemsize
         why, parent, extra = "", event.parent, event.extra
@@ -523,7 +523,7 @@ class OnNode:
 
 @attrs.frozen
 class FoundPrefix:
-    """How much of a prompt lies where, now: a hint, that promises no later read.
+    """How much of a prompt is where, now: a hint, that promises no later read.
 
     pages:         whole pages of the prompt; page_tokens: tokens of each, 0 for page hashes.
     stored_pages:  leading pages that some node has, on any tier; stored_tokens: in tokens.

@@ -37,7 +37,7 @@ class Store(Protocol):
 
 @final
 class RemoteKVManager:
-    """Answers how much of a prompt lies where. Every method may be called from any thread."""
+    """Answers how much of a prompt is where. Every method may be called from any thread."""
 
     def __init__(self, client: Store, *, engines: Sequence[EngineEvents] = ()) -> None:
         """Ask through a client, in its namespace; follow the events of these engines.
@@ -50,7 +50,7 @@ class RemoteKVManager:
         self._follower = EngineFollower(engines, self._gpu) if engines else None
 
     def find_tokens(self, tokens: Tokens, chain: Chain, *, lora: str = "") -> FoundPrefix:
-        """Return how much of a prompt lies where, in whole pages; on GPUs too.
+        """Return how much of a prompt is where, in whole pages; on GPUs too.
 
         tokens: a list of int or a one-dimensional integer array.
         chain:  how the stored pages are named. lora: the adapter, as engines name it.
@@ -68,7 +68,7 @@ class RemoteKVManager:
         )
 
     def find_hashes(self, hashes: Sequence[Key] | PageKeys) -> FoundPrefix:
-        """Return how much of a prompt lies where, by its page hashes: nothing about GPUs.
+        """Return how much of a prompt is where, by its page hashes: nothing about GPUs.
 
         hashes: as a client takes keys: SGLang's page hashes, any names, or page keys (n,) V16.
         """

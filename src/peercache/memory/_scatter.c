@@ -109,7 +109,7 @@ static void copy_run(char *to, const char *from, uint64_t size)
 
 /* Copy `total` bytes from one list of pieces to another, in order; return the leading bytes copied,
  * which are fewer where an address is not there. The lists may be cut differently; both hold `total`
- * bytes, and no piece is empty. One list lies in the engine's memory, the other in a segment.
+ * bytes, and no piece is empty. One list is in the engine's memory, the other in a segment.
  */
 uint64_t peercache_scatter(const struct piece *to, uint64_t to_count, const struct piece *from,
                            uint64_t from_count, uint64_t total, int to_segment)

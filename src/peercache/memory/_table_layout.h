@@ -41,7 +41,7 @@ struct holder {
     uint64_t count;
     uint64_t digests[BUCKETS];
     uint32_t counts[BUCKETS];
-    uint32_t first[BUCKETS]; /* a row; 0 is none */
+    uint32_t first[BUCKETS]; /* a row; 0 for no row */
 };
 
 struct index {
@@ -65,7 +65,7 @@ struct table {
     uint64_t rows_ready, holders_ready; /* those with memory: no reader touches others */
     /* The owner's own. */
     uint64_t slots_min, slots_max, rows_max;
-    uint64_t rows_used, rows_live; /* ever used, and held now; row 0 is none */
+    uint64_t rows_used, rows_live; /* ever used, and held now; row 0 is never used */
     uint64_t holders_used;
     uint64_t index_ready[2];       /* bytes of each index that have memory */
     uint64_t next_capacity;        /* of the index that is made ready; 0: none is */
@@ -73,7 +73,7 @@ struct table {
     uint32_t row_free, holder_free; /* the first of those that were used; holders count from 1 */
     uint32_t born;                 /* the number of the next record: older ones are told first */
     int32_t file;                  /* the owner's descriptor; -1: the memory is private */
-    /* Again for readers, behind what earlier builds have: there it is 0 for ever. */
+    /* Again for readers, behind what earlier builds have: there it is 0 forever. */
     uint64_t removals; /* how often pages were removed, here or by a client of this node */
 };
 

@@ -1,7 +1,7 @@
 /* Reads the directory table of another process of this host, a batch of keys in one call.
  *
  * The file belongs to another process, so nothing in it is believed: the header is copied and
- * checked once a batch, every place that is looked at lies within the file, every search and every
+ * checked once a batch, every place that is looked at is within the file, every search and every
  * retry has a bound. What does not fit makes the batch fail; the reader then asks the owner.
  *
  * A batch, and why it is right (docs/adr/0017-the-directory-beside-the-engine.md):

@@ -99,7 +99,7 @@ _KIB = 1024
 
 
 def filesystem_of(folder: str, mounts: str) -> str:
-    """Return the type of the file system that a folder lies on, from the text of /proc/mounts."""
+    """Return the type of the file system that a folder is on, from the text of /proc/mounts."""
     path = os.path.realpath(folder)
     best, kind = "", ""
     for line in mounts.splitlines():

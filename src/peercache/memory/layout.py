@@ -147,8 +147,8 @@ def parse_header(raw: bytes) -> Header:
 def boot_id() -> str:
     """Return an id of this host since its start: up to 36 ASCII characters.
 
-    If the kernel has none, it is the host's name: two hosts of one name are then told
-    apart by the segment, which does not open on the wrong one.
+    If the kernel has none, it is the host's name: two hosts of one name are then
+    distinguished by the segment, which does not open on the wrong one.
     """
     try:
         found = Path(_BOOT_ID_PATH).read_text(encoding="ascii").strip()

@@ -59,7 +59,7 @@ class PublishedSegment:
     """A node's own segment. `populate` may run in a thread beside everything else.
 
     path:        the file.
-    layout:      where things lie in it.
+    layout:      where things are in it.
     incarnation: the node's.
     seals:       (seals_count,) SEAL; change them with `store_words` only.
     words:       (seals_count,) uint64, the words of the seals, a view.

@@ -191,7 +191,7 @@ def _raised(result: int) -> None:
 
 
 _REMOVALS_AT = 272
-"""Where `removals` lies in the header (`_table_layout.h`)."""
+"""Where `removals` is in the header (`_table_layout.h`)."""
 
 
 @final
@@ -221,7 +221,7 @@ class AttachedTable:
         incarnation: Incarnation,
         sharing: Sharing | None = None,
     ) -> AttachedTable:
-        """Open the table of a node whose file lies in this folder.
+        """Open the table of a node whose file is in this folder.
 
         sharing: whose files are read; None is this process's user and root.
         Raises PeerUnreachable if there is no such file here, Rejected if it is no file of a sharing

@@ -57,7 +57,7 @@ int64_t peercache_keys_of_hex(const unsigned char *hex, uint64_t count, const un
         for (part = 0; part < HEX_BYTES; part += 8)
             all &= are_digits(word_at(hex + part));
     }
-    /* The first namespace last: the others are made from what lies in its place. */
+    /* The first namespace last: the others are made from what is in its place. */
     for (space = spaces; space-- > 0;) {
         unsigned char *to = into + space * count * KEY_BYTES;
 

@@ -3,7 +3,7 @@
 
 #include "../memory/_table_layout.h"
 
-/* Return whether all records name this holder. They may lie at any address. */
+/* Return whether all records name this holder. They may be at any address. */
 int peercache_records_are_of(const char *packed, uint64_t count, uint64_t holder)
 {
     for (uint64_t at = 0; at < count; at++) {

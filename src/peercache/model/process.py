@@ -19,8 +19,8 @@ import attrs
 class ForkGuard:
     """Remembers the process that made an object.
 
-    A forked child gets a copy of the object, but not its threads, and a lock in it may be held for
-    ever. Devices, files and connections still belong to the parent.
+    A forked child gets a copy of the object, but not its threads, and a lock in it may be held
+    forever. Devices, files and connections still belong to the parent.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class PeerRead:
     lengths:     (n,) uint64, equal to the lengths of `runs`.
     runs:        n pages' destinations.
     generations: (n,) uint64, the word that each slot's seal must have before its first byte is
-                 read. A page whose word is another one has been evicted, or its record lies.
+                 read. A page whose word is another one has been evicted, or its record is forged.
     """
 
     member: Member

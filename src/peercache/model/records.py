@@ -67,7 +67,7 @@ RECORDS_A_MESSAGE_MAX = 4096
 """Most records or drops a sender puts into one message: 224 KiB of the 256 that are accepted."""
 
 DOUBTED_NUMBERS = 2**24
-"""How far an owner that stood still puts the number of the next summary ahead: a holder never sends
+"""How far an owner that was paused puts the number of the next summary ahead: a holder never sends
 so many messages while one does."""
 
 NUMBERS_AHEAD_MAX = 2**40
@@ -103,7 +103,7 @@ class Content:
     A record's digest is a multiply-xor-shift mix (splitmix64) of key, generation and flags; it is
     compiled, in `memory/_table_layout.h`, for holder and owner. Equal sets have equal XORs, and an
     accidental equality of unequal sets has a chance of 2**-64 (no defence against an adversary, who
-    could lie outright).
+    could be forged outright).
 
     Holder and owner each keep one for the records that the owner should hold of the holder.
     """

@@ -2,7 +2,7 @@
 
 Pool and disk follow these rules, each with an allocator of its own (ADR 0013). A size takes room
 from another, colder one. A quota names namespaces by a pattern, and which part of a node's pool and
-disk each of them is sure of: each namespace that fits has the rule's shares for itself. What is
+disk each of them is guaranteed: each namespace that fits has the rule's shares for itself. What is
 sure never comes to more than the whole: exact names get their part first, and names that fit a
 pattern get what is left, in the order in which the node meets them.
 """
@@ -46,7 +46,7 @@ class Amount:
 @final
 @attrs.frozen
 class QuotaRule:
-    """One rule. pool, disk: what each namespace that fits `pattern` is sure of."""
+    """One rule. pool, disk: what each namespace that fits `pattern` is guaranteed."""
 
     pattern: str
     pool: Amount

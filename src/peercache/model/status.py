@@ -125,7 +125,7 @@ class PeerStatus:
 class NamespaceUse:
     """What a namespace takes at this node.
 
-    quota:    bytes of the pool it is sure of; 0 for none.
+    quota:    bytes of the pool it is guaranteed; 0 for none.
     retained: bytes of the pool that its retained pages take.
     """
 
@@ -384,7 +384,7 @@ def encoded(value: Status | Sequence[MemberStatus]) -> bytes:
 
 
 def decoded_status(raw: bytes) -> Status:
-    """Return a status from its bytes; raise ValueError for what is none."""
+    """Return a status from its bytes; raise ValueError for anything else."""
     plain = _parsed(raw)
     if not isinstance(plain, dict):
         raise ValueError("no status")
@@ -392,7 +392,7 @@ def decoded_status(raw: bytes) -> Status:
 
 
 def decoded_statuses(raw: bytes) -> tuple[MemberStatus, ...]:
-    """Return several statuses from their bytes; raise ValueError for what is none."""
+    """Return several statuses from their bytes; raise ValueError for anything else."""
     plain = _parsed(raw)
     if not isinstance(plain, list):
         raise ValueError("no list of statuses")

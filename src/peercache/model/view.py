@@ -158,7 +158,7 @@ class View:
     def differing(self, theirs: bytes) -> list[Member]:
         """Return the entries, ended ones included, in the buckets whose digests are others.
 
-        theirs: the `bucket_digests` of another view; [] for bytes that are none.
+        theirs: the `bucket_digests` of another view; [] for other bytes.
         """
         count = len(theirs) // 8
         if not 0 < count <= BUCKETS_MAX or count & (count - 1) or len(theirs) % 8:

@@ -1,8 +1,8 @@
 /* Counts why TLS handshakes of the control plane failed, by what nng logs of them: nothing else of
  * nng tells a reason.
  *
- * Hears   nng, on its own threads and under its locks: so no Python runs here, and nothing waits.
- * Keeps   no text: it may hold what a peer has said.
+ * Takes   nng, on its own threads and under its locks: so no Python runs here, and nothing waits.
+ * Keeps   no text: it may hold what a peer has sent.
  */
 #include <stdint.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 
 nng tells little of either. Of a handshake that failed it logs the reason, and neither the peer nor
 which end it was; `_handshakes.c` counts those. Of one that never ends it says nothing, and waits
-for ever: the descriptors of this process show them.
+forever: the descriptors of this process show them.
 """
 
 from __future__ import annotations

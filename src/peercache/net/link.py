@@ -5,7 +5,7 @@ come back over the same connection.
 
 A connection may be lost without a trace: behind a firewall that forgets it, or in nng, whose dialer
 sometimes misses the end of a TLS connection that came with a last message. Other messages are
-answered over the peer's own link, so a link that sends and receives nothing says Hello again, and
+answered over the peer's own link, so a link that sends and receives nothing sends Hello again, and
 dials again if no answer comes.
 """
 
@@ -74,7 +74,7 @@ BURST_MESSAGES = 64
 """Messages taken from the peer before other tasks get a turn."""
 
 SILENT_S = 5.0
-"""How long a link that sends may receive nothing before it says Hello again."""
+"""How long a link that sends may receive nothing before it sends Hello again."""
 
 UNANSWERED_S = 15.0
 """How long that Hello may stay without an answer before the link dials again: longer than a busy
@@ -127,7 +127,7 @@ class Link:
         self._wake.set()
 
     def greet_again(self) -> None:
-        """Say Hello once more: the peer does not know us, or has forgotten us."""
+        """Send Hello once more: the peer does not know us, or has forgotten us."""
         self._greeted = False
         self._wake.set()
 

@@ -406,7 +406,7 @@ class Conversation(Generic[Kind]):
         return numbers
 
     def greet(self, url: str, until: float) -> int:
-        """Say Hello to the listener of an address, and await its answer; return the number."""
+        """Send Hello to the listener of an address, and await its answer; return the number."""
         number = self._connections.number()
         self._await((number,), until)
         lease = self._lease(0, self._connections.dial(url, 0), is_kept=True)
@@ -655,7 +655,7 @@ class Talk:
         return [self._conversation.answer(number) for number in numbers]
 
     def greet(self, url: str, until: float) -> Message | None:
-        """Say Hello to the listener of an address; return Welcome, Refused or None."""
+        """Send Hello to the listener of an address; return Welcome, Refused or None."""
         number = self._conversation.greet(url, until)
         self._wait()
         return self._conversation.answer(number)
@@ -748,7 +748,7 @@ class Asker:
             talk.end()
 
     def greet(self, url: str, until: float, *, keeps: bool = False) -> Message | None:
-        """Say Hello to the listener of an address; return Welcome, Refused or None.
+        """Send Hello to the listener of an address; return Welcome, Refused or None.
 
         keeps: keep the connection for questions to the node that has answered.
         """

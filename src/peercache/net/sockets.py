@@ -137,7 +137,7 @@ class NonblockingSocket:
         return pipe, raw
 
 
-# nng's exit hook waits for its threads. In a forked child these do not exist and it hangs for ever,
+# nng's exit hook waits for its threads. In a forked child these do not exist and it hangs forever,
 # and in a parent that never closed it may wait for a peer; the end of a process ends them anyway.
 # Remove when pynng offers a switch.
 atexit.unregister(pynng.nng._pynng_atexit)  # noqa: SLF001 - it has no public name
@@ -148,7 +148,7 @@ _state = {"sockets_opened": False, "is_forked": False}
 def _disarm_in_child() -> None:
     """Keep a forked child from touching the sockets of its parent.
 
-    nng's threads do not exist there, so closing a socket, as its finaliser does, hangs for ever.
+    nng's threads do not exist there, so closing a socket, as its finaliser does, hangs forever.
     """
     if _state["sockets_opened"]:
         _state["is_forked"] = True

@@ -53,7 +53,7 @@ class NodeActors:
         table_file: int = -1,
         spaces: Callable[[], frozenset[int] | None] = lambda: None,
     ) -> None:
-        """Make them; the pool has no memory yet: it hears of it as it is populated.
+        """Make them; the pool has no memory yet: it learns of it as it is populated.
 
         table_file: descriptor of the file for the directory's table; -1 for private memory.
         spaces: those that the node's certificate allows now; None for all.

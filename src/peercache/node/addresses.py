@@ -3,8 +3,8 @@
 A node cannot know its own address: it may have several, and names of others may not resolve yet.
 What a connection shows is certain: the peer at its other end reaches this node at our end of it
 (`Reach`). Until there is one, the node goes by its routes, and says no address of loopback to other
-hosts while it has any other. `Advertising` keeps the address that this node tells others the one at
-which they reach it.
+hosts while it has any other. `Advertising` keeps the address that this node announces the one at
+which others reach it.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
     except FileExistsError:
         is_new = False
     try:
-        # The default lies in /tmp, where every user may put a link.
+        # The default is in /tmp, where every user may put a link.
         opened = sharing.open_folder(folder, follow=not is_default)
     except Rejected as refusal:
         raise ConfigError("home", refusal.detail) from refusal
@@ -428,7 +428,7 @@ class Advertising:
     """Follows names that resolve late and connections that show this node's address.
 
     is_fixed: whether the configuration says the address, so that only the head rank may change.
-    greet:    says Hello to discovery addresses once more.
+    greet:    sends Hello to discovery addresses once more.
     tls:      the certificates; nng does not tell a dialer why its handshake fails.
     """
 
@@ -496,7 +496,7 @@ class Advertising:
                 self.look(is_news=True)
 
     def look(self, *, is_news: bool = False) -> None:
-        """Tell the others where this node is, if that has changed.
+        """Notify the others of where this node is, if that has changed.
 
         is_news: whether names have resolved that had not.
         """

@@ -112,7 +112,7 @@ class Admission:
     def _check_room(self, pipe: int, owner: str) -> None:
         """Raise Rejected for one connection too many, of one certificate or in all.
 
-        A quarter of all that there may be stays for those that have not said Hello.
+        A quarter of all that there may be stays for those that have not sent Hello.
         """
         if pipe in self._owners:
             return
@@ -139,7 +139,7 @@ class Admission:
     def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: float) -> list[int]:
         """Return which of these open connections (oldest first) to close.
 
-        Of those that have not said Hello: each that is STRANGER_S old, and the oldest of
+        Of those that have not sent Hello: each that is STRANGER_S old, and the oldest of
         the rest as long as there are more connections than `connections_max`.
         """
         strangers = [pipe for pipe in pipes if pipe not in self.sessions]

@@ -78,7 +78,7 @@ class NodeDisk:
 
     def _hear(self, fact: DiskFact) -> None:
         """Take a fact from a thread of the store."""
-        # Here and not on the loop: it would stand still meanwhile.
+        # Here and not on the loop: it would are paused meanwhile.
         told = indexed_of(fact) if isinstance(fact, DiskOpened) else fact
         try:
             self._token.run_sync_soon(self._take, told)

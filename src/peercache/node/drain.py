@@ -41,7 +41,7 @@ LOOK_S: Final = 0.05
 PROGRESS_S: Final = 1.0
 
 TELL_S: Final = 1.0
-"""Between the last page that is handed over and the goodbye: owners of records hear of the new
+"""Between the last page that is handed over and the goodbye: owners of records learn of the new
 holders meanwhile, and an operator who watches sees the end."""
 
 
@@ -131,7 +131,7 @@ class Drainer:
             began = told_at = trio.current_time()
             self.log.info("drain.began", within_s=within_s, other_nodes=self.others())
             self.tell(DrainBegan(began + within_s))
-            # The actor begins when it hears of it, and ends by itself.
+            # The actor begins when it learns of it, and ends by itself.
             while self.giving.state != HANDED_OVER:
                 await trio.sleep(LOOK_S)
                 now = trio.current_time()
@@ -157,7 +157,7 @@ CHANNELS_MAX: Final = 2
 class Puller:
     """Performs what the handover actor asks for. Its threads begin with the first offers.
 
-    It is made on the loop, reads into `segment`, and `tell` hears of each Pull once, on the loop.
+    It is made on the loop, reads into `segment`, and `tell` learns of each Pull once, on the loop.
     """
 
     _config: Config

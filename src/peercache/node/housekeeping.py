@@ -1,7 +1,7 @@
 """Housekeeping: what a node does once a second, whatever messages come.
 
 It ends the reservations of clients that exited and the queue pairs of clients that left, closes
-connections that never said Hello, ends links to lost addresses, and logs and counts the states of
+connections that never sent Hello, ends links to lost addresses, and logs and counts the states of
 the members. Where descriptors become few, it looks at connections more often. `OwnersWatch` counts
 the directory owners that lag behind this node, and logs those that begin to and that catch up.
 
@@ -209,7 +209,7 @@ class Housekeeping:
             self._log.info("node.started_alone", asked=list(heads))
 
     def _close_unauthenticated(self) -> None:
-        """Close connections that never said Hello, after a while or when there are too many."""
+        """Close connections that never sent Hello, after a while or when there are too many."""
         pipes = self._listener.pipes()
         closing = self._admission.overstaying(
             pipes, time.monotonic(), connections_max=self._shares().control

@@ -109,7 +109,9 @@ async def populate(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Make the page memory usable; started once the first step serves, `on_grown` hears of each."""
+    """Make the page memory usable; started once the first step serves, `on_grown` learns of
+    each.
+    """
     total = segment.layout.page_bytes
     done = 0
     is_started = False

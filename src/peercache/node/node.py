@@ -1,7 +1,7 @@
 """Ready: where a node serves.
 # FROM node.node: The node: actors, memory, sockets and servers, put together and taken apart.
 
-Where to look: a page's bytes lie in `memory.published`, its record in the directory shards
+Where to look: a page's bytes are in `memory.published`, its record in the directory shards
 (`actors.directory`) of its owners; `actors.pool` decides about slots, `switchboard` carries the
 messages.
 """
@@ -106,7 +106,7 @@ class Ready:
 
 
 GOODBYE_S = 0.5
-"""How long a graceful stop may take to tell the others."""
+"""How long a graceful stop may take to notify the others."""
 
 
 @final
@@ -151,7 +151,7 @@ class Node:
         self._authorities_dropped = 0
 
     def stop(self) -> None:
-        """Begin a graceful leave: `run` tells the others and returns. Call on the node's loop.
+        """Begin a graceful leave: `run` notifies the others and returns. Call on the node's loop.
 
         A second call ends the wait for the disk.
         """
@@ -418,7 +418,7 @@ class Node:
         """Use new certificate files, and end what revoked and expired ones have open."""
         while True:
             await trio.sleep(LOOK_S)
-            # A network file system may hang for ever, and nothing else of the node with it.
+            # A network file system may hang forever, and nothing else of the node with it.
             tls.use(await trio.to_thread.run_sync(tls.read, abandon_on_cancel=True))
             self._switchboard.end_expired()
 

@@ -5,9 +5,9 @@
 Owns    the numbers of this node's questions to members, with the member that alone may answer each
         one; and the questions of others that wait for such answers. No record: each overlap is read
         from directory shards when it is asked for.
-Hears   RequestCluster from operators; RequestOverlap, from clients, operators and nodes; answers,
+Takes   RequestCluster from operators; RequestOverlap, from clients, operators and nodes; answers,
         from links to members.
-Says    questions, to members and owners; answers or Refused, to others along their connections.
+Sends   questions, to members and owners; answers or Refused, to others along their connections.
 Keeps   the answer to a question is the first that its member gives to that number. An overlap says
         whether an absent page is absent for certain. Nodes ask each other about their shards only,
         so that no question goes round.

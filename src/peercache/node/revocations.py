@@ -1,8 +1,8 @@
 """How the list of revoked certificates reaches every node of a cluster.
 
-The node that reads a newer list from its file tells every member at once. Each node also tells one
-member now and then, chosen at random: so the list reaches nodes that were away. A list counts only
-with the signature of an authority, so it does not matter which node tells it.
+The node that reads a newer list from its file notifies every member at once. Each node also tells
+one member now and then, chosen at random: so the list reaches nodes that were away. A list counts
+only with the signature of an authority, so it does not matter which node tells it.
 
 A node that learns of a revoked certificate drops the pages that it has from other nodes, in memory
 and on disk: what the owner of the certificate served or handed over may be among them.

@@ -69,7 +69,7 @@ THREADS_MAX = 128
 def details(config: Config) -> Detail:
     """Return what this process is, now."""
     settings = {name: row.kind.written(getattr(config, name)) for name, row in SETTINGS.items()}
-    # The path of a file with a secret in it is none.
+    # The path of a file with a secret in it is never shown.
     paths = {
         name: settings.pop(name) for name, row in SETTINGS.items() if row.kind in (FILE, FOLDER)
     }

@@ -6,7 +6,7 @@ those from this node to others. `Switchboard` does what needs both, and what act
 
 Everything that others send passes `Inbound` once: decoded, its sender known, meant for this
 incarnation, and allowed; then it goes to its actor's mailbox, or the node answers it. All else is
-dropped and counted, and an unknown sender is asked to say Hello. A message states its receiver
+dropped and counted, and an unknown sender is asked to send Hello. A message states its receiver
 (`wire.messages.declared`); mypy refuses a fact without a mailbox.
 
 A link is made when there is something to send, and ended when it is not used or its address has no
@@ -107,7 +107,7 @@ class Envelopes:
 
     @warn_once.default
     def _seldom(self) -> WarnOnce:
-        # A refused node says Hello again every second.
+        # A refused node sends Hello again every second.
         return WarnOnce(self.log, repeat_s=WARN_AGAIN_S)
 
     def encode(self, target: int, message: Message) -> bytes:
@@ -206,7 +206,7 @@ BURST_MESSAGES = 16
 """Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
 
 STRANGER_BYTES_MAX = 64 * 1024
-"""Longest message taken from a connection that has not said Hello: a Hello of the longest texts
+"""Longest message taken from a connection that has not sent Hello: a Hello of the longest texts
 fits, and to decode a megabyte would cost this node a second for any connection."""
 
 
@@ -217,7 +217,7 @@ class Inbound:
 
     answer:  answers what is for the node itself.
     has_tls: whether an incarnation follows from a certificate, so that invented ones show.
-    names_writers: whether the pool is told the namespaces of writers, for quotas with patterns.
+    names_writers: whether the pool receives the namespaces of writers, for quotas with patterns.
     """
 
     _envelopes: Envelopes
@@ -656,7 +656,7 @@ class Links:
             self._use.ended(address)
 
     def greet_again(self, addresses: Iterable[str]) -> None:
-        """Say Hello once more to these addresses, as far as there are links: do they answer?"""
+        """Send Hello once more to these addresses, as far as there are links: do they answer?"""
         for address in addresses:
             if address in self._dialled:
                 self._dialled[address].link.greet_again()

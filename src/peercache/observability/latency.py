@@ -1,4 +1,4 @@
-"""How long batch calls take: which calls are told apart, and the histograms of their times.
+"""How long batch calls take: which calls are distinguished, and the histograms of their times.
 
 A client notes a call as a number and its seconds, which costs a tenth of a microsecond. Histograms
 are made of that once a second: by the home node out of a client's report, and by a client that has
@@ -69,7 +69,7 @@ SERIES: Final[tuple[Labels, ...]] = (
     *product(("exists",), EXISTS_TIERS, OUTCOMES),
     *((PAGE, tier, "") for tier in READ_TIERS),
 )
-"""What is told apart. A report names a series by its place here: new ones are appended."""
+"""What is distinguished. A report names a series by its place here: new ones are appended."""
 
 PLACES: Final = {labels: place for place, labels in enumerate(SERIES)}
 
@@ -113,7 +113,7 @@ class Latency:
     def observe(self, values: tuple[str, ...], seconds: npt.NDArray[np.floating]) -> None:
         """Add times, (n,), under these label values."""
         # A time of exactly a bound belongs below it, as everywhere with Prometheus; as float32 it
-        # would lie beside the bound.
+        # would be beside the bound.
         bounds = np.asarray(LATENCY_BUCKETS_S, seconds.dtype)
         places = np.searchsorted(bounds, seconds, side="left")
         counts = np.bincount(places, minlength=len(bounds) + 1)

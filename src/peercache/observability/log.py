@@ -18,7 +18,7 @@ from typing import Any, final
 import structlog
 
 REQUEST_BITS = 24
-"""Low bits of a question's number that tell the questions of one client apart."""
+"""Low bits of a question's number that distinguish the questions of one client."""
 
 
 class _Current(threading.local):

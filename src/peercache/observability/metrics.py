@@ -169,7 +169,7 @@ class Metrics:
             "tier",
         )
         self.namespace_quota_bytes = gauge(
-            "namespace_quota_bytes", "Bytes that a namespace is sure of.", "namespace", "tier"
+            "namespace_quota_bytes", "Bytes that a namespace is guaranteed.", "namespace", "tier"
         )
         self.namespace_pages_evicted = counter(
             "namespace_pages_evicted",

@@ -20,7 +20,7 @@ struct record {
 struct entry {
     struct record record;
     double stored_at;     /* seconds of the monotonic clock */
-    uint64_t is_told : 1; /* its holder was told then that the page is about to be read */
+    uint64_t is_told : 1; /* its holder was notified then that the page is about to be read */
     uint64_t used : 63;   /* the cache's count of uses at the last one */
 };
 
@@ -110,7 +110,7 @@ int64_t peercache_locations_find(struct cache *cache, const uint8_t *keys, uint6
 }
 
 /* Write the holders of the keys, each once, if all are known by records of pages in memory that were
- * stored no earlier than `not_before`, and whose holders were told if `must_be_told`. Returns how
+ * stored no earlier than `not_before`, and whose holders were notified if `must_be_told`. Returns how
  * many; -1 if a key is not known so, or if there are more than `most`. */
 int64_t peercache_locations_holders(struct cache *cache, const uint8_t *keys, uint64_t count,
                                     double not_before, int must_be_told, uint64_t *holders,

@@ -135,7 +135,7 @@ class Tie(Generic[Memory]):
             yield Post(((attached.incarnation, counted),))
 
     def attach(self, until: float) -> Path[bool]:
-        """Say Hello at the home address and map its memory; False without an answer."""
+        """Send Hello at the home address and map its memory; False without an answer."""
         answer = yield Greet(self._url, until)
         if isinstance(answer, Refused):
             raise Rejected(answer.reason, answer.detail)

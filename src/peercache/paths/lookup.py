@@ -612,7 +612,7 @@ class Locator:
         order of the keys; the other pages are absent for certain. The fast path of `exists`: what
         an engine asks for every new prompt costs a look or two, and no search.
 
-        touch: the caller tells the holders that it will read these pages.
+        touch: the caller notifies the holders that it will read these pages.
         """
         if not cluster.ring.members:
             return None

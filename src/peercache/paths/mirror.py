@@ -5,7 +5,7 @@ memory when they are verified, before it returns. The home node publishes them a
 later readers find them on their own host, and readers elsewhere have one holder more.
 
 The order matters. A page that was removed from every member must not come back: a removal that the
-home node hears of after it gave the slot voids it, and one that it heard of shortly before, too
+home node learns of after it gave the slot voids it, and one that it learned of shortly before, too
 (`actors.pool.reservations`). What was read before the slot was given might be older than that.
 
 A mirrored page has the key by which it was verified: the holder's seal said so. Its bytes never

@@ -204,7 +204,7 @@ class Reader:
 
         A hint, as everything before a read.
 
-        touch: tell each holder at once, in one message, which of its pages are reported: they are
+        touch: notify each holder at once, in one message, of its pages that are reported: they are
         the last to be evicted from then on. It pins nothing, and the message may be lost. What was
         reported so within EXISTS_TRUSTS_S is not told again.
         """

@@ -69,7 +69,7 @@ class Collect:
 
 @attrs.frozen
 class Greet:
-    """Say Hello to the listener of an address; the answer is Welcome, Refused or None."""
+    """Send Hello to the listener of an address; the answer is Welcome, Refused or None."""
 
     url: str
     until: float

@@ -196,7 +196,8 @@ class RdmaFabric:
             for side in self._sides:
                 side.rail.close()
 
-    # --- for the wiring ---------------------------------------------------------------------------
+    # --- for the client and the node
+    # ---------------------------------------------------------------------------
 
     def forget(self, incarnation: int) -> None:
         """Close the channels to a dead member; a channel in use when its read ends."""

@@ -28,7 +28,7 @@ class Cut:
     lengths: (parts,) uint64, the bytes of each part, never 0.
     keys:    (parts,) uint64, the key of each part.
     covered: (ranges,) bool, whether keys cover the whole range. Other ranges have no parts.
-    is_whole: whether no range was cut: each lies within one piece.
+    is_whole: whether no range was cut: each is within one piece.
     """
 
     sources: I64
@@ -64,7 +64,7 @@ class MemoryKeys:
     def cut(self, begins: U64, lengths: U64) -> Cut:
         """Cut (n,) ranges at the borders of pieces. An empty range is covered and has no part."""
         ends = begins + lengths
-        # The fast path of nearly every batch: each range lies within one piece.
+        # The fast path of nearly every batch: each range is within one piece.
         first = self.begins.searchsorted(begins, side="right") - 1
         if len(self) and lengths.all() and (first >= 0).all() and (self.ends[first] >= ends).all():
             every = np.arange(len(begins), dtype=np.int64)

@@ -155,7 +155,7 @@ class _Stream:
 
 
 def inside(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.bool_]:
-    """Return which slots lie wholly in the page memory and begin at a granule."""
+    """Return which slots are wholly in the page memory and begin at a granule."""
     page_bytes = np.uint64(published.page_bytes)
     # A sum could overflow, a difference of checked numbers cannot.
     good: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)

@@ -157,8 +157,8 @@ class PyverbsRegistrar:
 def registrar_for(pd: Any) -> Registrar:
     """Return the best registrar for this protection domain.
 
-    `PD.pd` is the pointer in newer pyverbs, and a crash in 44. No version number tells the two
-    apart; two features that 44 lacks do.
+    `PD.pd` is the pointer in newer pyverbs, and a crash in 44. No version number distinguishes
+    the two; two features that 44 lacks do.
     """
     protect_from_fork()
     return DirectRegistrar(int(pd.pd)) if shows_pointers() else PyverbsRegistrar(pd)

@@ -285,7 +285,7 @@ class DeviceQueuePairs:
     def _end(self, reason: str) -> None:
         self._effects.close()
         if self._is_required:
-            raise ConfigError("fabric", f"rdma is asked for, and there is none: {reason}")
+            raise ConfigError("fabric", f"rdma is required, but not available: {reason}")
         self._log.info("rdma.devices_missing", reason=reason)
         self._tell(RdmaAbsent(reason))
 

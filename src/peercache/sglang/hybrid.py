@@ -63,7 +63,7 @@ def move(
 
     within_s: no batch begins so long after the call, so it takes less than twice that.
     batch: moves one batch of parts, and returns one bool a page of each part; its third argument
-    is how many objects each page is. The pages that lie where they are moved from or to are one
+    is how many objects each page is. The pages that are where they are moved from or to are one
     batch. Pages that must be copied are batches of BATCH_PAGES, so that the copies stay small.
     """
     answer = [[False] * len(each.keys or ()) for each in transfers]

@@ -62,7 +62,7 @@ class HeadGroups:
         if count > 1 and not getattr(storage_config, "should_split_heads", False):
             raise UncutPool("SGLang does not split its heads")
         if count > 1 and not hasattr(pool, "get_split_heads_page_buffer_meta"):
-            raise UncutPool("it does not say where its heads lie")
+            raise UncutPool("it does not say where its heads are")
         return cls(total, rank * count, count)
 
 

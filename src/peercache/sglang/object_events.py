@@ -1,9 +1,9 @@
 """Object events of one engine: which of its pages its home node holds, for Dynamo's router.
 
 Owns    the names of pages that the engine has called by, and what the home node tells it holds.
-Hears   the page hashes of each call of the store; the changes of the home node, over its home
+Takes   the page hashes of each call of the store; the changes of the home node, over its home
         address, on a thread of its own.
-Keeps   what is published as stored lay at the home node when it was told, in memory or on disk; a
+Keeps   what is published as stored was at the home node when it was told, in memory or on disk; a
         page that leaves it is published as removed.
 Limits  NAMES_MAX.
 """

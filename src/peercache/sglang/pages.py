@@ -1,4 +1,4 @@
-"""Where each page of a host pool lies in memory, in the byte order of its flat page.
+"""Where each page of a host pool is in memory, in the byte order of its flat page.
 
 SGLang's zero-copy interface (v1) names the buffers of a page through `get_page_buffer_meta`, its
 older one (v0) hands over the flattened page. Both must give one object with the same bytes, so
@@ -99,7 +99,7 @@ class HostPages:
         single = len(_tensors(pool)) == 1
         order = np.arange(first.shape[1])
         if objects > 1 and not single:
-            raise UnservedPool("its heads lie in several tensors, which are not cut into groups")
+            raise UnservedPool("its heads are in several tensors, which are not cut into groups")
         if single:
             within = np.argsort(first[0].reshape(objects, -1), axis=1, kind="stable")
             order = order.reshape(objects, -1)[np.arange(objects)[:, None], within].reshape(-1)
@@ -126,7 +126,7 @@ class HostPages:
         )
 
     def memory(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of the memory that all pages lie in, one for each tensor."""
+        """Return (address, bytes) of the memory that all pages are in, one for each tensor."""
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in _tensors(self.pool)]
 
     def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
@@ -211,7 +211,7 @@ class StagedPages:
     content: torch.Tensor
 
     def runs(self) -> PageRuns:
-        """Return where the copies lie."""
+        """Return where the copies are."""
         return flat_runs(list(self.content), len(self.slots), self.pages.page_bytes)
 
     def gather(self) -> None:
@@ -230,7 +230,7 @@ class StagedPages:
 def side_pages_of(pool: Any, objects: int = 1) -> HostPages | FlatPages:
     """Return the pages of a side pool, in place where it names their buffers.
 
-    Raises UnservedPool for one whose pages cannot be told apart or copied; copies are never cut.
+    Raises UnservedPool for one whose pages cannot be distinguished or copied; copies are never cut.
     """
     try:
         return HostPages.of(pool, objects=objects, is_side=True)
@@ -327,7 +327,7 @@ def _require_complete(
     by_address = np.argsort(addresses, kind="stable")
     apart = ends[by_address][:-1] <= addresses[by_address][1:]
     if not (all(t.is_contiguous() for t in tensors) and inside.all() and apart.all()):
-        raise UnservedPool("its buffers overlap, or lie outside its memory")
+        raise UnservedPool("its buffers overlap, or are outside its memory")
 
 
 def _flat_offsets(addresses: U64, sizes: U64) -> U64:

@@ -2,7 +2,7 @@
 
 Owns    the attachment: one client, opened when SGLang registers its host pool, opened again when
         the engine gets new weights, and closed with the store.
-Hears   pools that SGLang registers, each call of the store (is there an attachment?), and close.
+Takes   pools that SGLang registers, each call of the store (is there an attachment?), and close.
 Keeps   no call sees half of a registration: an attachment is swapped as one. Pages of old weights
         are served to no call that begins after SGLang names a new version.
 Limits  registration alone waits for the home node. After new weights a thread of its own does.
@@ -150,7 +150,7 @@ def version_facts(version: str) -> dict[str, str]:
 
 
 def separates_requests() -> bool:
-    """Return whether page hashes tell LoRA adapters and cache salts apart: since SGLang 0.5.20."""
+    """Return whether page hashes distinguish LoRA adapters and cache salts: since SGLang 0.5.20."""
     with suppress(ImportError):
         return hasattr(import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed")
     return False
@@ -423,7 +423,7 @@ class Registration:
         if self._server.has_adapters:
             raise UnservedPool(
                 "this SGLang hashes a prompt to the same pages under every LoRA adapter; "
-                "0.5.20 and later tell them apart"
+                "0.5.20 and later distinguish them"
             )
         self._warn_once(
             "sglang.salts_not_separated",

@@ -1,7 +1,7 @@
 """Owns PeerCacheStore, the class that SGLang's `dynamic` storage backend builds.
 
 Owns    the answers to SGLang's calls; `registration` owns the client and the pools.
-Hears   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at once.
+Takes   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at once.
 Keeps   every batch method answers, well-formed and as long as it was asked, whatever happens:
         an error is a miss with a counted reason. Only construction and registration raise.
 Limits  the client's deadlines; nothing here waits.
@@ -442,7 +442,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _pages(
         self, operation: str, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
     ) -> list[bool]:
-        """Get or set pages that lie in the runs of `runs_in`; one bool a key."""
+        """Get or set pages that are in the runs of `runs_in`; one bool a key."""
 
         def move(at: Attachment) -> list[bool]:
             if at.pages is None:

@@ -1,4 +1,4 @@
-"""What lies in a page store, looked at without a node: figures, and a check of every byte.
+"""What is in a page store, looked at without a node: figures, and a check of every byte.
 
 `stats_of` only reads, also beside a running node. `check` wants the folder for itself: it reads
 every slot, holds each page against its checksum, and leaves an index of exactly those that are

@@ -1,4 +1,4 @@
-"""A node's folder on disk: which one it is, whose it is, and what lies in it.
+"""A node's folder on disk: which one it is, whose it is, and what is in it.
 
 `disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that is not
 locked and that is new or of its own cluster and uid. So a node that restarts finds
@@ -67,9 +67,9 @@ def problem_above(root: Path) -> str:
     for folder in (root, *root.resolve().parents):
         found = folder.stat()
         if found.st_uid not in (ours, ROOT_UID):
-            return f"{folder} belongs to uid {found.st_uid}, which may remove what lies in it"
+            return f"{folder} belongs to uid {found.st_uid}, which may remove what is in it"
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            return f"every user may remove what lies in {folder}: chmod o-w, or chmod +t"
+            return f"every user may remove what is in {folder}: chmod o-w, or chmod +t"
     return ""
 
 
@@ -77,7 +77,7 @@ def take_for(cluster: str, lock: int, shown: str, *, is_fresh: bool) -> bool:
     """Check the name in a locked file, or write it; return whether an older folder was adopted.
 
     lock:     the descriptor of the lock file, locked.
-    is_fresh: whether no slab lies in the folder.
+    is_fresh: whether no slab is in the folder.
     Raises ForeignFolderError for the name of another cluster or uid.
     """
     raw = os.pread(lock, NAME_BYTES_MAX, 0)
@@ -92,7 +92,7 @@ def take_for(cluster: str, lock: int, shown: str, *, is_fresh: bool) -> bool:
         told = json.loads(raw)
         cluster_told, uid_told = str(told["cluster"]), int(told["uid"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        problem = f"{shown} holds pages of an unknown cluster: remove it, or let it lie"
+        problem = f"{shown} holds pages of an unknown cluster: remove it, or leave it"
         raise ForeignFolderError("disk_path", problem) from error
     if cluster_told != cluster:
         problem = f"{shown} belongs to cluster {cluster_told!r}, this node to {cluster!r}"
@@ -121,7 +121,7 @@ SUPERBLOCK_BYTES_MAX: Final = 4096
 NO_SUPERBLOCK: Final = (
     FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What a superblock that is lost or damaged raises: any bytes may lie there."""
+"""What a superblock that is lost or damaged raises: any bytes may be there."""
 
 _held_locks: dict[int, None] = {}
 
@@ -150,7 +150,7 @@ class Folder:
     slab_count: int
     index_bytes: int
     fresh: bool
-    """Nothing that can be read lies here yet."""
+    """Nothing that can be read is here yet."""
 
     def is_there(self) -> bool:
         """Return whether the folder still is the one that we locked."""
@@ -200,7 +200,7 @@ def claim(disk_path: str | os.PathLike[str], size_bytes: int, *, cluster: str, l
 
 
 def _claimed(path: Path, size_bytes: int, cluster: str, log: Any) -> Folder | None:
-    """Return the locked folder; None if another program's files lie there."""
+    """Return the locked folder; None if another program's files are there."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
@@ -224,7 +224,7 @@ def open_folder(
 ) -> Folder:
     """Lock one node's folder.
 
-    size_bytes: the cap; None keeps what lies there, as it is.
+    size_bytes: the cap; None keeps what is there, as it is.
     cluster:    the cluster that it must be of; None is any, for the tools that look after disks.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -275,7 +275,7 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
     room = size_bytes - index_bytes
     slab_bytes = known or slab_bytes_for(room)
     if known is not None and known > max(room, 0):
-        # The cap was lowered below one slab: what lies here cannot stay.
+        # The cap was lowered below one slab: what is here cannot stay.
         slab_bytes, known = slab_bytes_for(room), None
     count = max(0, room // slab_bytes)
     if count == 0:
@@ -310,7 +310,7 @@ def _superblock(path: Path) -> Any:
 
 
 def _slab_bytes_of(path: Path) -> int | None:
-    """Return the slab size of what lies in a folder; None if nothing of this format does."""
+    """Return the slab size of what is in a folder; None if nothing of this format does."""
     try:
         told = _superblock(path)
         if told["format"] != FORMAT_VERSION:
@@ -354,7 +354,7 @@ def _write_superblock(path: Path, slab_bytes: int) -> None:
         if json.dumps(_superblock(path)) == said:
             return
     fresh = path / f"{SUPERBLOCK_NAME}.new"
-    # A link may lie there, which is not written through.
+    # A link may be there, which is not written through.
     fresh.unlink(missing_ok=True)
     with fresh.open("x") as file:
         file.write(said)

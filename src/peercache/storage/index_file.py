@@ -36,7 +36,7 @@ OPERATIONS_A_COMMIT_MAX: Final = 8192
 
 BACKLOG_ROWS_MAX: Final = 262_144
 """60 MB of rows. Beyond it no pages are written, so that only drops follow: 90 bytes for each page
-that lies there, at most."""
+that is there, at most."""
 
 SQLITE_PAGE_BYTES: Final = 4096
 
@@ -94,7 +94,7 @@ def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
 
 
 def has_log(folder: Path) -> bool:
-    """Return whether rows lie in the log that were not folded in: its node was killed, or lives."""
+    """Return whether rows are in the log that were not folded in: its node was killed, or lives."""
     log = folder / f"{INDEX_NAME}-wal"
     return log.exists() and log.stat().st_size > 0
 
@@ -151,7 +151,7 @@ class IndexWriter:
         log: Any,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write to `connection`; `failed` hears of the first error, after which nothing is.
+        """Write to `connection`; `failed` learns of the first error, after which nothing is.
 
         None: there is no index, and nothing is written. sync: has the pages of all rows that were
         put survive a power loss; raises OSError.
@@ -324,7 +324,7 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
 
 
 def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
-    """Return what lies there, and whether that is what the index tells, row for row."""
+    """Return what is there, and whether that is what the index tells, row for row."""
     folder = files.folder
     problem = "" if folder.fresh else "missing"
     if (folder.path / INDEX_NAME).exists():

@@ -181,7 +181,7 @@ class PageMover:
                     buffers += (memory[number * BLOCK_BYTES :][:BLOCK_BYTES], views[index])
                 count = self._files.read(places[some[0]], buffers)
                 if len(some) > 1 and count < sum(map(len, buffers)):
-                    # A read ends before a bad block without an error: what lies behind it is good.
+                    # A read ends before a bad block without an error: what is behind it is good.
                     raise OSError(errno.EIO, f"read {count} bytes")
                 for number, index in enumerate(some):
                     header = parse_slot(buffers[2 * number], places[index])

@@ -91,7 +91,7 @@ class SlabFiles:
                 self.blocks_of[number] = header.blocks
 
     def name_of(self, place: int) -> str:
-        """Return the file that a place lies in, as the log names it."""
+        """Return the file that a place is in, as the log names it."""
         return str(self.folder.path / slab_name(place // self.folder.slab_bytes))
 
     def prepare(self, number: int, blocks: int) -> None:

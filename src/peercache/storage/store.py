@@ -1,8 +1,8 @@
 """The page store: performs the disk actor's effects, and tells it what became of them.
 
 Owns    one node's folder and its lock, the slab files, the index, and the threads of all of them.
-Hears   Spill, Load, Forget, NoteUse; `perform` never blocks.
-Says    DiskOpened once, then an answer to every job; DiskEnded when there is no disk any more.
+Takes   Spill, Load, Forget, NoteUse; `perform` never blocks.
+Sends   DiskOpened once, then an answer to every job; DiskEnded when there is no disk any more.
 Keeps   a page is DONE only with its bytes right: on disk as they were in the pool, in the pool as
         they were on disk. An index row is put after its page is written. It goes when its place is
         given away, in a batch: a kill before that leaves a row of a page that is not there.

@@ -210,7 +210,7 @@ class LiveTls:
         In any thread, one at a time. It also writes the list that `take_list` has left.
         """
         if self._is_unkept and mark_of(self.list_path) == self._seen_list:
-            # Else a newer list may lie there, which is read first.
+            # Else a newer list may be there, which is read first.
             self._keep_list()
         found = FoundFiles(self._marks(), mark_of(self.list_path))
         if found.marks != self._seen or self._problem:

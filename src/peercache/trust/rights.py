@@ -9,7 +9,7 @@ Three doors ask here. Control: `Session` and `refusal`, for every message of the
 What a right rests on:
 
 * A node is believed about itself only: records and streams of its own incarnation, its own entry of
-  a view. What it tells of other members gives addresses to try; masters are told apart by the
+  a view. What it tells of other members gives addresses to try; masters are distinguished by the
   membership actor, which knows them.
 * A writer is a process on this node's own host, which has read the secret in a lock file that only
   users who share the host can read. No connection over tcp is ever a writer's, so no certificate

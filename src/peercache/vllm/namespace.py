@@ -52,10 +52,10 @@ def weights_of(engine: Any, name: str) -> dict[str, str]:
     model, load = engine.model_config, engine.load_config
     folder, revision = load.download_dir, model.revision
     facts: dict[str, object] = {"weights": weights_identity(name, revision, folder)}
-    # Weights in an object store lie elsewhere than the folder that stands in for the model.
+    # Weights in an object store are elsewhere than the folder that stands in for the model.
     if elsewhere := getattr(model, "model_weights", ""):
         facts["weights_at"] = weights_identity(str(elsewhere), revision, folder)
-    # A draft model's layers lie in the same chunks.
+    # A draft model's layers are in the same chunks.
     draft = getattr(engine, "speculative_config", None)
     if draft is not None and draft.model:
         facts["draft"] = weights_identity(str(draft.model), draft.revision, folder)
@@ -115,7 +115,7 @@ def namespace_of(
         "dcp": parallel.dcp_size,
         "chunk_bytes": chunk_bytes,
     }
-    # Hosts mount one model in several places: its folder is told apart by its weights.
+    # Hosts mount one model in several places: its folder is distinguished by its weights.
     model = config.model.name
     model = model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
     computed = {} if name else dict(weights)

@@ -2,7 +2,7 @@
 
 Owns    the jobs of vLLM's scheduler until their results are asked for; the client moves the bytes,
         into and out of the rows of vLLM's own CPU cache.
-Hears   vLLM's scheduler, one call at a time; from 0.33 on a thread that polls tiers, too.
+Takes   vLLM's scheduler, one call at a time; from 0.33 on a thread that polls tiers, too.
 Keeps   no method raises, for that would end vLLM's EngineCore, and none but `drain_jobs` waits.
         Each job gets one result. A chunk is told as loaded where its page was verified.
 Limits  those of the lanes and of the client's deadlines, which bound `drain_jobs` too.

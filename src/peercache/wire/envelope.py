@@ -5,7 +5,7 @@ participle (`Touched`). Batches travel packed: `keys` is n × 16 bytes, `records
 (`model.records.RECORD`), `drops` n × 24 (`model.records.DROP`), lengths and offsets n × 8
 little-endian.
 A class states its tag on the wire, and who sends and receives it (`messages.declared`). A tag stays
-for ever; a new message gets the next one.
+forever; a new message gets the next one.
 
 No promise depends on a message arriving, or arriving only once: every request carries a number
 that its answer repeats, and summaries repair messages that must not be lost.

@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def other_process(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Publish in another process, which rewrites its one page as often as it is told."""
+    """Publish in another process, which rewrites its one page as often as it is asked to."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(shm_dir)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -331,7 +331,9 @@ async def test_exit_hook_that_runs_after_the_end_leaves_the_freed_server_alone(
 async def test_server_whose_last_thread_cannot_be_started_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """A process at its limit of threads hears so, and has no descriptor or exit hook left of it."""
+    """A process at its limit of threads gets that error, and has no descriptor or exit hook left of
+    it.
+    """
     started: list[threading.Thread] = []
     start = threading.Thread.start
 

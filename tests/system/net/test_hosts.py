@@ -145,7 +145,7 @@ def test_a_name_that_resolves_late_is_followed_and_delays_no_start() -> None:
 
 @pytest.mark.slow
 def test_a_node_follows_the_address_at_which_it_is_reached() -> None:
-    """Its route leads elsewhere: a head with two networks hears of the one that the others use."""
+    """Its route leads elsewhere: a head with two networks learns of the one that the others use."""
     with trial(2) as (cluster, places):
         head = places[0]
         ip(f"-n {head.namespace} link add name other0 type bridge")
@@ -203,7 +203,7 @@ def test_a_node_that_no_peer_reaches_says_so() -> None:
 
 
 def test_a_node_that_every_peer_refuses_says_so() -> None:
-    """Its cluster has another name: health is not 200, and tells the peers' reason."""
+    """Its cluster has another name: health is not 200, and notifies the peers' reason."""
     with trial(2) as (cluster, places):
         cluster.start(places[0])
         other = cluster.start(

@@ -131,7 +131,7 @@ NEVER_CLOSES = FORKED[: FORKED.index("    child = os.fork()")] + "main()\n"
 def test_a_process_exits_though_it_forks_or_never_closes(
     tmp_path: Path, program: str, says: str
 ) -> None:
-    """The threads of nng do not exist in a child: what waits for them would wait for ever."""
+    """The threads of nng do not exist in a child: what waits for them would wait forever."""
     done = subprocess.run(
         [sys.executable, "-c", program, str(ROOT), str(tmp_path)],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,

@@ -243,7 +243,7 @@ class Cluster:
 
     def _tick(self, process: Process) -> None:
         effects = process.actor.on_tick(self.now)
-        assert process.actor.deadline() > self.now, "time would stand still"
+        assert process.actor.deadline() > self.now, "time would are paused"
         self._after(process, effects)
 
     def hand_over(self, process: Process, sender: Origin, message: Message | PeerAnswered) -> None:

@@ -320,12 +320,12 @@ class World:
         if isinstance(message, Reserve) and (client, message.sequence) not in self.writing:
             known = self.pool._reservations.find(client, message.sequence)
             if isinstance(known, Reservation):
-                # The client hears of it later, and might write there from now on all the same.
+                # The client learns of it later, and might write there from now on all the same.
                 told = Granted(0, message.sequence, known.states, known.offsets)
                 self._granted(client, message, told)
         drops = [len(changed.drops) for changed in self._told["directory"] if len(changed.drops)]
         same = [len(changed.drops) for changed in self._told["publisher"] if len(changed.drops)]
-        assert drops == same, "directory and publisher hear of the same drops"
+        assert drops == same, "directory and publisher learn of the same drops"
         self.check_sums()
         for fact in ahead:
             assert fact.origin.identity == client

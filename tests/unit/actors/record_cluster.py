@@ -1,6 +1,6 @@
 """A cluster in memory: dictionaries for pools, real rings, shards and publishers, a bad network.
 
-Every message goes through the codec; what is in flight lies in a list, and the test chooses what
+Every message goes through the codec; what is in flight is in a list, and the test chooses what
 arrives, what arrives twice, and what never does.
 """
 
@@ -249,7 +249,7 @@ class Cluster:
             for actor in (node.shard, node.publisher):
                 if actor.deadline() <= self.now:
                     self._perform(node, actor.on_tick(self.now))
-                    assert actor.deadline() > self.now, "the clock would stand still"
+                    assert actor.deadline() > self.now, "the clock would are paused"
 
     def run(self, seconds: float) -> list[Message]:
         """Let time pass on a good network; return what was sent in it."""

@@ -247,7 +247,7 @@ def test_a_hand_over_of_before_an_own_stall_does_not_count() -> None:
 
 
 def test_the_answer_to_a_question_of_before_another_stall_does_not_count() -> None:
-    """It may have come while this process stood still again."""
+    """It may have come while this process was paused again."""
     shard = shard_in_sync()
     at = 1.0
     tick(shard, at)
@@ -266,7 +266,7 @@ def test_the_answer_to_a_question_of_before_another_stall_does_not_count() -> No
 
 
 def test_after_an_own_stall_a_newcomer_is_asked_too() -> None:
-    """Its first hand-over may have come while this process stood still."""
+    """Its first hand-over may have come while this process was paused."""
     shard, ring = shard_in_sync(), ring_of(ME, 99)
     tick(shard, 1.0)
     late = 1.0 + TICK_AGE_MAX_S + TICK_S
@@ -283,7 +283,7 @@ def test_after_an_own_stall_a_newcomer_is_asked_too() -> None:
     assert (99, RequestFreshSummary(DOUBTED_NUMBERS)) in asked
 
 
-def test_a_number_that_no_holder_sent_is_not_asked_for_for_ever() -> None:
+def test_a_number_that_no_holder_sent_is_not_asked_for_forever() -> None:
     """Another process raised the number of A's stream; A passes over what is so far ahead."""
     shard = shard_in_sync()
     hear(shard, A, Put(2**50, b""), 0.5)
@@ -326,7 +326,7 @@ def test_a_holder_in_doubt_is_asked_less_and_less_often() -> None:
     assert {to for to, _ in later} == {A}
 
 
-def test_a_holder_that_is_not_heard_of_is_in_doubt() -> None:
+def test_a_holder_that_is_not_learned_of_is_in_doubt() -> None:
     """Others reach both, but its messages do not arrive here: what it stores is not told."""
     shard = shard_in_sync()
 
@@ -409,7 +409,7 @@ def test_hosts_that_go_and_come_within_ten_minutes_are_told_nothing_twice() -> N
 
 
 def test_former_owners_are_left_after_ten_minutes() -> None:
-    """And hear of new pages until then: a reader with an older view asks them."""
+    """And learn of new pages until then: a reader with an older view asks them."""
     cluster = cluster_of(ME, A, replicas=1, former_s=600.0, summary_s=50.0)
     cluster.commit(ME, list(range(100)))
     cluster.run(1.0)
@@ -446,7 +446,7 @@ def show_on_hosts(cluster: Cluster) -> None:
 
 
 def shard_on(*members: int) -> DirectoryShard:
-    """Return a shard that has just come to a ring of these members, and has heard of none."""
+    """Return a shard that has just come to a ring of these members, and has learned of none."""
     shard = DirectoryShard(incarnation=ME)
     hear(shard, ME, view(*members), 0.0)
     hear(shard, ME, RingChanged(ring_of(*members)), 0.0)
@@ -473,7 +473,7 @@ def test_a_holder_that_leaves_the_ring_unheard_is_waited_for_no_more() -> None:
 
 
 def test_a_holder_that_differs_again_and_again_is_one_delay() -> None:
-    """Its first difference counts: it must not double all questions for ever."""
+    """Its first difference counts: it must not double all questions forever."""
     shard = shard_in_sync()
     told = records_of(A, [1], 10)
 
@@ -501,7 +501,7 @@ def test_a_stranger_that_differs_again_and_again_is_one_delay() -> None:
 
 
 def test_a_holder_that_matches_without_handing_over_is_one_delay() -> None:
-    """Its summaries match, one after the other, and its hand-over takes for ever."""
+    """Its summaries match, one after the other, and its hand-over takes forever."""
     shard, ring = shard_in_sync(), ring_of(ME, A)
     hear(shard, ME, RingChanged(ring), 0.0)
     assert shard.authority.is_behind(0.0)
@@ -621,7 +621,7 @@ def test_nothing_is_known_of_a_holder_that_the_view_has_forgotten() -> None:
 
 
 def test_a_false_number_alone_asks_for_no_number() -> None:
-    """The process has not stood still: any hand-over after it counts."""
+    """The process has not been paused: any hand-over after it counts."""
     shard = shard_in_sync()
     tick(shard, 0.5)
     hear(shard, A, Put(2**50, b""), 0.5)

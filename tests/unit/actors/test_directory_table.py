@@ -1,4 +1,4 @@
-"""The packed table of a directory shard: its bounds, its growth, and what a liar may try."""
+"""The packed table of a directory shard: its bounds, its growth, and what an attacker may try."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def put(table: DirectoryTable, entry: int, holder: int, names: list[int], genera
 # --- the order of holders -----------------------------------------------------------------------
 
 
-def test_holders_are_told_oldest_first_wherever_their_rows_lie() -> None:
+def test_holders_are_notified_oldest_first_wherever_their_rows_lie() -> None:
     """A holder that let its page go and stored it again is the youngest, in a freed slot or not."""
     table = table_of(A, B, C)
     for entry, holder in enumerate((A, B, C)):
@@ -86,7 +86,7 @@ def test_a_holder_that_comes_back_before_it_is_swept_keeps_its_place() -> None:
     assert (holders_of(table, 1), holders_of(table, 2)) == ([A, B], [B, A])
 
 
-def test_holders_are_told_oldest_first_though_the_count_of_births_begins_again() -> None:
+def test_holders_are_notified_oldest_first_though_the_count_of_births_begins_again() -> None:
     """It has 32 bits, and records come and go for years."""
     table = table_of(A, B, C)
     # It stands behind the first free row and the first free entry.
@@ -100,7 +100,7 @@ def test_holders_are_told_oldest_first_though_the_count_of_births_begins_again()
 
 
 def test_of_a_page_that_all_nodes_hold_a_bounded_number_is_looked_at() -> None:
-    """Some holders are not told then; nothing is written beyond the list of those that are."""
+    """Some holders are not notified then; nothing is written beyond the list of those that are."""
     table, record = table_of(), records_of(1, [1], 10)
     for holder in range(1, LISTED_MAX + 41):
         entry = table.begin(holder, is_served=True)
@@ -423,7 +423,7 @@ def tags_of(keys: np.ndarray, seed: bytes) -> np.ndarray:
     return tags
 
 
-def test_keys_with_equal_hashes_are_told_apart() -> None:
+def test_keys_with_equal_hashes_are_distinguished() -> None:
     """A slot's 32 bits are a hint: the key in the row decides."""
     made = random_records(np.random.default_rng(1), 300_000)
     tags = tags_of(np.frombuffer(made["key"].tobytes(), np.uint64).reshape(-1, 2), SEED)
@@ -442,9 +442,9 @@ def test_keys_with_equal_hashes_are_told_apart() -> None:
 
 
 def test_keys_chosen_to_collide_do_not_where_the_seed_is_another() -> None:
-    """A liar with all records that it may have, which collide under a seed that it knows.
+    """An attacker with all records that it may have, which collide under a seed that it knows.
 
-    Its keys lie in a 512th part of the hash: with that seed each would be searched among
+    Its keys are in a 512th part of the hash: with that seed each would be searched among
     thousands of others.
     """
     halves = np.random.default_rng(2).integers(0, 2**63, (2**19, 2), np.uint64)

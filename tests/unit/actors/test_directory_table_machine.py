@@ -168,7 +168,7 @@ class TableMachine(RuleBasedStateMachine):
         holder, entry = self.entry(data)
         records = records_of(holder, names, [generation] * len(names))
         records["flags"] = [1 + name % 3 for name in names]
-        # One of an equal generation is told apart from the one that is held.
+        # One of an equal generation is distinguished from the one that is held.
         records["checksum"] = data.draw(st.integers(0, 3))
         packed = records.tobytes()
 

@@ -415,7 +415,7 @@ def test_removed_page_goes_from_disk_too() -> None:
 
 
 def test_pages_removed_before_the_disk_is_open_do_not_come_back() -> None:
-    """They are answered for at once, and go from disk as soon as it is known what lies there."""
+    """They are answered for at once, and go from disk as soon as it is known what is there."""
     before = filled()
     before.finish()
     world = DiskWorld(image=before.image, is_open=False)
@@ -659,7 +659,7 @@ def test_hottest_pages_are_written_first() -> None:
 
 
 def test_page_that_is_stored_while_the_node_stops_is_written_too() -> None:
-    """Clients go on until they hear of the stop."""
+    """Clients go on until they learn of the stop."""
     world = DiskWorld(on_evict=True)
     world.tell("disk", RequestFlush())
     world.set(1, 2)
@@ -813,7 +813,7 @@ def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
 
 
 def test_what_is_written_now_is_newer_than_a_slot_that_no_index_tells_of() -> None:
-    """A page that was evicted from disk lies there until its slot is written to again."""
+    """A page that was evicted from disk is there until its slot is written to again."""
     before = DiskWorld()
     before.set(*range(20))
     before.finish()

@@ -168,7 +168,7 @@ def test_pinned_page_does_not_go() -> None:
 
 
 def test_size_without_room_takes_the_coldest_slab_of_another() -> None:
-    """One odd page size costs one slab, and cannot fail for ever."""
+    """One odd page size costs one slab, and cannot fail forever."""
     driven = Driven(slabs=3)
     driven.add(list(range(3 * slots_in(SLAB, 3))))
     driven.index.touch(driven.index.find(keys_of(list(range(slots_in(SLAB, 3))))))
@@ -282,7 +282,7 @@ def test_key_table_agrees_with_a_dictionary(seed: int) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random batches; a dictionary knows what is there, a set of places who lies where."""
+    """Random batches; a dictionary knows what is there, a set of places who is where."""
 
     @initialize(slabs=st.integers(1, 5))
     def start(self, slabs: int) -> None:
@@ -475,7 +475,7 @@ def test_a_flood_without_a_quota_evicts_nothing_that_is_sure() -> None:
 
 
 def test_borrowed_room_of_another_size_goes_back_however_busy_its_borrower_is() -> None:
-    """Models differ in the size of their pages: a quota that one size of them gets is none."""
+    """Models differ in the size of their pages: a quota that one size of them gets is no quota."""
     shared = Shared("a=60%", slabs=40)
     for _ in range(60):
         shared.add("-", 31)
@@ -550,7 +550,9 @@ def test_no_page_goes_for_another_tenant_while_its_own_is_within_its_quota(
 
 
 def test_pages_evicted_from_the_disk_are_counted_by_tenant() -> None:
-    """Seven of a borrower go for seven of a tenant that is sure of the disk, and then its own."""
+    """Seven of a borrower go for seven of a tenant that is guaranteed the disk, and then its
+    own.
+    """
     world = DiskWorld(slabs=1, quotas=parse_quotas("sure=100%"))
     sure = Namespace("sure").tag()
     world.set(*range(7))

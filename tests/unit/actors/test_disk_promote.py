@@ -280,7 +280,7 @@ class Disk:
 
 
 def told(effects: list[Effect]) -> tuple[list[int], list[int]]:
-    """Return the outcomes and the checksums that the promote actor is told."""
+    """Return the outcomes and the checksums that the promote actor is notified."""
     (effect,) = effects
     assert isinstance(effect, TellPromote)
     assert isinstance(effect.fact, PagesLoaded)

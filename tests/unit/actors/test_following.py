@@ -136,7 +136,7 @@ def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None
 
 
 def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
-    """So a follower knows that the node is there, and the node keeps no question for ever."""
+    """So a follower knows that the node is there, and the node keeps no question forever."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
     question = RequestChanges(2, ME, begun.after, begun.row, 3600.0)
@@ -150,7 +150,7 @@ def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_follower_that_was_stopped_too_long_begins_again() -> None:
-    """What it has missed is kept no more; it is told so, and reads the whole table."""
+    """What it has missed is kept no more; it is reported as such, and reads the whole table."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
     for name in range(40):

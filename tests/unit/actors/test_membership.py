@@ -67,7 +67,7 @@ def test_head_knows_its_own_address_by_its_rank() -> None:
     assert calls(node.first) == ["b:2"]
 
 
-def test_unanswered_discovery_address_is_called_for_ever_with_backoff() -> None:
+def test_unanswered_discovery_address_is_called_forever_with_backoff() -> None:
     """Calls become rarer down to one in three heartbeats, and never end."""
     node = Node(discovery=("a:1",))
 
@@ -165,7 +165,7 @@ def test_node_that_was_stopped_has_not_left_its_cluster() -> None:
     assert node.actor.is_joined
 
 
-def test_newcomer_says_hello_to_the_masters_before_a_heartbeat_has_passed() -> None:
+def test_newcomer_sends_hello_to_the_masters_before_a_heartbeat_has_passed() -> None:
     """Once it knows them it does not let them wait: their clocks are about to start."""
     node = Node()
 
@@ -483,7 +483,7 @@ def test_irrefutable_claim_against_us_changes_nothing() -> None:
     assert node.actor.me == member(ME)
 
 
-def test_heartbeat_of_one_held_dead_tells_it_so() -> None:
+def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
     """It gets the view with its own death in it, and refutes; its old counter is no life."""
     node = Node(ONE).knows(TWO, NINE)
     node.told_by(TWO, member(NINE, state=LEFT, counter=3))
@@ -556,7 +556,7 @@ def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
 
 
 def test_goodbye_is_believed_at_once() -> None:
-    """Only the member itself says that it has left, so lately heard or not does not matter."""
+    """Only the member itself says that it has left, so it does not matter when it was seen last."""
     node = Node(ONE).knows(TWO, NINE)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
@@ -603,7 +603,7 @@ def test_successor_is_believed_when_a_master_tells_of_it() -> None:
     assert calls(effects) == [member(NINE).control]
 
 
-def test_two_that_advertise_one_address_do_not_end_each_other_for_ever() -> None:
+def test_two_that_advertise_one_address_do_not_end_each_other_forever() -> None:
     """Predecessors are judged at first sight; a misconfigured twin then stays, and so do we."""
     node = Node(ONE).knows(NINE)
     twin = member(11, member(NINE).control)
@@ -668,7 +668,7 @@ def test_what_answers_at_another_address_than_its_own_is_looked_for_there() -> N
 # --- leaving, losing, forgetting ------------------------------------------------------------------
 
 
-def test_leaving_tells_the_masters_first_and_a_bounded_number() -> None:
+def test_leaving_notifies_the_masters_first_and_a_bounded_number() -> None:
     """The goodbye is one entry, and final: nothing is heard or said afterwards."""
     node = Node().knows(ONE, TWO, *range(100, 100 + LEAVE_MAX))
 
@@ -730,8 +730,8 @@ def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> No
     assert node.state(NINE) == ALIVE
 
 
-def test_forgotten_one_that_joins_hears_that_it_was_dead() -> None:
-    """Else its neighbours would hold it alive and we not, for ever."""
+def test_forgotten_one_that_joins_learns_that_it_was_dead() -> None:
+    """Else its neighbours would hold it alive and we not, forever."""
     node = Node(ONE).knows(NINE)
     node.passes(DEAD_S + FORGET_S + 1.0)
 

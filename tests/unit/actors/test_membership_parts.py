@@ -456,7 +456,7 @@ def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
     assert len(sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView)) == 1
 
 
-def test_a_client_is_told_what_changed_and_not_the_view() -> None:
+def test_a_client_is_notified_of_what_changed_and_not_the_view() -> None:
     node = Node(ONE).knows(TWO, NINE, TEN)
     client = View.of(node.actor.view.live())
     same = changes_from(node, client.digest())
@@ -657,7 +657,7 @@ def test_a_member_that_lives_again_is_not_due_and_has_no_tombstone() -> None:
 
 
 def test_tombstones_are_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the dead does not grow for ever."""
+    """Memory of the dead does not grow forever."""
     monkeypatch.setattr(gossip, "TOMBSTONES_MAX", 3)
     tombstones = Tombstones()
     for incarnation in range(5):

@@ -281,9 +281,9 @@ def test_goodbye_heard_by_one_master_reaches_all() -> None:
 
 @pytest.mark.parametrize("state", [DEAD, LEFT])
 def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> None:
-    """A master that lies, or dies as it speaks, tells one node; no other node hears of it.
+    """A master that lies, or dies as it speaks, tells one node; no other node learns of it.
 
-    The masters do not believe that node about others, so they cannot tell the member either.
+    The masters do not believe that node about others, so they cannot notify the member either.
     """
     cluster = cluster_of(6)
     master, misled, ended = (
@@ -305,7 +305,7 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
 
 
 def test_member_that_one_node_alone_holds_alive_ends_there_too() -> None:
-    """It refuted to that node, no master heard of it, and then it was gone."""
+    """It refuted to that node, no master learned of it, and then it was gone."""
     cluster = cluster_of(6)
     misled = cluster.processes["n004:31998"]
     ended = cluster.kill("n005:31998")

@@ -467,8 +467,8 @@ def test_slots_ahead_that_were_given_up_are_not_told() -> None:
     assert (done.ahead, done.offsets) == (0, b"")
 
 
-def test_slots_ahead_that_a_writer_was_not_told_of_are_none_to_use_meanwhile() -> None:
-    """Those that it was told of have ended since: it hears of the next ones at once."""
+def test_slots_ahead_that_a_writer_was_not_notified_of_are_not_usable_meanwhile() -> None:
+    """Those that it was told of have ended since: it learns of the next ones at once."""
     extent, reservations = Extent(SizeClass(1, Tenant("t", 0)), 0, 1, 0, 64), Reservations()
 
     def begin(sequence: int) -> None:
@@ -653,7 +653,7 @@ def test_one_odd_page_in_a_full_pool_evicts_an_extent_at_most() -> None:
     assert evicted == 4
 
 
-def test_odd_page_does_not_fail_for_ever() -> None:
+def test_odd_page_does_not_fail_forever() -> None:
     """Each of many sizes that come once finds room in a full pool."""
     world = World(granules=512)
     for start in range(0, 128, 32):
@@ -676,7 +676,7 @@ def test_page_larger_than_the_pool_is_refused_and_evicts_nothing() -> None:
 
 
 def test_eviction_of_a_batch_is_withdrawn_in_one_message() -> None:
-    """However many pages go for a batch, directory and publisher are told once."""
+    """However many pages go for a batch, directory and publisher are notified once."""
     world = World(granules=256)
     world.store(ALICE, range(32), PAGE)
     world.store(ALICE, range(32, 64), PAGE)

@@ -172,7 +172,7 @@ def test_a_mirrored_page_is_published_and_answered_at_once() -> None:
     assert rig.pool.figures()["pool_bytes_mirrored"] == 2 * GRANULE
 
 
-def test_with_a_disk_the_disk_hears_of_it_as_of_any_page() -> None:
+def test_with_a_disk_the_disk_learns_of_it_as_of_any_page() -> None:
     """It may have the page already, and tells so; else its record would be lost by the eviction."""
     rig = Rig(has_disk=True)
     rig.reserve(1)
@@ -344,7 +344,7 @@ def test_a_client_mirrors_no_more_at_once_than_it_may_write() -> None:
 
 
 def taken(effects: list[Any]) -> bytes:
-    """Return the states that the handover actor is told."""
+    """Return the states that the handover actor is notified."""
     told = effects[-1]
     assert isinstance(told, TellHandover)
     assert isinstance(told.fact, (Granted, Committed))
@@ -425,7 +425,9 @@ def test_what_is_removed_while_it_is_read_is_not_committed() -> None:
 
 
 def test_nothing_is_read_that_could_not_be_committed() -> None:
-    """While others may still remove it, and as long as a node is too young to have heard of it."""
+    """While others may still remove it, and as long as a node is too young to have learned of
+    it.
+    """
     rig = Taker()
     rig.say(Clear(9, 1, 2.0), NODE)
     assert rig.offer(1) == bytes((REFUSED_FULL,))
@@ -635,7 +637,7 @@ def test_no_time_lets_pages_go(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e300, RETAIN_MAX_S])
-def test_no_page_is_retained_for_ever(seconds: float) -> None:
+def test_no_page_is_retained_forever(seconds: float) -> None:
     rig = Rig(pages=PAGES)
     rig.store(0)
 

@@ -461,7 +461,7 @@ def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
 
 
 def test_no_commit_waits_for_more_than_a_minute() -> None:
-    """Whatever its client says: a timeout without end would be a waiter for ever."""
+    """Whatever its client says: a timeout without end would be a waiter forever."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
 

@@ -342,7 +342,7 @@ def test_a_doubted_record_that_is_gone_is_withdrawn_and_a_true_one_stays() -> No
     assert heard(made, A, VerifyRecords(records_of(B, [1], 10).tobytes()), 1.0) == []
 
 
-def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_for() -> None:
+def test_an_owner_that_was_paused_gets_a_hand_over_of_the_number_that_it_asks_for() -> None:
     """The answer to an earlier question does not stand for it, and later messages follow it."""
     made = publisher_in(ring_of(A))
     heard(made, ME, commit_of(records_of(ME, [1], 10)), 0.0)
@@ -363,7 +363,7 @@ def test_an_owner_that_stood_still_gets_a_hand_over_of_the_number_that_it_asks_f
 
 @pytest.mark.parametrize("number", [NUMBERS_AHEAD_MAX + 100, 2**64 - 1])
 def test_a_number_that_no_owner_asks_for_is_passed_over(number: int) -> None:
-    """A liar cannot use up the numbers of a stream; it is answered as any owner in doubt."""
+    """An attacker cannot use up the numbers of a stream; it is answered as any owner in doubt."""
     made = publisher_in(ring_of(A))
 
     heard(made, A, RequestFreshSummary(number), 0.1)
@@ -389,8 +389,8 @@ def test_numbers_are_left_however_often_an_owner_asks_for_higher_ones(
 def test_an_owner_that_lost_everything_is_published_to_again_before_it_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it holds matches an empty stream: it must not hear that this is all. Commits do not wait
-    for it until it has everything.
+    """What it holds matches an empty stream: it must not learn that this is all. Commits do not
+    wait for it until it has everything.
     """
     monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 100)
     made = publisher_in(ring_of(A), rate=1000.0, summary_s=0.05)

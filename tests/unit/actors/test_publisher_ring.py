@@ -57,7 +57,7 @@ from tests.unit.actors.record_cluster import (
 
 
 def test_join_republishes_exactly_the_keys_whose_owners_changed() -> None:
-    """Only the newcomer is told anything, and only of what it owns now, newest first."""
+    """Only the newcomer is notified of anything, and only of what it owns now, newest first."""
     before, after = ring_of(A, B), ring_of(A, B, C)
     made = publisher_in(before)
     names = range(200)
@@ -261,7 +261,7 @@ def story() -> list[object]:
     said += heard(made, B, SummaryDiffers(asked[B], bytes(8 * BUCKETS)), 0.201)
     said += acknowledge(made, said, 0.202)
     said += ticked(made, 1.5)
-    # What each owner is asked about, and what former owners are told to drop in the end.
+    # What each owner is asked about, and what former owners are notified to drop in the end.
     check_books(made, 2.0)
     for now in (2.5, 4.0, 61.0, 62.0):
         said += acknowledge(made, ticked(made, now), now)
@@ -301,7 +301,7 @@ def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finished(made: LonePublisher, effects: list[Effect], now: float) -> list[Effect]:
-    """Acknowledge all until each owner hears that it has everything; return all that was sent."""
+    """Acknowledge all until each owner learns that it has everything; return all that was sent."""
     seen = [*effects, *acknowledged(made, effects, now)]
     for _ in range(2000):
         if made.handed_over == set(made.owners()):
@@ -511,7 +511,7 @@ def test_former_owners_are_not_left_before_all_rows_are_looked_at(
 
 
 def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
-    """Its new owner was never told of it, and is not told that it has gone."""
+    """Its new owner was never notified of it, and is not told that it has gone."""
     made = publisher_in(ring_of(A, replicas=1), rate=20.0)
     commit = heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
     acknowledged(made, commit, 0.0)

@@ -90,7 +90,7 @@ def test_channel_is_opened_by_the_port_and_the_answer_passed_on() -> None:
 
 
 def test_same_channel_asked_for_again_counts_once() -> None:
-    """A client repeats a question to hear of newly registered memory."""
+    """A client repeats a question to learn of newly registered memory."""
     actor = serving(channels_a_client_max=1)
 
     first, second = ask(actor, ALICE, 1), ask(actor, ALICE, 1)

@@ -39,7 +39,9 @@ def remover() -> Remover:
 
 
 @pytest.mark.parametrize("asked", [CLEAR, Remove(9, 5, bytes(32), 2.0)])
-def test_every_live_member_is_told_and_the_counts_are_summed(remover: Remover, asked: Any) -> None:
+def test_every_live_member_is_notified_and_the_counts_are_summed(
+    remover: Remover, asked: Any
+) -> None:
     """The own node is a member as the others are; the dead are not asked."""
     told = remover.on_message(CLIENT, asked, 10.0)
 
@@ -94,7 +96,7 @@ def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> Non
 
 
 def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: Remover) -> None:
-    """The client is not told of pages as removed that those still have."""
+    """The client is not notified of pages as removed that those still have."""
     remover.on_message(CLIENT, CLEAR, 10.0)
 
     assert remover.on_message(Origin(0), view(m1=ALIVE, m5=ALIVE), 10.1) == []
@@ -115,7 +117,7 @@ def test_timeout_is_bounded(remover: Remover, asked_s: float, until: float) -> N
 
 
 def test_removals_at_once_are_bounded(remover: Remover) -> None:
-    """The client is told to try again; the others go on."""
+    """The client is notified to try again; the others go on."""
     for number in range(PENDING_MAX):
         remover.on_message(CLIENT, attrs.evolve(CLEAR, request=number), 10.0)
 
@@ -154,7 +156,7 @@ def test_members_that_say_nothing_of_a_retain_are_named(remover: Remover) -> Non
 
 @pytest.mark.parametrize("wrong", [Removed(1, 3), Retained(1, b"\2\2"), Retained(1, b"\2" * 4)])
 def test_an_answer_to_another_question_is_none(remover: Remover, wrong: Any) -> None:
-    """Neither a count nor the states of other pages change what the client is told."""
+    """Neither a count nor the states of other pages change what the client is notified."""
     remover.on_message(CLIENT, RETAIN, 10.0)
     remover.on_message(Origin(1), wrong, 10.1)
 

@@ -131,7 +131,7 @@ async def test_a_tick_that_is_due_goes_before_what_waits(
     assert len(diary.entries()) == 4
 
 
-async def test_a_tick_that_does_not_advance_is_a_bug_and_said_so(
+async def test_a_tick_that_does_not_advance_is_a_bug_and_reported(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """It would stop virtual time, and spin in real time."""
@@ -256,7 +256,7 @@ async def test_a_sleeping_actor_handles_a_message_in_the_bringers_turn(
 async def test_a_message_handled_moves_the_next_tick(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The task sleeps until a deadline that it had before: it must hear of the new one."""
+    """The task sleeps until a deadline that it had before: it must learn of the new one."""
     alarm, mailbox = Alarm(), Mailbox()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)

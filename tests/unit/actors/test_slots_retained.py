@@ -357,7 +357,7 @@ def test_retained_slots_apart_do_not_block_more_than_half() -> None:
     assert retain(rig, slots[1]) == 1
 
 
-def test_a_tenant_retains_what_it_is_sure_of_and_no_more() -> None:
+def test_a_tenant_retains_what_it_is_guaranteed_and_no_more() -> None:
     rig, named = rig_of("a=25%;b=0%")
     slots = [rig.put(1, named["a"]) for _ in range(32)]
 

@@ -1,4 +1,4 @@
-"""Tenants of the pool: what each is sure of, what it borrows, and who gives first."""
+"""Tenants of the pool: what each is guaranteed, what it borrows, and who gives first."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_room_that_is_free_may_be_borrowed() -> None:
 
 
 def test_borrowed_room_goes_back_to_a_tenant_within_its_quota() -> None:
-    """It gets all that it is sure of, and the borrower keeps what it is sure of itself."""
+    """It gets all that it is guaranteed, and the borrower keeps what it is guaranteed itself."""
     rig, named = rig_of("a=50%;b=50%")
     fill(rig, named["a"], 64)
 
@@ -103,7 +103,7 @@ def test_the_borrower_of_the_lowest_priority_gives_first() -> None:
 
 
 def test_a_higher_priority_borrows_from_a_lower_one_and_not_the_other_way() -> None:
-    """What is left of all quotas goes by priority; each keeps what it is sure of."""
+    """What is left of all quotas goes by priority; each keeps what it is guaranteed."""
     rig, named = rig_of("a=25%,priority=2;b=25%,priority=1")
     fill(rig, named["b"], 64)
 

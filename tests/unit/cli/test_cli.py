@@ -141,7 +141,7 @@ def test_help_lists_every_command_without_importing_one() -> None:
 
 
 def commands_of(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Yield every command below a group that is none itself, with its name."""
+    """Yield every command below a group that is no command itself, with its name."""
     if not isinstance(group, click.Group):
         yield pytest.param(group, id=" ".join(path))
         return
@@ -273,7 +273,7 @@ def test_reader_that_has_enough_is_no_error() -> None:
 
 
 def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
-    """The node ends: a program that waits for the file would wait for ever."""
+    """The node ends: a program that waits for the file would wait forever."""
     file = tmp_path / "none" / "ready.json"
     done = subprocess.run(
         [sys.executable, "-m", "peercache", "node", "--listen", "127.0.0.1:0", "--pool-size",

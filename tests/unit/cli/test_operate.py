@@ -284,7 +284,7 @@ def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -
             Operator(target).__enter__()
 
 
-def test_an_address_that_is_none_is_said_once() -> None:
+def test_an_address_that_is_invalid_is_said_once() -> None:
     """The address, and what one looks like."""
     with pytest.raises(ConfigError) as wrong:
         Target.of(at="host:port", environment={})
@@ -331,7 +331,7 @@ def test_a_page_does_not_go_to_a_terminal(
 def test_without_a_terminal_clear_wants_yes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script is not asked, and does not wait for an answer for ever."""
+    """A script is not asked, and does not wait for an answer forever."""
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
 
     assert cli.main(["clear", "--namespace", "x"]) == 2

@@ -135,7 +135,7 @@ def test_a_path_is_driven_to_its_end() -> None:
 
 
 def test_a_path_lets_go_when_a_step_raises() -> None:
-    """At once: a reservation that stayed listed would keep its slots for ever."""
+    """At once: a reservation that stayed listed would keep its slots forever."""
     closed: list[str] = []
 
     def path() -> Generator[Step, Any, None]:
@@ -376,7 +376,7 @@ def test_a_segment_that_is_being_closed_takes_no_page(segment: Any) -> None:
 def test_a_page_larger_than_the_segment_is_not_written(
     segment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even from its beginning on: what lies behind the segment may be anything of ours."""
+    """Not even from its beginning on: what is behind the segment may be anything of ours."""
     _, attached = segment
     copies: list[Any] = []
     monkeypatch.setattr(attached, "copy", lambda *of, **_more: copies.append(of) or 0)

@@ -53,7 +53,7 @@ class Host:
     made: list[tuple[TableFile, DirectoryTable]] = attrs.field(factory=list)
 
     def start(self, node: int, folder: Path | None = None) -> Member:
-        """Start a node that has one page, key 1; its table lies beside its segment."""
+        """Start a node that has one page, key 1; its table is beside its segment."""
         folder = folder or self.segments
         file = TableFile.create(folder, Incarnation(node), None)
         table = DirectoryTable(
@@ -240,7 +240,7 @@ def test_a_table_that_changes_too_fast_stays_open(host: Host) -> None:
     assert host.look(NODE, 1) == (1, True)
 
 
-def test_a_ring_that_is_none_makes_nothing_final(host: Host) -> None:
+def test_a_ring_that_is_invalid_makes_nothing_final(host: Host) -> None:
     """A client without a view knows no owners; a table without authority has the same word."""
     host.tables.follow([host.start(NODE)])
     host.made[0][1].revoke()

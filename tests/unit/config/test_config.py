@@ -437,7 +437,7 @@ def test_users_are_names_or_numbers() -> None:
         ({"insecure": "x", "listen": ":5"}, ("", 5)),
     ],
 )
-def test_only_this_host_reaches_a_node_unless_it_is_told_otherwise(
+def test_only_this_host_reaches_a_node_unless_it_is_configured_otherwise(
     settings: dict[str, Any], expected: tuple[str, int]
 ) -> None:
     """Certificates, or the word that there are none, open the listeners."""

@@ -59,7 +59,7 @@ def test_another_engine_reads_what_one_has_stored(store: MemoryPages, engine: En
 
 
 def test_a_missing_page_ends_the_run(store: MemoryPages, engine: Engine) -> None:
-    """What lies behind a miss counts for nothing: a prefix has no holes."""
+    """What is behind a miss counts for nothing: a prefix has no holes."""
     assert stored(engine) == 28
     del store.pages[list(store.pages)[3]]
 
@@ -285,7 +285,7 @@ def test_no_chunk_begins_after_the_deadline(store: MemoryPages) -> None:
     with Engine(store, chunk_bytes=page) as reader:
         now = [0.0]
         core = reader.connector.core
-        # One thread's clock stands still but for what the store takes.
+        # One thread's clock is paused but for what the store takes.
         core.clock = core.gets._clock = lambda: now[0]
         get_into = store.get_into
 
@@ -493,7 +493,7 @@ def test_a_wrong_request_is_said(
     ],
 )
 def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says: str) -> None:
-    """An address that is none would be memory of another part of the engine."""
+    """An invalid address would be memory of another part of the engine."""
     facts = {"kv_data_ptrs": [4096], "kv_data_lens": [64], "kv_item_lens": [8]}
     metadata = ConnectorMetadata(model="m", dtype="int8", page_tokens=4, store=lambda _: store)
     connector = RemoteKVConnector(metadata)

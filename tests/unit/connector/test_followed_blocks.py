@@ -142,7 +142,7 @@ def test_a_dead_node_takes_its_blocks_along(rig: Rig) -> None:
     rig.nodes.tell("a", again=True, is_gone=True, is_whole=False)
     assert rig.router.known == set(named(1))
 
-    # Restarted from its disk: routers hear of them again.
+    # Restarted from its disk: routers learn of them again.
     rig.nodes.tell("a", (0, IN_FILES), again=True)
     assert rig.router.known == set(named(0, 1))
 
@@ -163,7 +163,7 @@ def test_a_node_that_begins_again_is_believed_when_it_has_told_all(rig: Rig) -> 
 
 
 def test_a_page_that_no_node_ever_tells_goes_after_a_while(rig: Rig) -> None:
-    """It was evicted before it was told as stored, or lies at no node that is followed."""
+    """It was evicted before it was told as stored, or is at no node that is followed."""
     rig.nodes.tell("a", (0, IN_MEMORY), again=True)
     rig.blocks.stored(pages(0, 3))
     rig.now += 9.0

@@ -228,7 +228,7 @@ def test_what_is_no_request_ends_no_prefetch(engine: Engine, ends: str) -> None:
 
 
 def test_a_mapping_may_be_a_zip(engine: Engine) -> None:
-    """Its pages are reported: pages that are not stay locked in the engine for ever."""
+    """Its pages are reported: pages that are not stay locked in the engine forever."""
     queue = AsyncKVStoreQueue(engine.connector)
     assert queue.add("r", zip(*zip(*mapping_of(PAGES), strict=True), strict=True), TOKENS)  # type: ignore[arg-type]
 

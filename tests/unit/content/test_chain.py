@@ -247,7 +247,7 @@ def test_what_is_no_chain_is_said(fields: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("parent", [b"", b"short", bytes(33)])
-def test_a_parent_that_is_none_is_said(parent: bytes) -> None:
+def test_a_parent_that_is_invalid_is_said(parent: bytes) -> None:
     """The 16 bytes of a page key do not go on: all 32 of the digest do."""
     with pytest.raises(InvalidRequest, match="digest of 32 bytes"):
         CHAIN.digests([1, 2, 3, 4], parent)

@@ -45,7 +45,7 @@ class Told:
 
 
 class Clock:
-    """A clock that stands still."""
+    """A clock that is paused."""
 
     now = 0.0
 

@@ -68,7 +68,7 @@ def test_what_is_encoded_is_decoded(events: list[BlockEvent], rank: int | None) 
 def test_what_blocks_depend_on_is_told(
     extra: tuple[str | None, ...], told: dict[str, object]
 ) -> None:
-    """One salt of all of them as such, for Dynamo; a reader tells all of them apart."""
+    """One salt of all of them as such, for Dynamo; a reader distinguishes all of them."""
     payload = encode(EventBatch(1.0, (attrs.evolve(STORED, extra=extra),)))
 
     event = msgspec.msgpack.decode(payload)[1][0]

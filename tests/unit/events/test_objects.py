@@ -1,4 +1,4 @@
-"""Object events: what each reader is told, when it comes and after a loss."""
+"""Object events: what each reader is notified, when it comes and after a loss."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_closed_publisher_says_so_and_a_taken_address_too() -> None:
         publisher.publish(stored=[A])
 
 
-def test_a_port_that_is_none_is_refused() -> None:
+def test_a_port_that_is_invalid_is_refused() -> None:
     """As of the block publisher."""
     with pytest.raises(OSError, match="a port is at most 65535"):
         ObjectPublisher("tcp://127.0.0.1:70000", ONE)

@@ -138,7 +138,7 @@ def test_what_is_published_at_once_is_not_lost() -> None:
     assert publisher.figures().resyncs == 0
 
 
-def test_a_quiet_publisher_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_publisher_is_learned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that has missed the last batch sees the gap before the next event."""
     monkeypatch.setattr(publishing, "QUIET_S", 0.1)
     with (
@@ -185,7 +185,7 @@ def test_an_error_ends_no_publisher(
 
     def present() -> list[BlockEvent]:
         if failing.pop() if failing else False:
-            raise ValueError("no blocks to be had")
+            raise ValueError("no blocks available")
         return [stored(7)]
 
     with closing(BlockPublisher(ANY, ANY, present=present)) as publisher:
@@ -256,7 +256,7 @@ def test_an_address_that_is_taken_is_named() -> None:
 @pytest.mark.parametrize(
     "endpoints", [("tcp://127.0.0.1:65536",), ("tcp://127.0.0.1:*", "tcp://127.0.0.1:99999")]
 )
-def test_a_port_that_is_none_is_refused(endpoints: tuple[str, ...]) -> None:
+def test_a_port_that_is_invalid_is_refused(endpoints: tuple[str, ...]) -> None:
     """ZeroMQ would bind another one, of 16 bits, and no router would find it."""
     with pytest.raises(OSError, match=f"a port is at most 65535: .*{re.escape(endpoints[-1])}"):
         BlockPublisher(*endpoints)

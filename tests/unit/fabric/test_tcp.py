@@ -80,7 +80,7 @@ def test_peer_that_accepts_and_is_silent_is_unreachable_after_stall_s() -> None:
 
 
 def test_peer_that_trickles_cannot_outlast_the_deadline(fabric: TcpFabric) -> None:
-    """Bytes that come one by one, faster than the kernel's time-out counts, are not for ever."""
+    """Bytes that come one by one, faster than the kernel's time-out counts, are not forever."""
     ended = threading.Event()
 
     def trickle(connection: socket.socket) -> None:

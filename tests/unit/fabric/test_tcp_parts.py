@@ -113,7 +113,7 @@ def test_channel_that_failed_is_closed_and_its_place_is_free(fails: bool) -> Non
 
 
 def test_lease_closes_channels_that_were_idle_too_long() -> None:
-    """The surplus of a burst does not stay for ever."""
+    """The surplus of a burst does not stay forever."""
     now = [0.0]
     driver: ChannelDriver[Wire] = ChannelDriver(max_channels_per_peer=2, clock=lambda: now[0])
     wire = Wire()
@@ -131,7 +131,7 @@ def test_lease_closes_channels_that_were_idle_too_long() -> None:
 
 
 def test_channel_that_failed_is_forgotten() -> None:
-    """Its number is never used again: what was open under it must not stay for ever."""
+    """Its number is never used again: what was open under it must not stay forever."""
     driver, wire = driver_of(1), Wire()
     driver.end(leased(driver), wire, works=True)
 
@@ -313,7 +313,7 @@ def test_bytes_land_in_order_however_they_arrive(sizes: list[int], arrivals: lis
     assert into.gaps_are_untouched()
 
 
-def test_silence_and_end_are_told_apart() -> None:
+def test_silence_and_end_are_distinguished() -> None:
     """Nothing yet is an exception, nothing any more is 0."""
     into = Destination.of([[4]])
     scatter = Scatter(into.runs.addresses, into.runs.sizes)

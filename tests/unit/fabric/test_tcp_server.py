@@ -105,7 +105,9 @@ def deadline() -> float:
         (b"GET / HTTP/1.1\r\nHost: peercache\r\n\r\n", wire.MALFORMED),
     ],
 )
-def test_stranger_is_told_why_and_counted(server: PageServer, said: bytes, reason: str) -> None:
+def test_stranger_is_notified_of_why_and_counted(
+    server: PageServer, said: bytes, reason: str
+) -> None:
     """The answer names the reason, the connection ends, and honest clients are served on."""
     with connect(server) as stranger:
         stranger.sendall(said)
@@ -155,7 +157,7 @@ def test_request_is_refused_by_its_head_alone(server: PageServer, head: bytes, r
 @example(slots=[(1, 1)], total=None)
 @example(slots=[(0, 2**63), (0, 2**63)], total=0)
 @example(slots=[(0, 5)], total=6)
-def test_slots_are_served_only_if_they_lie_in_the_page_memory(
+def test_slots_are_served_only_if_they_are_in_the_page_memory(
     server: PageServer, slots: list[tuple[int, int]], total: int | None
 ) -> None:
     """The C server accepts exactly what Python's unbounded numbers find inside."""
@@ -237,7 +239,7 @@ def test_client_that_stops_is_hung_up_on(
 def test_client_that_does_not_receive_is_hung_up_on(
     server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paused client holds neither a send nor a connection for ever."""
+    """A paused client holds neither a send nor a connection forever."""
     monkeypatch.setattr(tcp_server, "SEND_STALL_S", 0.05)
     count = 200
     lengths = np.full(count, 2**20, np.uint64)
@@ -377,7 +379,7 @@ def test_idle_client_makes_room_for_a_new_one(memory: PlainMemory) -> None:
 
 
 def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then is not silence, and yet no reason to wait for ever."""
+    """A byte now and then is not silence, and yet no reason to wait forever."""
     monkeypatch.setattr(tcp_server, "ADMISSION_S", 0.3)
     begun = time.monotonic()
     with connect(server) as client, contextlib.suppress(OSError):
@@ -400,7 +402,7 @@ def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.Mon
 def test_stranger_gets_zeros_for_what_no_record_names(
     memory: PlainMemory, server: PageServer, generation: int, length: int
 ) -> None:
-    """Uncommitted, removed and replaced pages, and what lies behind a page, stay here."""
+    """Uncommitted, removed and replaced pages, and what is behind a page, stay here."""
     owner = Owner(memory)
     memory.pages[:] = 0xAA
     owner.store(0, b"\xaa" * (GRANULE - 1), 2)

@@ -148,7 +148,7 @@ async def test_node_page_shows_one_node_and_its_process() -> None:
 
 
 async def test_page_of_a_dead_and_of_an_unknown_node() -> None:
-    """The one is a member all the same; the other is none."""
+    """The one is a member all the same; the other is not."""
     members = [member(0, 2), dead(member(1, 2))]
 
     assert "This node tells nothing" in await page(members, "/nodes/10.0.0.2:31998")
@@ -361,7 +361,7 @@ def test_line_ends_where_nothing_is_known() -> None:
 
 
 def test_areas_are_stacked_and_the_smaller_become_one() -> None:
-    """More colours than that are not told apart."""
+    """More colours than that are not distinguished."""
     series = [(f"r{place}", np.full(3, float(place))) for place in range(10)]
 
     chart = area_chart("x", "X", series, written_count)

@@ -143,7 +143,7 @@ def test_an_engine_that_was_missed_is_unknown_until_it_begins_again(index: GpuBl
     assert index.find(np.array(prompt(1), np.uint32)) == [OnGpu("a", KNOWN, "", BLOCK, BLOCK, 1)]
 
 
-def test_adapters_and_salts_are_told_apart(index: GpuBlocks) -> None:
+def test_adapters_and_salts_are_distinguished(index: GpuBlocks) -> None:
     """A block of another adapter, or that depends on more than tokens, is no hit for a prompt."""
     store(index, "a", 1, lora="french")
     assert (found(index, 1), found(index, 1, lora="french")) == ({"a": 0}, {"a": 1})
@@ -152,7 +152,7 @@ def test_adapters_and_salts_are_told_apart(index: GpuBlocks) -> None:
 
 
 def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> None:
-    """With vLLM's drafts (EAGLE): what lies behind a block tells it from others of its tokens."""
+    """With vLLM's drafts (EAGLE): what is behind a block tells it from others of its tokens."""
     index = begun("drafting", "plain")
     tokens = prompt(1, 2)
     index.store("drafting", stored(["12"], None, prompt(1), BLOCK, ahead=[[2, 2]]))

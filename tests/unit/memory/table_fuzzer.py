@@ -109,7 +109,7 @@ def data_of(file: int, size: int) -> list[tuple[int, bytes]]:
 def spoil(
     file: int, rng: random.Random, areas: list[tuple[int, bytes]], size: int
 ) -> list[tuple[int, bytes]]:
-    """Spoil a table in one way; return what lay there outside of the areas with data."""
+    """Spoil a table in one way; return what was there outside of the areas with data."""
     beyond: list[tuple[int, bytes]] = []
 
     def write(at: int, data: bytes) -> None:

@@ -43,7 +43,7 @@ PAGES_MIN = 12
 
 
 def test_layout_in_huge_pages_is_whole_ones_of_them() -> None:
-    """Words and page memory lie in pages of their own, so that writers cannot touch words."""
+    """Words and page memory are in pages of their own, so that writers cannot touch words."""
     layout = Layout.of(7 * HUGE_PAGE_BYTES + 100, 16384, HUGE_PAGE_BYTES)
 
     assert layout.page_bytes == 7 * HUGE_PAGE_BYTES
@@ -102,7 +102,7 @@ def test_mounts_are_told_by_their_page_size() -> None:
 def test_folder_that_has_no_such_pages_is_refused(
     name: str, configured: str, mounts: str, says: str
 ) -> None:
-    """A pool would else lie in another memory than the one that was asked for."""
+    """A pool would else are in another memory than the one that was asked for."""
     with pytest.raises(ConfigError, match=says):
         folder_for(name, configured, mounts)
 

@@ -189,7 +189,7 @@ def test_a_holder_without_memory_is_not_looked_at(shelf: Shelf) -> None:
     assert shelf.count(1, 2) == 1
 
 
-def test_a_holder_that_is_none_is_not_told(shelf: Shelf) -> None:
+def test_a_holder_that_is_invalid_is_not_told(shelf: Shelf) -> None:
     """No incarnation is zero."""
     shelf.words(header_of(shelf.table).holders_at)[0] = 0
 

@@ -263,7 +263,7 @@ def test_a_row_that_is_written_during_a_look_is_looked_at_again(
         assert (offset == (4242).to_bytes(8, "little")) == is_new
 
 
-def test_every_load_lies_within_the_table(
+def test_every_load_is_within_the_table(
     watched_reader: WatchedReader, make: Callable[[], Shelf]
 ) -> None:
     """Also where an index has no slots, and begins where the table ends."""

@@ -240,7 +240,7 @@ def test_an_entry_given_to_another_holder_ends_the_batch(opened: Shelf) -> None:
         reader.end(RING, NOW)
 
 
-def test_a_row_that_is_written_for_ever_makes_nothing_final(opened: Shelf) -> None:
+def test_a_row_that_is_written_forever_makes_nothing_final(opened: Shelf) -> None:
     """Its owner was stopped between two stores. The other keys are found."""
     table, reader = opened
     put(table, A, [1, 2])

@@ -64,7 +64,7 @@ def test_ring_depends_on_the_set_only(members: set[int], data: st.DataObject) ->
     assert np.array_equal(one.owners(batch), other.owners(batch))
 
 
-def test_version_tells_sets_apart() -> None:
+def test_version_distinguishes_sets() -> None:
     """Another set has another version."""
     versions = {ring_of(members).version for members in ([], [1], [2], [1, 2], [1, 2, 3])}
 
@@ -115,7 +115,7 @@ def test_spares_follow_the_owners_and_change_nothing_else(
         assert len(set(row)) == len(row)
 
 
-def test_version_tells_hosts_replicas_and_tokens_apart() -> None:
+def test_version_distinguishes_hosts_replicas_and_tokens() -> None:
     """All that owners depend on is in it."""
     rings = [
         ring_of({1: "a", 2: "b"}, "auto"),

@@ -87,7 +87,7 @@ def test_digest_is_that_of_plain_arithmetic(rows: list[tuple[bytes, int, int]]) 
 
 
 @given(record_tuples, record_tuples)
-def test_digest_tells_records_apart(
+def test_digest_distinguishes_records(
     one: tuple[bytes, int, int], other: tuple[bytes, int, int]
 ) -> None:
     """Another key, generation or tier is another digest."""
@@ -126,7 +126,7 @@ def test_drops_have_keys_too() -> None:
 
 
 @given(st.lists(st.integers(0, M64), max_size=5), st.integers(0, M64))
-def test_records_of_one_holder_are_told_from_others(holders: list[int], holder: int) -> None:
+def test_records_of_one_holder_are_notified_from_others(holders: list[int], holder: int) -> None:
     """One record of another holder is enough, at any place; of no records all are everyone's."""
     made = np.zeros(len(holders), RECORD)
     made["holder"] = holders

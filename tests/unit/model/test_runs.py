@@ -1,4 +1,4 @@
-"""Runs: where a batch of pages lies in the caller's memory, and the buffers they are made of."""
+"""Runs: where a batch of pages is in the caller's memory, and the buffers they are made of."""
 
 from __future__ import annotations
 

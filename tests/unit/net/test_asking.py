@@ -323,7 +323,7 @@ def test_forgotten_peers_have_no_connection_left(local: Peer) -> None:
     with Asking({7: local.url}) as client:
         client.ask(7)
         client.asker.forget({7})
-        # On a machine that stood still a second connection was tried, and goes by itself.
+        # On a machine that was paused a second connection was tried, and goes by itself.
         wait_until(lambda: local.listener.pipe_count() == 1)
 
         client.asker.forget(set())

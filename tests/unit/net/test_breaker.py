@@ -94,7 +94,7 @@ def test_end_of_a_probe_decides_whether_the_holder_is_read(
 
 
 def test_backoff_doubles_with_each_failed_probe_up_to_its_bound(breakers: Breakers) -> None:
-    """A peer that stays away is asked ever more seldom, but for ever."""
+    """A peer that stays away is asked ever more seldom, but forever."""
     now, waits = 10.0, []
     breakers.failed(1, now)
     for _ in range(6):

@@ -125,7 +125,7 @@ class Side:
         return Asked(talk, talk.ask([(peer, QUESTION) for peer in peers], until, enough))
 
     def greet(self, until: float) -> tuple[Asked, int]:
-        """Say Hello to the listener of an address; return the Hello's number, too."""
+        """Send Hello to the listener of an address; return the Hello's number, too."""
         talk = self.talk(Breakers())
         number = talk.greet("there", until)
         return Asked(talk, [number]), number
@@ -309,7 +309,7 @@ def test_a_welcome_is_no_answer(side: Side) -> None:
 
 
 def test_who_was_late_himself_looks_before_he_blames(side: Side) -> None:
-    """The thread got no turn until long after the deadline: the answer lies there."""
+    """The thread got no turn until long after the deadline: the answer is there."""
     exchange = side.ask(7, until=101.0)
     side.now = 200.0
     waits_s = exchange.wait_s()

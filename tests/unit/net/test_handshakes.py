@@ -93,7 +93,7 @@ def shake_hands(listener: Listener, context: ssl.SSLContext) -> bytes:
 def test_each_failed_handshake_is_counted_once_with_its_reason(
     listener: Listener, certificates: Certificates, tmp_path: Path
 ) -> None:
-    """As far as Mbed TLS tells them apart; the peer that comes in is none of them."""
+    """As far as Mbed TLS distinguishes them; the peer that comes in is none of them."""
     others = Certificates(tmp_path / "other")
     others.client("fine")
     stranger = context_of(others, "client-fine")
@@ -143,7 +143,7 @@ def test_refused_handshakes_are_counted_where_nng_tells_no_reason(
 def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
     listener: Listener, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nng waits for ever for a peer that has begun a handshake, or has said nothing at all."""
+    """Nng waits forever for a peer that has begun a handshake, or has said nothing at all."""
     halves = HalfHandshakes(listener.tcp_ports)
     with connected(listener, certificates) as heard:
         silent = strangers(listener, 6)
@@ -251,7 +251,7 @@ def test_a_peer_that_came_in_is_none_of_them_at_any_address(
 def test_connections_that_end_as_they_begin_leave_no_entry(
     certificates: Certificates, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their end may be reported before their beginning; such an entry would stay for ever."""
+    """Their end may be reported before their beginning; such an entry would stay forever."""
     monkeypatch.setattr(module, "SILENCE_S", 0.0)
     monkeypatch.setattr(sockets, "RECONNECT_MIN_MS", 1)
     monkeypatch.setattr(sockets, "RECONNECT_MAX_MS", 2)

@@ -58,7 +58,7 @@ def test_the_node_that_was_meant_is_accepted(gate: Gate) -> None:
 def test_no_other_process_is_taken_for_a_member(
     gate: Gate, peer: Peer, name: str | None, reason: str
 ) -> None:
-    """An address may have passed to another process since the member was heard of."""
+    """An address may have passed to another process since the member was learned of."""
     with pytest.raises(Rejected) as refused:
         gate.check_node(peer, name)
 

@@ -220,7 +220,7 @@ def test_a_buffer_that_is_full_is_told() -> None:
     assert caller.receive() is None
 
 
-def test_reached_tells_the_three_cases_apart(tmp_path: Path) -> None:
+def test_reached_distinguishes_the_three_cases(tmp_path: Path) -> None:
     """A listener, none, or no answer in time."""
     listener, url, _ = listening(tmp_path)
     with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as dead:

@@ -1,4 +1,4 @@
-"""Which addresses a node binds, and which it tells others."""
+"""Which addresses a node binds, and which it announces to others."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_with_a_group_its_members_reach_the_home_node(listener: Listener, tmp_pa
         (Config(discovery_addr=("10.0.0.9:1", "head:1")), "", "10.5.0.1 towards ['10.0.0.9']"),
     ],
 )
-def test_others_are_told_an_address_that_they_can_dial(
+def test_others_are_notified_an_address_that_they_can_dial(
     config: Config, bound: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the wildcard: what is named, what is bound, or what the system would use."""

@@ -423,7 +423,7 @@ def _tcp(name: str) -> Peer:
 
 
 def test_one_certificate_has_a_quarter_of_the_connections(crowded: Admission) -> None:
-    """A connection more is refused until one has ended; a Hello that is repeated is none more."""
+    """A connection more is refused until one has ended; a repeated Hello is no connection more."""
     for pipe in range(ROOM // 4):
         crowded.admit(pipe, _tcp("greedy"), 5, READS)
     crowded.admit(0, _tcp("greedy"), 5, READS)

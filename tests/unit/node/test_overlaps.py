@@ -149,7 +149,7 @@ async def test_another_owner_answers_for_one_that_does_not(autojump_clock: MockC
     assert anywhere.tolist() == expected.tolist()
 
 
-async def test_what_no_owner_is_sure_of_is_not_whole(autojump_clock: MockClock) -> None:
+async def test_what_no_owner_is_guaranteed_is_not_whole(autojump_clock: MockClock) -> None:
     """The answer comes in time, and with what is known."""
     del autojump_clock
     world = World(member(2), member(3), owners=1)

@@ -167,7 +167,7 @@ def test_a_node_that_has_joined_forgets_its_time_alone(reach: Reach, clock: Cloc
 
 
 def test_only_discovery_addresses_are_witnesses(reach: Reach, clock: Clock) -> None:
-    """Members come and go; and this node's own answer is none."""
+    """Members come and go; and this node's own answer does not count."""
     reach.welcomed("10.0.0.3:1")
     reach.refused("10.0.0.4:1", "no")
     reach.welcomed("head:1")

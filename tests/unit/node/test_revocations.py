@@ -171,7 +171,7 @@ def test_member_that_sends_many_lists_costs_two_verifications_a_second(
     assert totals_of(node.metrics.messages_dropped) == {"revocations_often": 998.0}
 
 
-async def test_node_that_was_away_hears_of_it_later(
+async def test_node_that_was_away_learns_of_it_later(
     certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node tells a member now and then; one that is dead is not told."""

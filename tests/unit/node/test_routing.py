@@ -30,7 +30,7 @@ SENT = {kind for kind in MESSAGES if kind.declared.senders}
 
 
 def mailbox_of(message: Any) -> str:
-    """Offer a message; return the name of the one mailbox that it lies in."""
+    """Offer a message; return the name of the one mailbox that it is in."""
     boxes = NodeMailboxes()
     assert boxes.offer(Origin(5), message, 10)
     (name,) = [name for name, box in boxes.named().items() if len(box)]
@@ -79,7 +79,7 @@ def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
         assert (kind in get_args(hears)) is is_named or not (is_named or kind.declared.senders)
 
 
-def test_a_fact_lies_in_its_receivers_mailbox() -> None:
+def test_a_fact_is_in_its_receivers_mailbox() -> None:
     """It comes from the node itself."""
     boxes = NodeMailboxes()
 

@@ -140,7 +140,7 @@ def test_details_hold_settings_and_environment_without_secrets(
     assert "hunter2" not in repr(told)
 
 
-def test_threads_of_this_process_are_told() -> None:
+def test_threads_of_this_process_are_notified() -> None:
     """The first has used the most time."""
     found = threads()
 
@@ -222,7 +222,7 @@ def test_lists_and_memory_are_bounded(workers: AttachedWorkers) -> None:
     assert beyond.keys == 0
 
 
-def test_fabrics_of_all_clients_are_told_together(workers: AttachedWorkers) -> None:
+def test_fabrics_of_all_clients_are_notified_together(workers: AttachedWorkers) -> None:
     """The last one of each client; those of a client that has left are forgotten."""
     workers.note(7, Counted({"peer_fabric/aa": "rdma", "peer_fabric/bb": "tcp"}, b""), now=0.0)
     workers.note(7, Counted({"peer_fabric/aa": "tcp", "peer_fabric/cc": "smoke"}, b""), now=1.0)

@@ -285,7 +285,7 @@ async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
     assert len(heard) == 1
 
 
-async def test_a_stranger_is_dropped_counted_and_told_to_say_hello(
+async def test_a_stranger_is_dropped_counted_and_told_to_send_hello(
     tmp_path: Path, calling: Calling
 ) -> None:
     """Whatever it says; after its Hello it is heard on the same connection."""
@@ -479,7 +479,7 @@ async def test_a_session_ends_with_its_connection(tmp_path: Path, calling: Calli
 async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """Its end has been told already: the session would stay for ever."""
+    """Its end has been told already: the session would stay forever."""
     async with running(tmp_path) as board:
         raw = encode(Envelope(CLIENT, 0, hello(namespace="n", geometry="g")), cluster=CLUSTER)
         board.inbound.take(12345, raw)
@@ -505,7 +505,7 @@ async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
     assert found == [("membership", Origin(ME, 0), beat)] * 2
 
 
-async def test_membership_hears_that_a_dialled_address_is_the_nodes_own(tmp_path: Path) -> None:
+async def test_membership_learns_that_a_dialled_address_is_the_nodes_own(tmp_path: Path) -> None:
     """Discovery gives it under whatever name: it is dialled rarely from then on."""
     async with running(tmp_path) as here:
         _, port = here.address.split(":")
@@ -519,7 +519,7 @@ async def test_membership_hears_that_a_dialled_address_is_the_nodes_own(tmp_path
 
 
 async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) -> None:
-    """HelloRequired comes back on the link: it says Hello, and is heard from then on."""
+    """HelloRequired comes back on the link: it sends Hello, and is heard from then on."""
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)
         here.board.perform(Send(0x22, Put(1, b"")))

@@ -110,7 +110,7 @@ async def test_every_connection_is_made_again_where_an_authority_is_dropped(
         await until(lambda: len({*two.admission.sessions} - {dialled}) == 1)
 
 
-async def test_clients_are_told_the_revoked_certificates_and_nodes_are_not(
+async def test_clients_are_notified_of_the_revoked_certificates_and_nodes_are_not(
     tmp_path: Path, calling: Calling
 ) -> None:
     """A client with its welcome, and again when the list changes."""

@@ -129,7 +129,7 @@ def test_share_and_budget_follow_from_the_buckets(
     assert found.budget_left == pytest.approx(budget_left)
 
 
-def test_quantiles_lie_in_their_buckets() -> None:
+def test_quantiles_are_in_their_buckets() -> None:
     """By proportion within the bucket, as histogram_quantile."""
     found = told(exposition(90, 10))
 

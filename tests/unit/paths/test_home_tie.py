@@ -118,7 +118,7 @@ def welcome_of(incarnation: int) -> Welcome:
 
 
 def test_slots_ahead_are_taken_from_the_node_that_pages_are_written_to() -> None:
-    """What its predecessor granted under the same number lies in memory that is gone."""
+    """What its predecessor granted under the same number is in memory that is gone."""
     nodes = Nodes(greeting=welcome_of(HOME))
     tie = nodes.tie()
     nodes.drive(tie.attach(11.0))

@@ -658,7 +658,7 @@ def test_unknown_holders_that_are_remembered_are_bounded() -> None:
 
 @pytest.mark.parametrize("holders", [frozenset(), frozenset([1])])
 def test_no_holder_is_new_twice(holders: frozenset[int]) -> None:
-    """Nor is none."""
+    """Nor is no entry."""
     strangers = Strangers()
 
     assert strangers.are_new(holders, 0.0) == bool(holders)

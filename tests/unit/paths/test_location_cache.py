@@ -106,7 +106,7 @@ def test_holders_are_named_once_if_all_pages_are_in_memory() -> None:
 
 
 def test_holders_may_have_to_be_told() -> None:
-    """A record that is stored again says whether its holder was told, and nothing of before."""
+    """A record that is stored again says whether its holder was notified, and nothing of before."""
     cache = LocationCache(entries_max=100)
     told = record("a", holder=7, flags=RESIDENT)
 

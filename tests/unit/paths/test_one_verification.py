@@ -2,7 +2,7 @@
 
 `tests/house/test_tidy.py` sees to it that generations are compared, and the verification is
 imported, in one module each. Here is the rest of the way: from the verification to what a caller is
-told.
+notified.
 """
 
 from __future__ import annotations

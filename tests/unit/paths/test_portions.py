@@ -257,7 +257,7 @@ def test_every_reservation_is_live_until_its_commit_is_answered(world: World) ->
 def test_a_path_that_is_dropped_anywhere_ends_all_its_reservations(
     world: World, steps: int
 ) -> None:
-    """A call that fails in the middle leaves nothing that is listed for ever."""
+    """A call that fails in the middle leaves nothing that is listed forever."""
     pages = [content_of(name) for name in NAMES]
     path = world.writer.set(
         named(*NAMES), runs_of(pages), home=1, reservations=world.reservations, until=200.0

@@ -201,7 +201,7 @@ def test_holder_that_does_not_answer_is_given_up(world: World, mood: str) -> Non
         Promoted(0, bytes([LOST]), b""),
     ],
 )
-def test_holder_that_answers_nonsense_is_not_asked_for_ever(world: World, answer: Message) -> None:
+def test_holder_that_answers_nonsense_is_not_asked_forever(world: World, answer: Message) -> None:
     """Whatever it says, the call ends, and soon."""
     name = world.page_owned_by(1, 3)
     world.nodes[1].know(world.nodes[2].keep(name))

@@ -81,7 +81,7 @@ def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss(world: World) -
 
 
 def test_a_page_overwritten_while_its_bytes_are_read_is_a_miss(world: World) -> None:
-    """Even before the first byte: what lies there is another page."""
+    """Even before the first byte: what is there is another page."""
     record = held(world, 2, "a")
     world.before = lambda node, _page: node.evict(record, content_of("b"))
 
@@ -128,7 +128,7 @@ def test_a_stale_cached_record_is_replaced_by_the_directorys(world: World) -> No
 
 
 def test_a_stale_directory_record_is_disputed_and_forgotten(world: World) -> None:
-    """Its owners are told, the cache does not keep it, and the page is a miss: evicted."""
+    """Its owners are notified, the cache does not keep it, and the page is a miss: evicted."""
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
 
@@ -348,7 +348,9 @@ def test_a_deadline_that_has_passed_asks_no_node(world: World) -> None:
 
 
 def test_another_checksum_is_a_miss_and_never_a_hit() -> None:
-    """The word was right and the bytes were not: a miss, disputed, told apart from an eviction."""
+    """The word was right and the bytes were not: a miss, disputed, distinguished from an
+    eviction.
+    """
     world = World(verify="full")
     flags = RESIDENT | HAS_CHECKSUM
     held(world, 2, "good", checksum=checksum_of("good"), flags=flags)
@@ -440,7 +442,7 @@ def test_readers_remember_what_they_read_from_whom(world: World) -> None:
 
 
 def told_hottest_first(world: World) -> dict[int, list[str]]:
-    """Return which pages each holder is told were read, the hottest first."""
+    """Return which pages each holder is notified were read, the hottest first."""
     names = {named(name).tobytes(): name for name in "abcdef"}
     return {
         holder: [names[drop["key"].tobytes()] for drop in np.frombuffer(drops, DROP)]
@@ -484,7 +486,7 @@ def test_touches_are_bounded() -> None:
     assert len(touches.take()[1]) == 24 * TOUCHES_MAX
 
 
-def test_exists_tells_each_holder_at_once_what_it_reports(world: World) -> None:
+def test_exists_notifies_each_holder_at_once_what_it_reports(world: World) -> None:
     """One message a holder and call, in the order of the prefix; pages on disk are not in it."""
     records = {name: held(world, 2 + (name == "b"), name) for name in "abc"}
     held(world, 2, "d", flags=ON_DISK)
@@ -506,7 +508,7 @@ def test_exists_tells_each_holder_at_once_what_it_reports(world: World) -> None:
 
 
 def test_what_exists_tells_a_holder_is_bounded(world: World) -> None:
-    """A prompt longer than a message: its head is told."""
+    """A prompt longer than a message: its head is notified."""
     names = [f"p{i}" for i in range(20)]
     for name in names:
         held(world, 2, name)
@@ -528,7 +530,7 @@ def test_a_page_without_residence_is_not_read(world: World) -> None:
 
 
 def _insisted(node: Node, message: Message) -> Message | None:
-    """Answer as ever, but hear of no dispute."""
+    """Answer as ever, but learn of no dispute."""
     return None if isinstance(message, ReportStale) else node.serve(message)
 
 
@@ -553,7 +555,7 @@ def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
 
 
 def test_record_whose_word_vouches_for_another_page_says_so(world: World) -> None:
-    """The word fits and the key does not: no eviction does that, the record lies."""
+    """The word fits and the key does not: no eviction does that, the record is forged."""
     record = world.nodes[2].hold("b")
     record["key"] = named("a")
     world.publish(record)
@@ -697,7 +699,7 @@ def test_a_get_is_counted_for_the_farthest_place(
 
 
 def test_a_get_that_waited_for_a_disk_is_counted_for_it(world: World) -> None:
-    """However near the page lay at last; and a get without a hit has no tier."""
+    """However near the page was at last; and a get without a hit has no tier."""
     world.publish(world.nodes[1].keep("a"))
 
     assert world.get("a").tier == DISK

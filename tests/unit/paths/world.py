@@ -375,7 +375,7 @@ class World:
         raise AssertionError(f"no page is owned by {numbers}")
 
     def publish(self, *records: Records) -> None:
-        """Tell the owners of each record about it."""
+        """Notify the owners of each record about it."""
         for record in records:
             owners = self.cluster.ring.owners(np.ascontiguousarray(record["key"]))[0]
             for number in owners[: self.cluster.replicas]:
@@ -384,7 +384,7 @@ class World:
     # --- the calls --------------------------------------------------------------------------------
 
     def get(self, *names: str, timeout_s: float = 2.0, size: int = PAGE) -> Got:
-        """Get pages; return what came of it, and what lies in the destinations."""
+        """Get pages; return what came of it, and what is in the destinations."""
         pages = [np.full(size, 0xEE, np.uint8) for _ in names]
         return self.get_into(names, pages, timeout_s)
 

@@ -219,7 +219,7 @@ class Rig:
         return int(self.index.entries(self.index.find(key_of(number)))["place"][0])
 
     def file_of(self, number: int) -> tuple[Path, int]:
-        """Return the slab file of a page, and where its header lies in it."""
+        """Return the slab file of a page, and where its header is in it."""
         slab, offset = divmod(self.place_of(number), self.opened.slab_bytes)
         return self.parts.folder.path / f"slab-{slab:06d}.pcs", offset
 

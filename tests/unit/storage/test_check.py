@@ -59,7 +59,7 @@ def test_damaged_pages_are_named_and_dropped(
 def test_row_whose_slot_has_no_page_is_dropped(
     filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A header that is none any more: the row goes, and is counted."""
+    """A header that is no longer one: the row goes, and is counted."""
     with Rig(filled) as rig:
         file, at = rig.file_of(7)
     flip(file, at)
@@ -141,7 +141,7 @@ def test_stats_of_a_closed_store_change_nothing(
     assert sorted(file.name for file in (filled / "0").iterdir()) == before
 
 
-def test_people_are_told_in_sentences(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_are_notified_in_sentences(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json."""
     with Rig(filled) as rig:
         file, at = rig.file_of(7)

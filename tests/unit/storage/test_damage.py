@@ -1,4 +1,4 @@
-"""Damage to what lies on disk: never wrong bytes, a line that names the file, and it goes on."""
+"""Damage to what is on disk: never wrong bytes, a line that names the file, and it goes on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_flipped_bit_is_a_miss(tmp_path: Path, where: str) -> None:
         assert len(again.opened.entries) == 2
 
 
-def test_page_that_lies_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
+def test_page_that_is_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
     """A whole slot copied over another is not taken for it: a header names its place."""
     with Rig(tmp_path) as rig:
         rig.spill([1, 2])
@@ -72,7 +72,7 @@ def test_page_that_lies_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_truncated_slab_is_a_miss_and_takes_pages_again(tmp_path: Path) -> None:
-    """What lay behind the cut is damaged; new pages may be written there."""
+    """What was behind the cut is damaged; new pages may be written there."""
     with Rig(tmp_path) as rig:
         rig.spill(list(range(5)))
         file, at = rig.file_of(2)

@@ -1,4 +1,4 @@
-"""A file system that is full when a node starts: it serves what lies there, and waits for room."""
+"""A file system that is full when a node starts: it serves what is there, and waits for room."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leave_as_killed(folder: Path) -> None:
 
 @pytest.mark.parametrize("was_killed", [False, True])
 @pytest.mark.parametrize("has_index", [True, False])
-def test_start_on_a_full_file_system_serves_what_lies_there(
+def test_start_on_a_full_file_system_serves_what_is_there(
     small: Path, was_killed: bool, has_index: bool
 ) -> None:
     """What needs a new slab is DISK_FULL until there is room; nothing is lost on the way."""

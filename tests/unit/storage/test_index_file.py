@@ -69,7 +69,7 @@ def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
     monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 4)
     log = Log()
     index = IndexWriter(open_index(tmp_path, bytes_max=2**30), failed=print, log=log)
-    with index._changed:  # Its thread stands still.
+    with index._changed:  # Its thread is paused.
         index.put(entries_of([1, 2, 3]))
         before = index.has_room()
         index.put(entries_of([4]))
@@ -118,7 +118,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         assert again.load(written) == ["right"] * len(written)
 
 
-def test_failure_is_heard_and_no_caller_waits_for_ever(tmp_path: Path) -> None:
+def test_failure_is_heard_and_no_caller_waits_forever(tmp_path: Path) -> None:
     """An index that grows over its part of the cap breaks; who waited for it hears, too."""
     heard: list[str] = []
     index = IndexWriter(open_index(tmp_path, bytes_max=64 * 1024), failed=heard.append, log=Log())

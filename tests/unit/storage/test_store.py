@@ -131,7 +131,7 @@ def test_page_that_is_evicted_while_it_is_written_is_not_there(tmp_path: Path) -
 
 
 def test_page_whose_bytes_are_not_those_of_its_record_is_not_written(tmp_path: Path) -> None:
-    """A checksum that the record tells is compared with what lies in the pool."""
+    """A checksum that the record tells is compared with what is in the pool."""
     from peercache.model.records import HAS_CHECKSUM
 
     with Rig(tmp_path) as rig:

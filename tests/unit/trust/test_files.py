@@ -139,8 +139,10 @@ def test_certificate_signed_by_a_node_is_refused(certificates: Certificates) -> 
     own = x509.load_pem_x509_certificate(Path(node["tls_cert"]).read_bytes())
     key = load_pem_private_key(Path(node["tls_key"]).read_bytes(), password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    forger = Authority(certificates.folder, own, key)
-    path = forger.issue(Identity("tests", CertificateRole.NODE, "z"), lifetime=dt.timedelta(days=1))
+    attacker = Authority(certificates.folder, own, key)
+    path = attacker.issue(
+        Identity("tests", CertificateRole.NODE, "z"), lifetime=dt.timedelta(days=1)
+    )
     forged.write_text(path.read_text() + Path(node["tls_cert"]).read_text())
     settings = {**node, "tls_cert": str(forged), "tls_key": str(path.with_suffix(".key"))}
 
@@ -169,7 +171,7 @@ def test_key_of_another_certificate_is_refused(certificates: Certificates) -> No
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o606, 0o644])
 def test_key_that_others_can_read_is_refused(certificates: Certificates, mode: int) -> None:
-    """The error says the command that mends it."""
+    """The error says the command that fixes it."""
     settings = certificates.node("a")
     Path(settings["tls_key"]).chmod(mode)
     error = _problem(settings)
@@ -381,7 +383,7 @@ def test_list_that_cannot_be_kept_still_holds(certificates: Certificates) -> Non
 
     assert live.take_list(newer)
     assert len(live.revocations) == 1
-    # What lies there now is read first: it may be newer.
+    # What is there now is read first: it may be newer.
     for _ in range(2):
         assert not live.look()
     assert log.events() == [
@@ -581,7 +583,7 @@ def test_foreign_common_names_are_no_serial() -> None:
 def test_an_authority_that_is_not_trusted_any_more_is_counted(
     certificates: Certificates, tmp_path: Path
 ) -> None:
-    """A second one beside it is none, and neither is a new certificate."""
+    """A second one next to it is no certificate, and neither is a new certificate."""
     settings = certificates.node("a")
     other, ours = Certificates(tmp_path / "other"), Path(settings["tls_ca"]).read_text()
     theirs = (other.folder / "ca.crt").read_text()

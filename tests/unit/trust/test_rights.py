@@ -258,7 +258,7 @@ def test_the_other_doors_go_by_the_certificates_role(
     assert (reads_pages(identity), reads_state(identity)) == (has_pages, has_state)
 
 
-def test_an_invented_member_is_told_by_its_name_and_nonce() -> None:
+def test_an_invented_member_is_recognised_by_its_name_and_nonce() -> None:
     """Gossip gives addresses; whose they are follows from the certificate's name."""
     nonce = bytes(range(16))
     honest = Member(

@@ -414,7 +414,7 @@ def _refuse(*_: object) -> None:
 
 def _as_stranger(source: str) -> subprocess.CompletedProcess[str]:
     entering = f"import os; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
-    # The interpreter itself may lie where this user cannot read.
+    # The interpreter itself may be where this user cannot read.
     imports = "import encodings.ascii; from peercache.trust.sharing import Sharing\n"
     return subprocess.run(
         [sys.executable, "-c", imports + entering + source],

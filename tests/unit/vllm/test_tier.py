@@ -387,7 +387,7 @@ def test_dummy_weights_of_other_seeds_separate() -> None:
 
 
 def test_drafts_separate() -> None:
-    """Their layers lie in the same chunks."""
+    """Their layers are in the same chunks."""
     drafts = [(), ("a/draft", None), ("a/draft", "v2"), ("b/draft", None)]
     assert len({digest(engine=fake_vllm.engine(*draft)) for draft in drafts}) == 4
 

@@ -188,7 +188,7 @@ def test_member_without_identity_or_in_no_known_state_is_refused() -> None:
     assert codec.decode(raw_of(tag, list(attrs.astuple(good))), cluster="c").message.member == good  # type: ignore[union-attr]
 
 
-def test_another_version_and_another_cluster_are_told_apart() -> None:
+def test_another_version_and_another_cluster_are_distinguished() -> None:
     """Both sides can say loudly what does not fit, so each has an exception of its own."""
     newer = cbor2.dumps([ENVELOPE_VERSION + 1, "c", 1, 2, LOOKUP, 1, b""])
 

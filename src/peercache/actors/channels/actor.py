@@ -64,7 +64,7 @@ class DestroyChannel:
 
 @attrs.frozen
 class RetireIdle:
-    """An idle channel was found dead: those that were idle beside it are closed, too.
+    """An idle channel was found dead: the others that were idle are closed, too.
 
     A channel that is idle after this has worked since, so a second try needs no third.
     """

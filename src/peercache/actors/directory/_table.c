@@ -2,7 +2,7 @@
  *
  *   header | holders | index 0 | index 1 | rows
  *
- * All addresses in it are offsets or numbers, so it may lie anywhere: in a file that other processes
+ * All addresses in it are offsets or numbers, so it may be anywhere: in a file that other processes
  * of the host read (memory/_table_reading.c), or in private memory. A row is one record of one
  * holder. An index is open addressing with linear probing over slots of 8 bytes: the row's number,
  * and 32 bits of a keyed hash. All holders of a key are found by one probe sequence. The range is
@@ -389,7 +389,7 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
     return entry;
 }
 
-/* Say whether answers name a holder; returns -1 if there is none of this number. */
+/* Return whether answers name a holder; returns -1 if there is none of this number. */
 int peercache_table_serve(struct table *t, int64_t entry, int is_served)
 {
     struct holder *holder = used_holder(t, entry);
@@ -444,7 +444,7 @@ void peercache_table_count_removal(struct table *t)
 }
 
 /* What there is: epoch, rows that are held, slots of both indices, bytes that may be in use, and
- * what `authorise` and `tick` have said last. */
+ * what `authorise` and `tick` have reported last. */
 void peercache_table_figures(const struct table *t, uint64_t *figures)
 {
     uint64_t slots = t->index[0].capacity + t->index[1].capacity;

@@ -23,7 +23,7 @@ struct held {
     uint16_t entry, flags;
 };
 
-/* What one walk through the indices has said of a key of a batch. */
+/* What one walk through the indices has found of a key of a batch. */
 struct place {
     uint64_t free; /* the slot for its row if none has its tag yet, or NO_SLOT */
     uint32_t tag;

@@ -173,7 +173,7 @@ static int by_birth(const void *left, const void *right)
 {
     const struct row *one = *(const struct row *const *)left;
     const struct row *other = *(const struct row *const *)right;
-    /* They are told apart however often the count has begun again. */
+    /* They are distinguished however often the count has begun again. */
     int32_t later = (int32_t)((uint32_t)(one->word >> 32) - (uint32_t)(other->word >> 32));
 
     return (later > 0) - (later < 0);

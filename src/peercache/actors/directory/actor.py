@@ -1,4 +1,4 @@
-"""Directory shard: which nodes hold which pages, as far as this node was told.
+"""Directory shard: which nodes hold which pages, as far as this node has been notified.
 
 Owns    the records that holders publish to this node, and those of its own pool.
 Takes   Lookup and ReportStale, from readers; Put, Delete, Repair, StreamSummary and HandedOver,
@@ -137,7 +137,7 @@ class DirectoryShard:
     seed: bytes = bytes(SEED_BYTES)
     """What keys are hashed with. A node has one of its own, which no peer can find out."""
     table_file: int = -1
-    """Descriptor of the file that the table shall lie in; -1 for private memory."""
+    """Descriptor of the file that the table shall be in; -1 for private memory."""
     clock: Callable[[], float] | None = None
     """CLOCK_MONOTONIC, with which readers compare the table's tick; None: the actors' time."""
     tick_s: float = TICK_S
@@ -280,7 +280,7 @@ class DirectoryShard:
         return found
 
     def _notice_stall(self, now: float) -> None:
-        """Doubt everything if this process stood still for longer than its readers put up with."""
+        """Doubt everything if this process was paused for longer than its readers put up with."""
         if now - self._tick_at > TICK_AGE_MAX_S - self.tick_s:
             self.authority.doubt_all(now)
             self._tick_at = now
@@ -388,7 +388,7 @@ class DirectoryShard:
     def _holdings_of(self, holder: int, now: float) -> Holdings | None:
         """Return what is held of a holder, from now on if need be; None if it may not be."""
         if holder == self.incarnation:
-            return None  # The own pool speaks by RecordsChanged; this is a forger.
+            return None  # The own pool speaks by RecordsChanged; this is an attacker.
         held = self._held.get(holder)
         if held is not None:
             return held

@@ -10,7 +10,7 @@ before, and the view has the holder alive. Authority needs all holders of the ri
 of the own pool, and goes with the first doubt. What readers of the table see of it is one word and
 a time.
 
-After this process stood still, a summary counts only if the holder made it later than that: one
+After this process was paused, a summary counts only if the holder made it later than that: one
 that waited in a socket says nothing of what the holder stored meanwhile, and told this node in
 vain. The owner asks for a number that no earlier message of the stream can have.
 """
@@ -37,7 +37,7 @@ NAME_BYTES = 40
 
 @attrs.define(eq=False)
 class Holdings:
-    """The records of one holder, which lie in the shard's table.
+    """The records of one holder, which are in the shard's table.
 
     number:  the number of the last message of the stream that was applied.
     late_since: since when all summaries have had lower numbers; inf if the last one had not.
@@ -266,11 +266,11 @@ class ShardAuthority:
         self._behind.pop(holder, None)
 
     def doubt_all(self, now: float) -> None:
-        """Ask all holders: this process stood still, and they may have stopped to wait for it."""
+        """Ask all holders: this process was paused, and they may have stopped to wait for it."""
         self._has_stalled = True
         for holder, held in self.held.items():
             held.is_whole = False
-            # Also above what was asked for before: that answer may lie in the socket by now.
+            # Also above what was asked for before: that answer may be in the socket by now.
             number = max(held.number, self._least.get(holder, 0))
             self._least[holder] = number + DOUBTED_NUMBERS
         for holder in sorted(self._members):
@@ -284,7 +284,7 @@ class ShardAuthority:
 
     def least(self, holder: int) -> int:
         """Return the least number of a hand-over that counts, 0 for any."""
-        # A holder that came later may have sent its first hand-over while this process stood still.
+        # A holder that came later may have sent its first hand-over while this process was paused.
         return self._least.get(holder, DOUBTED_NUMBERS if self._has_stalled else 0)
 
     def due(self, now: float) -> list[int]:
@@ -321,7 +321,7 @@ class ShardAuthority:
         self._wanted.setdefault(holder, (now + WANTED_FIRST_S, WANTED_FIRST_S))
 
     def _decide(self) -> None:
-        # Before the first ring there are no members, and the version to be granted is none.
+        # Before the first ring there are no members, and no version is granted.
         has_all = len(self._in_sync) == len(self._members) and self.incarnation not in self._behind
         granted = self._ring if has_all else b""
         if granted == self._granted:

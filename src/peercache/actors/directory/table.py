@@ -33,7 +33,7 @@ RING_VERSION_BYTES = 8
 """Of `HashRing.version`; no ring has the version of zeros, which stands for none."""
 
 _BYTES_AT = 24
-"""Where `bytes` lies in the header (`memory/_table_layout.h`)."""
+"""Where `bytes` is in the header (`memory/_table_layout.h`)."""
 
 _HELD = np.dtype([("holder", "<u8"), ("place", "<u4"), ("entry", "<u2"), ("flags", "<u2")])
 """`struct held`: a holder of one key of a batch."""
@@ -126,7 +126,7 @@ class DirectoryTable:
 
         seed:     SEED_BYTES that no peer knows: with them keys can be made that collide.
         told_max: most records of one answer.
-        file:     descriptor of an empty file that the table shall lie in, so that other processes
+        file:     descriptor of an empty file that the table shall be in, so that other processes
                   can read it; -1 for private memory, which a file without room becomes, too
                   (`is_shared`). The caller may close it afterwards.
         incarnation: the owner's, so that a reader knows whose table it is.
@@ -175,7 +175,7 @@ class DirectoryTable:
         return None if entry < 0 else entry
 
     def serve(self, entry: int, *, is_served: bool) -> None:
-        """Say whether answers name this holder, from now on."""
+        """Return whether answers name this holder, from now on."""
         _check(_serve(self._table, entry, is_served))
 
     def sweep(self, entry: int, records_max: int) -> int:

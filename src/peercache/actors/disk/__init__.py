@@ -1,1 +1,1 @@
-"""Disk: which pages of this node are on its disk, where they lie, and which are deleted."""
+"""Disk: which pages of this node are on its disk, where they are, and which are deleted."""

@@ -8,7 +8,7 @@ Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHe
 Sends   PagesSpilled, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
         which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
         promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
-Keeps   the pool hears of each page that comes to the disk or leaves it, in that order. A page that
+Keeps   the pool learns of each page that comes to the disk or leaves it, in that order. A page that
         was removed is not told again. A place that the store may still write to stays taken.
 Limits  the bytes that wait to be written; those of `spills` and `open_index`.
 
@@ -101,7 +101,7 @@ class DiskTier:
 
     writes_through: pages are written after their commit; else when the pool is about to evict them.
     tell_rate:      records a second that are told after opening.
-    quotas:         which namespaces are sure of which part of the disk.
+    quotas:         which namespaces are guaranteed which part of the disk.
     """
 
     writes_through: bool = True
@@ -118,7 +118,7 @@ class DiskTier:
     _is_behind: bool = False
     """Whether pages were stored before the disk was open."""
     _untold: bytes = b""
-    """Keys of pages that lay there at the start, hottest first, or that are to be withdrawn."""
+    """Keys of pages that was there at the start, hottest first, or that are to be withdrawn."""
     _tell_at: float = inf
     _looks_at: float = inf
     _ahead_at: float = inf
@@ -247,7 +247,7 @@ class DiskTier:
     # --- beginning and end ------------------------------------------------------------------------
 
     def _open(self, indexed: DiskIndexed, now: float) -> list[Effect]:
-        """Take what lies there; it is told little by little, hottest first."""
+        """Take what is there; it is told little by little, hottest first."""
         opened, index = indexed.opened, indexed.index
         assert isinstance(index, DiskIndex), "the index is made by indexed_of"
         self.open_index.open(index, unix_s=opened.unix_s, now=now)
@@ -264,7 +264,7 @@ class DiskTier:
             self._ahead_at = now
         # Pages that clients stored meanwhile were not written.
         behind = self._flush.ask() if self.writes_through and self._is_behind else []
-        # The pool was told of none of these pages, so only their rows go.
+        # The pool was notified of none of these pages, so only their rows go.
         return [*self.open_index.rows_gone(self._early.take(index).places), *behind]
 
     def _ended(self, ended: DiskEnded, now: float) -> list[Effect]:
@@ -280,7 +280,7 @@ class DiskTier:
         return [TellPromote(ended), *self._removals.expire(inf)]
 
     def _tell(self, now: float) -> list[Effect]:
-        """Tell the pool a part of what is untold: that it is on disk, or is so no longer."""
+        """Notify the pool of a part of what is untold: that it is on disk, or is so no longer."""
         size = KEY_BYTES * max(1, int(self.tell_rate * TELL_S))
         part, self._untold = self._untold[:size], self._untold[size:]
         self._tell_at = now + TELL_S if self._untold else inf
@@ -378,7 +378,7 @@ class DiskTier:
         return [TellPromote(PagesFound(sought.number, sought.resident, lengths, namespaces))]
 
     def _remove(self, removed: PagesRemoved, now: float) -> list[Effect]:
-        """Remove pages from disk, and tell the client how many went in all."""
+        """Remove pages from disk, and notify the client of how many went in all."""
         message, index = removed.message, self.index
         count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_TIMEOUT_S
         if index is None:

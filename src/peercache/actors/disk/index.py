@@ -1,4 +1,4 @@
-"""The index of a disk in memory: which page lies where, and which pages go for new ones.
+"""The index of a disk in memory: which page is where, and which pages go for new ones.
 
 An *entry* is a page on disk or on its way there, and is named by a number that stays its own as
 long as the entry lives. It is WRITING, then HELD; what is removed while it is *pinned* (a write or
@@ -115,7 +115,7 @@ class EntryRows:
         return coldest
 
     def slabs_of(self, entries: I64) -> I64:
-        """Return the number of the slab that each lies in."""
+        """Return the number of the slab that each is in."""
         slabs: I64 = (self.rows["place"][entries] // self._slab_bytes).astype(np.int64)
         return slabs
 
@@ -173,7 +173,7 @@ class EvictionQueues:
         """Return the entries to evict for `count` slots of a size; none if none can go.
 
         They are up to `count` entries of that size, or all of one slab of another. tenant: whose
-        pages shall lie there.
+        pages shall be there.
         """
         self._forget_sizes_without_slabs(blocks)
         for debtor in self._debtors(tenant, blocks):
@@ -183,7 +183,7 @@ class EvictionQueues:
                 return found
         own = self._coldest_of(blocks, count, tenant)
         if not len(own):
-            # This size has nothing that can go: without a donor it could fail for ever.
+            # This size has nothing that can go: without a donor it could fail forever.
             donors = self._donors(blocks, tenant)
             return donors[0].live_rows() if donors else own
         queue = self._queues[tenant, blocks]
@@ -230,7 +230,7 @@ class EvictionQueues:
         queue.at = 0
 
     def _frees_room(self, entries: I64) -> npt.NDArray[np.bool_]:
-        """Return which entries lie in slabs that take new pages."""
+        """Return which entries are in slabs that take new pages."""
         slabs = self._slabs.slabs
         numbers = self._entries.slabs_of(entries).tolist()
         return np.array([not slabs[number].closed for number in numbers], np.bool_)
@@ -336,7 +336,7 @@ PINS_MAX: Final = 255
 class Gone:
     """Entries that have ended.
 
-    keys:       n packed keys; the pool is told of them.
+    keys:       n packed keys; the pool is notified of them.
     namespaces: (n,) TAG, of their pages.
     places:     whose index rows go: of pages that had been written. A pinned entry keeps its place.
     """
@@ -409,7 +409,7 @@ class DiskIndex:
         return max(0, blocks * BLOCK_BYTES) if self._slabs.slabs else 0
 
     def fits(self, lengths: U64) -> npt.NDArray[np.bool_]:
-        """Return which pages could lie here at all, if there were nothing else."""
+        """Return which pages could be here at all, if there were nothing else."""
         fitting: npt.NDArray[np.bool_] = (lengths > 0) & self._slabs.fits(slot_blocks(lengths))
         return fitting
 
@@ -559,7 +559,7 @@ class DiskIndex:
         """Give out places of closed slabs again: the file system may have room now."""
         self._slabs.reopen()
 
-    # --- what lies there --------------------------------------------------------------------------
+    # --- what is there --------------------------------------------------------------------------
 
     def load(self, entries: npt.NDArray[np.void]) -> None:
         """Take what DiskOpened tells, coldest first; only an empty index does."""

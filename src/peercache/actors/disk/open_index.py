@@ -1,4 +1,5 @@
-"""The index of an open disk, and what follows from its changes: index rows go, the pool is told.
+"""The index of an open disk, and what follows from its changes: index rows go, the pool is
+notified.
 
 Removals: answers wait until the disk has forgotten. Nothing is written to a disk before it is open,
 so the order of early removals does not matter: all of them are one look-up and one removal when it
@@ -104,11 +105,11 @@ class OpenIndex:
         return self._jobs
 
     def spilled(self, keys: bytes, lengths: I64) -> list[Effect]:
-        """Tell the pool that these pages are on disk."""
+        """Notify the pool that these pages are on disk."""
         return [TellPool(PagesSpilled(keys, lengths))] if keys else []
 
     def forgotten(self, gone: Gone, *, job: int = 0) -> list[Effect]:
-        """Delete the rows of entries that are gone, and tell the pool. job: for ForgetDone."""
+        """Delete the rows of entries that are gone, and notify the pool. job: for ForgetDone."""
         effects = self.rows_gone(gone.places, job=job)
         if gone.keys:
             effects.append(TellPool(PagesForgotten(gone.keys)))
@@ -136,7 +137,7 @@ class OpenIndex:
 
 
 def indexed_of(opened: DiskOpened) -> DiskIndexed:
-    """Make the index of what lies on disk; takes seconds, so a thread calls it, not the loop."""
+    """Make the index of what is on disk; takes seconds, so a thread calls it, not the loop."""
     index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
     index.load(opened.entries)
     return DiskIndexed(opened, index)
@@ -301,7 +302,9 @@ class DiskLoads:
         return [load]
 
     def done(self, done: LoadDone) -> list[Effect]:
-        """Take the outcome of a job: damaged pages leave the disk, the promote actor is told."""
+        """Take the outcome of a job: damaged pages leave the disk, the promote actor is
+        notified.
+        """
         load, index = self._loads[done.job], self.open_index.index
         effects: list[Effect] = []
         said = np.frombuffer(done.outcomes, np.uint8).copy()

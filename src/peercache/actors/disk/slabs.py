@@ -1,10 +1,10 @@
 """Slabs: how a store of fixed size is cut into slots of many sizes.
 
-The store is a row of *slabs* of equal size. A slab is bound to one *slot size* while anything lies
+The store is a row of *slabs* of equal size. A slab is bound to one *slot size* while anything is
 in it; an empty one is unbound. Its first block is the slab's own. A slot is one block of header
 and the page, rounded up to one of 16 sizes a doubling, so that no size wastes more than 1/16.
 
-Pure: no keys, no files, no time. Rows are numbers that the caller gives to what lies in a slot.
+Pure: no keys, no files, no time. Rows are numbers that the caller gives to what is in a slot.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Slab:
     """Nothing new goes here: the file system had no room for it."""
 
     def live_rows(self) -> I64:
-        """Return the rows of what lies here."""
+        """Return the rows of what is here."""
         rows: I64 = self.rows[self.rows >= 0].astype(np.int64)
         return rows
 
@@ -156,7 +156,7 @@ class SlabAllocator:
         return False
 
     def put(self, places: U64, rows: I64) -> None:
-        """Say which row lies at each taken place."""
+        """Say which row is at each taken place."""
         for slab, group in self.by_slab(places):
             slab.rows[self.slots_of(slab, places[group])] = rows[group]
 

@@ -126,11 +126,11 @@ class Spills:
         return int((sizes <= self.queue_bytes_max - self._waiting_bytes).sum())
 
     def begin(self, newest_sequence: int) -> None:
-        """Number what is written after what lies there."""
+        """Number what is written after what is there."""
         self._sequence = newest_sequence
 
     def note_stored(self, stored: PagesStored) -> list[Effect]:
-        """Tell the pool which of the pages that it stored are on disk already.
+        """Notify the pool of which of the pages that it stored are on disk already.
 
         A page of another length is deleted from disk: the newest counts.
         """
@@ -203,7 +203,7 @@ class Spills:
         for state in np.unique(states[states != DISK_DONE]).tolist():
             self._drop(DROPPED.get(state, "failed"), int((states == state).sum()))
         effects = self._finish(index, job, np.flatnonzero(states == DISK_DONE))
-        # The pool was told nothing of pages that were not written, and the store has no rows.
+        # The pool was notified of none of pages that were not written, and the store has no rows.
         index.refuse(job.entries[states == DISK_FULL])
         index.abandon(job.entries[(states == DISK_CHANGED) | (states == DISK_UNTRIED)])
         has_failed = np.isin(states, [DISK_DONE, *DROPPED], invert=True)
@@ -289,7 +289,9 @@ class Spills:
         return [*effects, spill]
 
     def _finish(self, index: DiskIndex, job: _Job, written: I64) -> list[Effect]:
-        """Tell the pool of pages that are on disk now; drop the rows of those removed meanwhile."""
+        """Notify the pool of pages that are on disk now; drop the rows of those removed
+        meanwhile.
+        """
         is_held, places = index.finish(job.entries[written])
         held = written[is_held]
         lengths = job.lengths[held]

@@ -61,7 +61,7 @@ from peercache.wire.messages.membership import (
 )
 
 TICKS_PER_BEAT = 4
-"""Turns in a heartbeat: how finely silence is judged, how soon a new master hears of this node."""
+"""Turns in a heartbeat: how finely silence is judged, how soon a new master learns of this node."""
 
 DIAL_MAX_S = 5.0
 """Longest back-off, or three heartbeats if that is less: partitions heal in ten seconds."""
@@ -169,7 +169,7 @@ class Membership:
         return [*self._announcing.tell(self._view, now), *self._dial(now)]
 
     def leave(self, now: float) -> list[Effect]:
-        """Say goodbye. Final for this incarnation: afterwards it hears and says nothing."""
+        """Send goodbye. Final for this incarnation: afterwards it hears and says nothing."""
         if self._me.state == LEFT:
             return []
         self._me = attrs.evolve(self._me, state=LEFT, counter=self._me.counter + 1)
@@ -180,7 +180,7 @@ class Membership:
         return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
 
     def move(self, now: float, *, control: str, data: str, head_rank: int) -> list[Effect]:
-        """Tell the others another address, or head rank, of this node."""
+        """Notify the others of another address, or head rank, of this node."""
         if self._me.state == LEFT:
             return []
         self._me = attrs.evolve(
@@ -344,7 +344,7 @@ class Membership:
         if known is None or is_live(known):
             return [Send(_reply_target(sender), HeartbeatSeen(self._view.digest()))]
         # Its answer comes before its refutation: what a master of another side says of this one's
-        # members is not believed until then, and it must have heard of them by then.
+        # members is not believed until then, and it must have learned of them by then.
         told = self._share(sender, (self._me, known))
         return [*self._ask(sender), *told]
 
@@ -458,7 +458,9 @@ class Membership:
     # --- time -----------------------------------------------------------------------------------
 
     def _notice_pause(self, now: float) -> None:
-        """Start every clock again if this process was stopped: it heard no member meanwhile."""
+        """Start every clock again if this process was stopped: it received nothing from members
+        meanwhile.
+        """
         if now - self._ran_at > self._turn_s + self._heartbeat_s:
             self._detector.restart_all(now)
             self._held_at += now - self._ran_at
@@ -478,7 +480,7 @@ class Membership:
         return [*self._merge(found, now), *self._tell_masters(found)]
 
     def _tell_masters(self, news: list[Member]) -> list[Effect]:
-        """Tell the masters at once what they may doubt or have doubted: a member refutes in time.
+        """Notify the masters at once what they may doubt or have doubted: a member refutes in time.
 
         Everything else they find when they compare views.
         """
@@ -546,7 +548,7 @@ class Membership:
     def _find_masters(self, now: float) -> None:
         masters = self._view.masters(self._max_masters)
         if [m.incarnation for m in masters] != [m.incarnation for m in self._masters]:
-            # A new master must hear of this node before it begins to count its silence.
+            # A new master must learn of this node before it begins to count its silence.
             self._beat_at = min(self._beat_at, self._turn_at)
         self._masters = masters
         followed = self._view.live() if any(m is self._me for m in masters) else masters

@@ -288,7 +288,7 @@ class Reconnect:
         self._lost[address] = _Redial(at, self._first_s, now + LOST_S)
 
     def found(self, address: str) -> None:
-        """Redial this address no longer: a live member is there, or the member said goodbye."""
+        """Redial this address no longer: a live member is there, or the member sent goodbye."""
         self._lost.pop(address, None)
 
     def due(self, now: float, *, reached: Container[str], ranks: Container[int]) -> list[str]:

@@ -51,7 +51,7 @@ from peercache.wire.messages.membership import (
 
 @final
 class FailureDetector:
-    """The clocks of the members that this node judges, and of those that it heard."""
+    """The clocks of the members that this node judges, and of those that it has seen."""
 
     def __init__(self) -> None:
         """Judge no member."""
@@ -87,11 +87,11 @@ class FailureDetector:
         self._silent_since.pop(incarnation, None)
 
     def restart_all(self, now: float) -> None:
-        """Start every clock again: this node could not have heard any member."""
+        """Start every clock again: this node could not have received anything from members."""
         self._silent_since = dict.fromkeys(self._silent_since, now)
 
     def ended(self, incarnation: int) -> None:
-        """Judge a member no longer that is dead or has left, and drop what was heard of it."""
+        """Judge a member no longer that is dead or has left, and drop what was learned of it."""
         self._heard_at.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._back_since.pop(incarnation, None)
@@ -236,7 +236,7 @@ class ViewLog:
     def changed(self, before: bytes, after: bytes, touched: Iterable[int], now: float) -> None:
         """Note that these entries have changed, and the view's digest with them."""
         if before == after:
-            return  # Entries of the ended: no peer has to hear of them.
+            return  # Entries of the ended: no peer has to learn of them.
         self._left.pop(before, None)
         self._left[before] = (self._forgotten + len(self._changes), now)
         self._changes.extend(touched)
@@ -368,7 +368,7 @@ def introduced(
     if known is not None or member.state != ALIVE:
         return [member]
     # One process binds an address, so the member that had it before is gone. Judged at first sight
-    # only: two nodes that advertise one address by mistake would end each other for ever.
+    # only: two nodes that advertise one address by mistake would end each other forever.
     before = [view.get(other) for other in sorted(live_at.get(member.control, ()))]
     return [member] + [
         attrs.evolve(other, state=DEAD)

@@ -14,7 +14,7 @@ struct seal {
 
 _Static_assert(sizeof(struct seal) == 64, "as in model/seal.py");
 
-/* Return number `at` of packed ones, which may lie at any address. */
+/* Return number `at` of packed ones, which may be at any address. */
 static uint64_t number(const char *packed, uint64_t at)
 {
     uint64_t number;

@@ -166,7 +166,7 @@ class Pool:
         client_uncommitted_max: bytes; 0 is a writer's share of half of page_bytes.
         has_disk:     there are a disk actor and a promote actor beside this pool.
         mirror_share: of page_bytes, for copies of pages that other hosts hold.
-        quotas:       which namespaces are sure of which part of page_bytes.
+        quotas:       which namespaces are guaranteed which part of page_bytes.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"

@@ -11,7 +11,7 @@ A client mirrors a page when it has read it from another host: it asks for a slo
 and commits the verified bytes after that. They may be older than a removal: the removal came to
 this node first, and to the page's holder after the read. So a removal voids the mirrored pages of
 its namespace that are being written, and those whose slot is asked for while other members may
-still be removing. A removal tells each member for how long its sender waits for them.
+still be removing. A removal states to each member how long its sender waits for them.
 """
 
 from __future__ import annotations

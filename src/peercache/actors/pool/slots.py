@@ -579,7 +579,7 @@ class SlotAllocator:
             size_class.settle(untouched_since)
         own = size_class.coldest(self.clock, untouched_since)
         if own is None:
-            # This size has nothing that can go: without a donor it could fail for ever.
+            # This size has nothing that can go: without a donor it could fail forever.
             for donors in donor_groups(self._classes.values(), size_class, self._least(size_class)):
                 if self._reclaim(size_class, untouched_since, donors, evicted):
                     return self._free_slot(size_class)

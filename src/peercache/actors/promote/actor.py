@@ -175,7 +175,7 @@ class Waiters:
         return list(self._pending)
 
     def settle(self, key: bytes, state: int) -> list[Effect]:
-        """Tell the waiters for a page its state; answer those with no page pending."""
+        """Notify the waiters for a page its state; answer those with no page pending."""
         effects: list[Effect] = []
         for number, at in self._pending.pop(key, ()):
             waiter = self._waiters.get(number)
@@ -376,7 +376,7 @@ class Promotions:
         return effects if job.late else [*effects, self._commit(number, job)]
 
     def committed(self, committed: Committed) -> list[Effect]:
-        """Note what is in the pool now, and tell its waiters."""
+        """Note what is in the pool now, and notify its waiters."""
         job = self._jobs[committed.sequence]
         effects: list[Effect] = []
         arrived = [

@@ -82,7 +82,7 @@ STEP_S = 0.005
 """Pause between two steps of one slice: other messages come in between."""
 
 FORMER_S = 600.0
-"""How long after a change former owners keep records, and hear of new ones: hosts that come and go
+"""How long after a change former owners keep records, and learn of new ones: hosts that come and go
 during an upgrade cost no second hand-over, and a reader with an older view finds what is stored."""
 
 FORMER_MIN_S = 10.0
@@ -90,8 +90,8 @@ FORMER_MIN_S = 10.0
 believes a holder of which it hears nothing."""
 
 FORMER_RINGS_MAX = 4
-"""Former rings whose owners hear of new records: with more changes within FORMER_S, many nodes come
-and go, and few owners change with each."""
+"""Former rings whose owners learn of new records: with more changes within FORMER_S, many nodes
+come and go, and few owners change with each."""
 
 SPREAD_S = 0.0005
 """Pause between two streams that are told of a new ring: a thousand take half a second."""
@@ -129,7 +129,7 @@ class Publisher:
     """By owner, in the ring's order."""
     _ring: HashRing = attrs.field(init=False)
     _former_until: float = attrs.field(default=-math.inf, init=False)
-    """Until then former owners keep what they have, and hear of new records."""
+    """Until then former owners keep what they have, and learn of new records."""
     _is_leaving: bool = attrs.field(default=False, init=False)
     """Former owners are still to be left when that time is over."""
     _is_complete: bool = attrs.field(default=False, init=False)
@@ -302,7 +302,7 @@ class Publisher:
         return effects
 
     def _former(self, now: float) -> list[HashRing]:
-        """Return the rings of shortly before whose owners hear of new records."""
+        """Return the rings of shortly before whose owners learn of new records."""
         return [] if now >= self._former_until else (self._turning.former or [])[-FORMER_RINGS_MAX:]
 
     def _owners(self, rows: Rows, now: float) -> list[npt.NDArray[np.uint64]]:
@@ -486,7 +486,8 @@ class Publisher:
                 return self._settled(owner, stream.confirm_all(number), now)
             case SummaryDiffers(number, buckets):
                 if len(buckets) == 8 * BUCKETS:
-                    # It doubts this stream until it hears again that all is handed over.
+                    # It doubts this stream until it is notified again that everything is handed
+                    # over.
                     stream.complete = b""
                     return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
                 if self.metrics is not None:

@@ -216,7 +216,7 @@ class OutgoingStream:
     _differing: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.bool_))
     _state: npt.NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
     _places: tuple[int, int] = (0, 0)
-    """Where the buckets of `content` and `_state` lie."""
+    """Where the buckets of `content` and `_state` are."""
     _asks: int = 0
     """Questions since the last summary that matched."""
     _asked_number: int = -1

@@ -191,7 +191,7 @@ class WaitingCommits:
     def expect(
         self, waiter: int, owner: int, positions: npt.NDArray[np.intp], *, is_awaited: bool
     ) -> None:
-        """Note that an owner is told of these of its records; the answer may wait for it."""
+        """Note that an owner is notified of these of its records; the answer may wait for it."""
         waiting = self._waiters[waiter]
         waiting.change(positions, 1)
         if is_awaited and len(positions):
@@ -344,7 +344,7 @@ FOLLOWED_S: Final = 30.0
 @final
 @attrs.define(eq=False)
 class Following:
-    """What followers of one node are told. `is_followed`: whether changes are to be added."""
+    """What followers of one node are sent. `is_followed`: whether changes are to be added."""
 
     incarnation: int
     table: RecordTable
@@ -352,7 +352,7 @@ class Following:
     due: float = inf
     """When `on_tick` has something to do."""
     _kept: Changes = attrs.field(factory=lambda: np.empty(0, CHANGE))
-    """Change n lies in row n % CHANGES_KEPT."""
+    """Change n is in row n % CHANGES_KEPT."""
     _last: int = 1
     """The number of the last change; the first one that is told is 2, as 0 and below name none."""
     _floor: int = 1

@@ -65,7 +65,7 @@ class Removal:
         return True
 
     def answer(self) -> Effect:
-        """Tell the client what went or stays, and where that is not known."""
+        """Notify the client of what went or stays, and where that is not known."""
         if self.states is not None:
             return Send(self.origin, Retained(self.request, self.states, tuple(self.waiting)))
         missed = tuple(sorted(self.waiting | self.missed))

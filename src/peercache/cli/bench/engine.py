@@ -63,7 +63,7 @@ class WorkingSet:
         return content
 
     def runs(self, memory: limits.Memory, some: slice) -> PageRuns:
-        """Return where the pages of one call lie in memory."""
+        """Return where the pages of one call are in memory."""
         numbers = np.arange(some.start, some.stop, dtype=np.uint64)
         addresses = numbers * np.uint64(self.page_bytes) + np.uint64(memory.ctypes.data)
         sizes = np.full(len(numbers), self.page_bytes, np.uint64)

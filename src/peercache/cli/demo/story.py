@@ -74,7 +74,7 @@ a machine that is ten times slower. For so long a missed page that must be there
 busy machine may make any call a miss."""
 
 SLOWER_S = 5.0
-"""A machine that stands still for a moment adds this much to a call; a call that hangs takes
+"""A machine that is paused for a moment adds this much to a call; a call that hangs takes
 longer."""
 
 WARM_ROUNDS = 3

@@ -37,9 +37,7 @@ def top(**target: Any) -> None:
     Exit status: 0, and 2 if no node answers or there is no terminal.
     """
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
-        raise click.UsageError(
-            "top draws on a terminal, and this is none: use `peercache status`, or --json there."
-        )
+        raise click.UsageError("top needs a terminal: use `peercache status`, or --json there.")
     wanted = target_of(**target)
     with Operator(wanted) as operator, _keys() as pressed:
         before: dict[str, tuple[float, Status]] = {}

@@ -2,8 +2,8 @@
  *
  * Owns    the descriptors and TLS sessions that `take` was given: it closes them, or hands them back
  *         with a refusal.
- * Hears   requests (wire.py): it checks every length before it uses it.
- * Says    the bytes of slots, and after them their seals (_responding.c).
+ * Takes   requests (wire.py): it checks every length before it uses it.
+ * Sends   the bytes of slots, and after them their seals (_responding.c).
  * Keeps   no receive ever waits.
  * Limits  STEP_BYTES_MAX of one connection before the others have their turn; requests and ciphertext
  *         of held_max bytes in all and owner_held_max of one certificate: what would be more waits

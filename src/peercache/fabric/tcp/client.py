@@ -59,7 +59,7 @@ from peercache.trust.files import LiveTls
 from peercache.trust.identity import CertificateRole
 
 STALL_S = 0.25
-"""Silence after which a peer counts as unreachable. A paused process is silent for ever; a busy one
+"""Silence after which a peer counts as unreachable. A paused process is silent forever; a busy one
 on a local network answers in milliseconds."""
 
 CONNECT_TIMEOUT_S = 0.5

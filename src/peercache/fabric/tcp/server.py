@@ -1,8 +1,8 @@
 """The tcp fabric, server side: decides which clients may read, and for how long a connection lives.
 
 Owns    the data port's listeners, and each connection until its client is admitted.
-Hears   TLS handshakes and greetings (wire.py) from every host that can connect: it believes none.
-Says    whether it serves a client, and if not, why. The compiled loop on threads of its own
+Takes   TLS handshakes and greetings (wire.py) from every host that can connect: it believes none.
+Sends   whether it serves a client, and if not, why. The compiled loop on threads of its own
         (serving.py) answers the requests.
 Keeps   nothing is served before `DataAdmission` said so. Silent connections keep no other out: the
         one that has been silent for longest makes room.

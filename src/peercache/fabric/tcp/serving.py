@@ -298,7 +298,7 @@ class ServingThread:
     def _stop(self) -> bool:
         """End the thread; return whether it has ended."""
         if self._fork.is_child:
-            # A forked child has no such thread, and its copy of the lock may be held for ever.
+            # A forked child has no such thread, and its copy of the lock may be held forever.
             return False
         if self._server is None:
             # Python runs exit hooks from a copy of their list: an unregistered one may still run.

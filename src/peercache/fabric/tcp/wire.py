@@ -214,5 +214,5 @@ def portions(lengths: U64) -> list[int]:
 def _reason(raw: bytes | bytearray, expected: bytes) -> str:
     magic, code = _ANSWER.unpack(raw)
     if magic != expected or code >= len(REASONS):
-        raise RemoteProtocolError("an answer that is none of the tcp fabric")
+        raise RemoteProtocolError("an answer that is invalid of the tcp fabric")
     return REASONS[code]

@@ -68,7 +68,7 @@ EVERYONE = frozenset(Role)
 class Declared:
     """What a message states.
 
-    tag:     its number on the wire: each has its own, and keeps it for ever.
+    tag:     its number on the wire: each has its own, and keeps it forever.
     since:   the wire version that it came with; 4 is the first.
     to:      who receives it.
     of_node: who receives it from another node; None: the same.

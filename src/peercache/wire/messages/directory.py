@@ -209,7 +209,7 @@ class RequestChanges:
 class ReportChanges:
     """Answer a RequestChanges: apply `changes` in their order, then `held`.
 
-    again:    what this follower has been told before is void: it knows nothing but this answer.
+    again:    what this follower has received before is void: it knows nothing but this answer.
     after:   the number of the last of these changes.
     changes: n × CHANGE (`model.records`).
     held:    n × CHANGE: pages that are there as of change `after`, in no order.
@@ -248,11 +248,12 @@ class RequestOverlap:
 
 @attrs.frozen
 class ReportOverlap:
-    """Answer an RequestOverlap.
+    """Answer a RequestOverlap.
 
     holders: the incarnations that hold any of the pages.
     flags: RESIDENT and ON_DISK of each page, a byte each: those of the first holder, then the next.
-    whole: that a page without a flag is absent. Otherwise it may be known to a node not heard.
+    whole: that a page without a flag is absent. Otherwise it may be known to a node that has not
+           answered.
     """
 
     declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE)

@@ -188,7 +188,7 @@ class OfferPages:
 
 @attrs.frozen
 class PagesTaken:
-    """Answer a OfferPages: a state a page (`wire.messages.pool`).
+    """Answer an OfferPages: a state a page (`wire.messages.pool`).
 
     COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
     removed meanwhile.

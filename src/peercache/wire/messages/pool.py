@@ -262,7 +262,7 @@ class Retain:
     """Ask a client's home node to keep these pages where they are, or a holder to keep its own.
 
     namespace:  the tag of their namespace; pages of another name are left as they are.
-    seconds:    for how long, from when a holder hears of it; 0 lets them go.
+    seconds:    for how long, from when a holder learns of it; 0 lets them go.
     timeout_s: how long the home node may wait for the other members.
     """
 

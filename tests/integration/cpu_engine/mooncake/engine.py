@@ -53,7 +53,7 @@ class TransferEngine:
         destinations: Sequence[int],
         lengths: Sequence[int],
     ) -> int:
-        """Write pieces of our memory into a peer's; return when all of them lie there."""
+        """Write pieces of our memory into a peer's; return when all of them are there."""
         with self._sending:
             try:
                 link = self._links.get(session) or self._dial(session)

@@ -248,7 +248,7 @@ none /mnt/default hugetlbfs rw 0 0
 
 
 def test_file_system_of_a_folder_is_that_of_the_nearest_mount() -> None:
-    """A folder below a mount lies on it, and one that is not there on none."""
+    """A folder below a mount is on it, and one that is not there on none."""
     assert filesystem_of("/dev/shm", MOUNTS) == "tmpfs"
     assert filesystem_of("/usr", MOUNTS) == "ext4"
     assert filesystem_of("/there/is/no/such/folder", MOUNTS) == ""

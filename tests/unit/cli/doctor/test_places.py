@@ -51,7 +51,7 @@ def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
         ({"problem": "/data is not a folder", "room": 0}, PROBLEM, "/data is not a folder"),
         ({"room": 0}, PROBLEM, "is full"),
         ({"room": 50 * GIB}, ADVICE, "room for 50.0 GiB"),
-        # What lies there already is room.
+        # What is there already is room.
         ({"room": 50 * GIB, "held": 40 * GIB}, ADVICE, "room for 90.0 GiB"),
     ],
 )
@@ -299,7 +299,7 @@ def test_host_without_certificates_serves_itself() -> None:
 
 
 def test_trial_is_advised_to_become_a_cluster() -> None:
-    """The command that mends it has the trial's name."""
+    """The command that fixes it has the trial's name."""
     (found,) = _findings(insecure="ann")
 
     assert found.level == ADVICE

@@ -44,12 +44,12 @@ def test_a_writer_that_lies_spoils_no_other_page() -> None:
         home = node.ready["home"]
         honest = cluster.client(node, verify="full")
         lock = ClientLock(home, 4711, Sharing.of())
-        with Caller.at(node, "home") as liar:
+        with Caller.at(node, "home") as attacker:
             said = hello(
                 cluster.name, lock=lock.name, secret=lock.secret, namespace=Namespace().name
             )
 
-            assert liar.ask(said, sender=4711)
+            assert attacker.ask(said, sender=4711)
             for step in range(count // 50):
                 for _ in range(50):
                     message = any_message(rng, WRITING)
@@ -57,8 +57,8 @@ def test_a_writer_that_lies_spoils_no_other_page() -> None:
                         message = fitting(message, rng)
                     if isinstance(message, NAMED) and rng.random() < 0.8:
                         message = attrs.evolve(message, namespace=Namespace().tag())
-                    liar.say(message, sender=4711)
-                _empty(liar.connection)
+                    attacker.say(message, sender=4711)
+                _empty(attacker.connection)
                 keys = keys_of(f"honest-{step % 7}", 4)
                 honest.batch_set(keys, pages_of(keys))
                 # A Clear may have taken them: a miss is right, wrong bytes are asserted away.
@@ -72,7 +72,7 @@ def test_a_writer_that_lies_spoils_no_other_page() -> None:
         wait_until(lambda: all(honest.batch_set(keys, pages_of(keys))))
         assert read(honest, keys) == [True] * 4
         for kind in WRITING:
-            assert taken[kind.__name__] > count // 20, "the liar was not let in"
+            assert taken[kind.__name__] > count // 20, "the attacker was not let in"
         assert_well(node)
 
 
@@ -108,15 +108,15 @@ def test_a_node_that_lies_costs_no_page_its_bytes() -> None:
         keys = keys_of("kept", 16)
         assert client.batch_set(keys, pages_of(keys)) == [True] * 16
         for sender in (5, 2**63, 2**64 - 1):
-            with Caller.at(node, "control") as liar:
-                liar.say(hello(cluster.name, is_node=True), sender=sender)
+            with Caller.at(node, "control") as attacker:
+                attacker.say(hello(cluster.name, is_node=True), sender=sender)
                 for _ in range(count // 3):
                     message = any_message(rng, kinds)
                     member = getattr(message, "member", None)
                     if member is not None and rng.random() < 0.8:
                         own = attrs.evolve(member, incarnation=sender, state=rng.choice((0, 3)))
                         message = attrs.evolve(message, member=own)  # type: ignore[call-arg]
-                    liar.say(message, sender=sender)
+                    attacker.say(message, sender=sender)
             read(client, keys)
         time.sleep(1.0)
 
