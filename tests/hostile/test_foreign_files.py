@@ -17,7 +17,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
 
 STRANGER = 65_534
-LIAR = Incarnation(0xBAD)
+ATTACKER = Incarnation(0xBAD)
 GRANULE = 16384
 PAGE_BYTES = 128 * 2**20
 CALLS = 40
@@ -65,9 +65,9 @@ sys.exit(0 if opened or not sharing.allows_uid(65534) else 1)
 def foreign_segment(folder: Path) -> tuple[Path, int, Layout]:
     """Make a whole segment of another user, which every user may read."""
     layout = Layout.of(PAGE_BYTES, GRANULE)
-    path = folder / segment_name(LIAR)
+    path = folder / segment_name(ATTACKER)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    os.pwrite(file, pack_header(Header(LIAR, GRANULE, layout.page_bytes, boot_id())), 0)
+    os.pwrite(file, pack_header(Header(ATTACKER, GRANULE, layout.page_bytes, boot_id())), 0)
     os.ftruncate(file, layout.total_bytes)
     os.fchown(file, STRANGER, STRANGER)
     return path, file, layout
@@ -75,7 +75,7 @@ def foreign_segment(folder: Path) -> tuple[Path, int, Layout]:
 
 def member_at(path: Path | str) -> Member:
     return Member(
-        incarnation=LIAR, counter=1, state=ALIVE, head_rank=255, host_name="evil",
+        incarnation=ATTACKER, counter=1, state=ALIVE, head_rank=255, host_name="evil",
         control="127.0.0.1:1", data="127.0.0.1:2", boot_id=boot_id(), segment=str(path),
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_a_segment_that_another_user_truncates_ends_no_engine(
     The engine does not map the file of a stranger. That of a user who shares the host it does, and
     then the kernel copies: a load beyond the end of the file would be a bus error.
     """
-    numbers = [str(number) for number in (int(LIAR), PAGE_BYTES, CALLS)]
+    numbers = [str(number) for number in (int(ATTACKER), PAGE_BYTES, CALLS)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         Path(name).chmod(0o755)
         path, file, layout = foreign_segment(Path(name))

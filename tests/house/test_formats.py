@@ -83,13 +83,13 @@ FORMATS = [
     (WIRE, "Location record, 56 bytes", 0, (records.RECORD,)),
     (WIRE, "Drop, 24 bytes", 0, (records.DROP,)),
     (WIRE, "Seal, 40 bytes of 64", 0, (SEAL,)),
-    (WIRE, "Greeting, 40 bytes", 0, (tcp._OPENING, tcp._REST)),
-    (WIRE, "Answer, 8 bytes", 0, (tcp._ANSWER,)),
-    (WIRE, "Request, 24 bytes and 24 a page", 0, (tcp._REQUEST,)),
-    (WIRE, "Request, 24 bytes and 24 a page", 1, (tcp._ENTRY,)),
-    (WIRE, "Segment header, 76 bytes", 0, (segment._HEADER,)),
-    (DISK, "The files", 0, (disk._SLOT, disk._CHECK)),
-    (DISK, "The files", 1, (disk._SLAB, disk._CHECK)),
+    (WIRE, "Greeting, 40 bytes", 0, (tcp.OPENING, tcp.REST)),
+    (WIRE, "Answer, 8 bytes", 0, (tcp.ANSWER,)),
+    (WIRE, "Request, 24 bytes and 24 a page", 0, (tcp.REQUEST,)),
+    (WIRE, "Request, 24 bytes and 24 a page", 1, (tcp.ENTRY,)),
+    (WIRE, "Segment header, 76 bytes", 0, (segment.HEADER,)),
+    (DISK, "The files", 0, (disk.SLOT, disk.CHECK)),
+    (DISK, "The files", 1, (disk.SLAB, disk.CHECK)),
 ]
 
 

@@ -247,7 +247,7 @@ class ClientParts:
             # An embedded node has the very same metrics.
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
-            renew_lock=self._renew_lock,
+            renew_lock=self.renew_lock,
             on_beat=self._on_beat,
             tls=self._control_tls,
             sharing=self._sharing,
@@ -343,7 +343,7 @@ class ClientParts:
         if self._rdma is not None:
             self.asker.post(self._rdma.held())
 
-    def _renew_lock(self) -> None:
+    def renew_lock(self) -> None:
         """Lock a new file; raise ConfigError where that cannot be, and try again when asked to."""
         if not self._config.home:
             return

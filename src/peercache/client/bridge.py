@@ -258,7 +258,7 @@ class Bridge:
             for place, fabric in enumerate(chosen[1:], start=1):
                 # Memory copies gain nothing from threads; streams of a network do.
                 if fabric is not None and fabric.name != "shm":
-                    future = self._submit(step.reads[place], fabric, step.until)
+                    future = self.submit(step.reads[place], fabric, step.until)
                     if future is not None:
                         elsewhere[place] = future
             here = {
@@ -283,7 +283,7 @@ class Bridge:
         # A fabric that leaves a read to another one names that one.
         return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
 
-    def _submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
+    def submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
         """Read in another thread; None if none is available."""
         with self._lock:
             if self._is_closed:

@@ -51,10 +51,10 @@ BLOCK = 4096
 
 MAGIC = b"PCkv"
 VERSION = 1
-_FIXED = struct.Struct("<4sHHI16sQ")
-_CHUNK = struct.Struct("<IQ")
+FIXED = struct.Struct("<4sHHI16sQ")
+CHUNK = struct.Struct("<IQ")
 HEADER_BYTES = BLOCK
-CHUNKS_MAX = (HEADER_BYTES - _FIXED.size - 8) // _CHUNK.size
+CHUNKS_MAX = (HEADER_BYTES - FIXED.size - 8) // CHUNK.size
 CHUNK_BYTES = 4 * 2**20
 PAGE_BYTES_MAX = CHUNKS_MAX * CHUNK_BYTES
 
@@ -131,8 +131,8 @@ def write_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) 
         os.ftruncate(fd, 0)
         chunks, end = _write_chunks(fd, page, room, None)
         used = RAW
-    header = _FIXED.pack(MAGIC, VERSION, used, CHUNK_BYTES, key, length)
-    header += b"".join(_CHUNK.pack(*chunk) for chunk in chunks)
+    header = FIXED.pack(MAGIC, VERSION, used, CHUNK_BYTES, key, length)
+    header += b"".join(CHUNK.pack(*chunk) for chunk in chunks)
     header = header.ljust(HEADER_BYTES - 8, b"\0")
     room.header[:] = header + struct.pack("<Q", xxhash.xxh3_64_intdigest(header))
     _write_all(fd, room.header, 0)
@@ -141,10 +141,10 @@ def write_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) 
 
 def page_length(fd: int) -> int:
     """Return the bytes of the page that a file says it has, unverified; 0 of what is no page."""
-    raw = os.pread(fd, _FIXED.size, 0)
-    if len(raw) < _FIXED.size or not raw.startswith(MAGIC):
+    raw = os.pread(fd, FIXED.size, 0)
+    if len(raw) < FIXED.size or not raw.startswith(MAGIC):
         return 0
-    length: int = _FIXED.unpack(raw)[5]
+    length: int = FIXED.unpack(raw)[5]
     return length
 
 
@@ -183,7 +183,7 @@ def _header(fd: int, key: bytes, length: int, room: Room) -> tuple[int, list[tup
     (checksum,) = struct.unpack_from("<Q", raw, HEADER_BYTES - 8)
     if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
         raise NoPage("the header's checksum is wrong", is_damaged=True)
-    magic, version, used, chunk_bytes, of_key, of_length = _FIXED.unpack_from(raw)
+    magic, version, used, chunk_bytes, of_key, of_length = FIXED.unpack_from(raw)
     if (magic, version, chunk_bytes) != (MAGIC, VERSION, CHUNK_BYTES) or used not in {RAW, ZSTD}:
         raise NoPage("it has another format", is_damaged=False)
     if of_key != key:
@@ -191,7 +191,7 @@ def _header(fd: int, key: bytes, length: int, room: Room) -> tuple[int, list[tup
     if of_length != length:
         raise NoPage(f"it has {of_length} bytes, {length} are asked for", is_damaged=False)
     count = -(-length // CHUNK_BYTES)
-    chunks = [_CHUNK.unpack_from(raw, _FIXED.size + i * _CHUNK.size) for i in range(count)]
+    chunks = [CHUNK.unpack_from(raw, FIXED.size + i * CHUNK.size) for i in range(count)]
     if any(stored > CHUNK_BYTES for stored, _ in chunks):
         raise NoPage("a chunk is too long", is_damaged=True)
     return used, chunks

@@ -33,12 +33,12 @@ GIB_PAGE_BYTES = 2**30
 SMALL_PAGE_BYTES = 4096
 
 _MAGIC = b"peercach"
-_HEADER = struct.Struct("<8sIIQQQ36s")
+HEADER = struct.Struct("<8sIIQQQ36s")
 _BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 _BOOT_ID_CHARS = 36
 _NAME = re.compile(r"peercache-(table-)?[0-9a-f]{16}", re.ASCII)
 
-assert _HEADER.size <= HEADER_BYTES, _HEADER.size
+assert HEADER.size <= HEADER_BYTES, HEADER.size
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ class Header:
 
 def pack_header(header: Header) -> bytes:
     """Return the bytes that a segment begins with."""
-    return _HEADER.pack(
+    return HEADER.pack(
         _MAGIC,
         LAYOUT_VERSION,
         header.huge_page_bytes,
@@ -123,9 +123,9 @@ def pack_header(header: Header) -> bytes:
 
 def parse_header(raw: bytes) -> Header:
     """Return what a header says; raise Rejected, with what is wrong, for anything but a header."""
-    if len(raw) < _HEADER.size:
-        raise Rejected("segment", f"{len(raw)} bytes, a header has {_HEADER.size}")
-    magic, version, huge, incarnation, granule, page_bytes, boot = _HEADER.unpack_from(raw)
+    if len(raw) < HEADER.size:
+        raise Rejected("segment", f"{len(raw)} bytes, a header has {HEADER.size}")
+    magic, version, huge, incarnation, granule, page_bytes, boot = HEADER.unpack_from(raw)
     if magic != _MAGIC:
         raise Rejected("segment", "not a published segment")
     if version != LAYOUT_VERSION:

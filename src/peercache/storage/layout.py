@@ -30,15 +30,15 @@ SUPERBLOCK_NAME: Final = "store.json"
 LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index.sqlite"
 
-_SLOT = struct.Struct("<8sII16sQQQQII")
-_SLAB = struct.Struct("<8sIIQQ")
-_CHECK = struct.Struct("<Q")
+SLOT = struct.Struct("<8sII16sQQQQII")
+SLAB = struct.Struct("<8sIIQQ")
+CHECK = struct.Struct("<Q")
 _SLOT_MAGIC = b"PCSLOT\r\n"
 _SLAB_MAGIC = b"PCSLAB\r\n"
 _SLAB_NAME = re.compile(r"slab-(\d{6})\.pcs", re.ASCII)
 
-assert _SLOT.size + _CHECK.size <= BLOCK_BYTES
-assert _SLAB.size + _CHECK.size <= BLOCK_BYTES
+assert SLOT.size + CHECK.size <= BLOCK_BYTES
+assert SLAB.size + CHECK.size <= BLOCK_BYTES
 
 
 @attrs.frozen
@@ -71,7 +71,7 @@ def checksum_of(view: memoryview | bytes) -> int:
 def pack_slot(header: SlotHeader) -> bytes:
     """Return the beginning of a header block; the rest of it is ignored."""
     space, variant = parts_of(header.namespace)
-    packed = _SLOT.pack(
+    packed = SLOT.pack(
         _SLOT_MAGIC,
         FORMAT_VERSION,
         header.length,
@@ -83,15 +83,15 @@ def pack_slot(header: SlotHeader) -> bytes:
         header.written,
         variant,
     )
-    return packed + _CHECK.pack(checksum_of(packed))
+    return packed + CHECK.pack(checksum_of(packed))
 
 
 def parse_slot(block: memoryview | bytes, place: int) -> SlotHeader | None:
     """Return what the slot at `place` says, or None if its header is not one, or of elsewhere."""
-    if not _is_whole(block, _SLOT):
+    if not _is_whole(block, SLOT):
         return None
-    magic, version, length, key, space, at, sequence, checksum, written, variant = (
-        _SLOT.unpack_from(block)
+    magic, version, length, key, space, at, sequence, checksum, written, variant = SLOT.unpack_from(
+        block
     )
     if magic != _SLOT_MAGIC or version != FORMAT_VERSION or at != place or not length:
         return None
@@ -100,17 +100,15 @@ def parse_slot(block: memoryview | bytes, place: int) -> SlotHeader | None:
 
 def pack_slab(header: SlabHeader) -> bytes:
     """Return the first block of a slab."""
-    packed = _SLAB.pack(
-        _SLAB_MAGIC, FORMAT_VERSION, header.blocks, header.number, header.slab_bytes
-    )
-    return (packed + _CHECK.pack(checksum_of(packed))).ljust(BLOCK_BYTES, b"\0")
+    packed = SLAB.pack(_SLAB_MAGIC, FORMAT_VERSION, header.blocks, header.number, header.slab_bytes)
+    return (packed + CHECK.pack(checksum_of(packed))).ljust(BLOCK_BYTES, b"\0")
 
 
 def parse_slab(block: memoryview | bytes) -> SlabHeader | None:
     """Return what a slab says of itself, or None if that is not a slab of this format."""
-    if not _is_whole(block, _SLAB):
+    if not _is_whole(block, SLAB):
         return None
-    magic, version, blocks, number, slab_bytes = _SLAB.unpack_from(block)
+    magic, version, blocks, number, slab_bytes = SLAB.unpack_from(block)
     if magic != _SLAB_MAGIC or version != FORMAT_VERSION or not blocks:
         return None
     return SlabHeader(number, blocks, slab_bytes)
@@ -128,7 +126,7 @@ def slab_number(name: str) -> int | None:
 
 
 def _is_whole(block: memoryview | bytes, form: struct.Struct) -> bool:
-    if len(block) < form.size + _CHECK.size:
+    if len(block) < form.size + CHECK.size:
         return False
-    (check,) = _CHECK.unpack_from(block, form.size)
+    (check,) = CHECK.unpack_from(block, form.size)
     return bool(check == checksum_of(bytes(block[: form.size])))

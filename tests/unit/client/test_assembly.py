@@ -52,17 +52,17 @@ def test_a_lock_that_cannot_be_renewed_closes_no_descriptor_of_others() -> None:
         folder.write_text("in the way")
 
         with pytest.raises(ConfigError):
-            wiring._renew_lock()
+            wiring.renew_lock()
         # They take the number that the old lock had.
         others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
         with pytest.raises(ConfigError):
-            wiring._renew_lock()
+            wiring.renew_lock()
         for descriptor in others:
             os.fstat(descriptor)
             os.close(descriptor)
 
         folder.unlink()
-        wiring._renew_lock()
+        wiring.renew_lock()
         assert (folder / lock_name(wiring.identity)).exists()
         wiring.close(is_quiet=True)
         assert not list(folder.iterdir())

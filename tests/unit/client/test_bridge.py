@@ -435,7 +435,7 @@ def test_read_that_was_queued_without_a_thread_never_begins(
     """Where no thread can be started the executor says so, and has queued the read all the same."""
     pipe = Pipe()
     bridge = bridge_over(pipe)
-    busy = bridge._submit(read_of(9)[0], pipe, time.monotonic() + TIMEOUT_S)
+    busy = bridge.submit(read_of(9)[0], pipe, time.monotonic() + TIMEOUT_S)
     while 9 not in pipe.begun:
         time.sleep(0.001)
     start = threading.Thread.start
@@ -446,7 +446,7 @@ def test_read_that_was_queued_without_a_thread_never_begins(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-    queued = bridge._submit(read_of(1)[0], pipe, time.monotonic() + TIMEOUT_S)
+    queued = bridge.submit(read_of(1)[0], pipe, time.monotonic() + TIMEOUT_S)
     pipe.go.set()
     assert busy is not None
     busy.result(TIMEOUT_S)

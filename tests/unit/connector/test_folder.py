@@ -92,9 +92,9 @@ def test_every_changed_byte_is_a_miss(
     (file,) = files_of(tmp_path)
     whole = file.read_bytes()
     chunks = -(-PAGE // chunk)
-    fixed = folder._FIXED.size
+    fixed = folder.FIXED.size
     stored = [
-        folder._CHUNK.unpack_from(whole, fixed + i * folder._CHUNK.size)[0] for i in range(chunks)
+        folder.CHUNK.unpack_from(whole, fixed + i * folder.CHUNK.size)[0] for i in range(chunks)
     ]
     begins = np.cumsum([4096, *(-(-size // 4096) * 4096 for size in stored)])
     used = [(0, 4096), *zip(begins, stored, strict=False)]

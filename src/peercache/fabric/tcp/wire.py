@@ -68,22 +68,22 @@ REASONS = (
 MALFORMED, VERSION, CLUSTER, GRANULE, INCARNATION, BOUNDS, BUSY = REASONS[1:8]
 ROLE, REVOKED, CERTIFICATE, OWNER = REASONS[8:]
 
-_OPENING = struct.Struct("<4sHH")
-_REST = struct.Struct("<QQ16s")
-_ANSWER = struct.Struct("<4sI")
-_REQUEST = struct.Struct("<4sIQQ")
-_ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8"), ("generation", "<u8")])
+OPENING = struct.Struct("<4sHH")
+REST = struct.Struct("<QQ16s")
+ANSWER = struct.Struct("<4sI")
+REQUEST = struct.Struct("<4sIQQ")
+ENTRY = np.dtype([("offset", "<u8"), ("length", "<u8"), ("generation", "<u8")])
 
 _GREETING_MAGIC = b"PCtg"
 _ANSWER_MAGIC = b"PCta"
 _REQUEST_MAGIC = b"PCtr"
 _RESPONSE_MAGIC = b"PCts"
 
-OPENING_BYTES = _OPENING.size
-GREETING_REST_BYTES = _REST.size
-ANSWER_BYTES = _ANSWER.size
-REQUEST_BYTES = _REQUEST.size
-ENTRY_BYTES = _ENTRY.itemsize
+OPENING_BYTES = OPENING.size
+GREETING_REST_BYTES = REST.size
+ANSWER_BYTES = ANSWER.size
+REQUEST_BYTES = REQUEST.size
+ENTRY_BYTES = ENTRY.itemsize
 
 
 @attrs.define(eq=False)
@@ -111,14 +111,14 @@ def greet(*, cluster: str, granule: int, incarnation: int) -> Greeting:
 
 def encode_greeting(greeting: Greeting) -> bytes:
     """Return the first bytes of a connection."""
-    opening = _OPENING.pack(_GREETING_MAGIC, TCP_WIRE_VERSION, GREETING_REST_BYTES)
-    rest = _REST.pack(greeting.granule, greeting.incarnation, greeting.cluster)
+    opening = OPENING.pack(_GREETING_MAGIC, TCP_WIRE_VERSION, GREETING_REST_BYTES)
+    rest = REST.pack(greeting.granule, greeting.incarnation, greeting.cluster)
     return opening + rest
 
 
 def check_opening(raw: bytes | bytearray) -> None:
     """Check the OPENING_BYTES that every version begins with; raise Refusal."""
-    magic, version, follows = _OPENING.unpack(raw)
+    magic, version, follows = OPENING.unpack(raw)
     if magic != _GREETING_MAGIC:
         raise Refusal(MALFORMED)
     if version != TCP_WIRE_VERSION:
@@ -129,12 +129,12 @@ def check_opening(raw: bytes | bytearray) -> None:
 
 def decode_greeting(raw: bytes | bytearray) -> Greeting:
     """Return the greeting from the GREETING_REST_BYTES after its opening."""
-    return Greeting(*_REST.unpack(raw))
+    return Greeting(*REST.unpack(raw))
 
 
 def encode_answer(reason: str) -> bytes:
     """Return the answer to a greeting; reason "" accepts."""
-    return _ANSWER.pack(_ANSWER_MAGIC, REASONS.index(reason))
+    return ANSWER.pack(_ANSWER_MAGIC, REASONS.index(reason))
 
 
 def decode_answer(raw: bytes | bytearray) -> str:
@@ -144,7 +144,7 @@ def decode_answer(raw: bytes | bytearray) -> str:
 
 def encode_status(reason: str) -> bytes:
     """Return how a response begins; reason "" serves."""
-    return _ANSWER.pack(_RESPONSE_MAGIC, REASONS.index(reason))
+    return ANSWER.pack(_RESPONSE_MAGIC, REASONS.index(reason))
 
 
 def decode_status(raw: bytes | bytearray) -> str:
@@ -183,12 +183,12 @@ def requests(offsets: U64, lengths: U64, generations: U64, incarnation: int) -> 
 def encode_request(offsets: U64, lengths: U64, generations: U64, incarnation: int) -> bytes:
     """Return one request for at most COUNT_MAX pages and REQUEST_BYTES_MAX bytes."""
     assert 0 < len(offsets) <= COUNT_MAX, len(offsets)
-    entries = np.empty(len(offsets), _ENTRY)
+    entries = np.empty(len(offsets), ENTRY)
     entries["offset"] = offsets
     entries["length"] = lengths
     entries["generation"] = generations
     total = int(lengths.sum(dtype=np.uint64))
-    return _REQUEST.pack(_REQUEST_MAGIC, len(offsets), incarnation, total) + entries.tobytes()
+    return REQUEST.pack(_REQUEST_MAGIC, len(offsets), incarnation, total) + entries.tobytes()
 
 
 def cuts(lengths: U64, *, bytes_max: int, pages_max: int) -> list[int]:
@@ -212,7 +212,7 @@ def portions(lengths: U64) -> list[int]:
 
 
 def _reason(raw: bytes | bytearray, expected: bytes) -> str:
-    magic, code = _ANSWER.unpack(raw)
+    magic, code = ANSWER.unpack(raw)
     if magic != expected or code >= len(REASONS):
         raise RemoteProtocolError("an answer that is invalid of the tcp fabric")
     return REASONS[code]
