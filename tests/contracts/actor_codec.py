@@ -54,7 +54,11 @@ class ActorCodec:
             return ["tuple", *map(self._plain, value)]
         if isinstance(value, np.ndarray):
             file = BytesIO()
-            np.save(file, value, allow_pickle=False)
+            # What is between fields (of a seal, which takes a cache line) has no value.
+            whole = np.zeros(value.shape, value.dtype)
+            for field in value.dtype.names or (...,):
+                whole[field] = value[field]
+            np.save(file, whole, allow_pickle=False)
             return ["array", file.getvalue()]
         if isinstance(value, HashRing):
             return ["ring", list(value.members), list(value.hosts)]

@@ -172,13 +172,13 @@ def test_a_publisher_that_was_overrun_leaves_no_block_behind(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be queued is told again: removed blocks are gone at the indexer, too."""
+    monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 3)
     there: list[BlockEvent] = [block(0), block(1), block(2)]
     with closing(BlockPublisher(ANY, ANY, present=lambda: list(there))) as publisher:
         indexer.register(publisher)
         indexer.comes_to(12)
 
-        monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 0)
         there.pop()
-        publisher.publish([BlockRemoved((3,), "CPU")])
+        publisher.publish([BlockRemoved((3,), "CPU")] * 4)
         indexer.comes_to(8)
         assert publisher.figures().resyncs == 1

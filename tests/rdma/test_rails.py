@@ -323,9 +323,9 @@ def test_small_read_takes_the_one_rail_that_is_free_out_of_turn(freed: int, turn
     """Two rails of three are busy, and no read waits for them."""
     ours = channels(3)
     for _ in range(turns):
-        ours.end(reserve(ours), None, works=False)
+        ours.driver.end(reserve(ours).lease, None, works=False)
     busy = sorted([reserve(ours) for _ in range(3)], key=lambda each: each.side.index)
-    ours.end(busy.pop(freed), None, works=False)
+    ours.driver.end(busy.pop(freed).lease, None, works=False)
 
     got = reserve(ours)
 
@@ -339,7 +339,7 @@ def test_small_reads_take_turns_over_rails_that_are_all_free() -> None:
     for _ in range(6):
         reserved = reserve(ours)
         used.append(reserved.side.index)
-        ours.end(reserved, None, works=False)
+        ours.driver.end(reserved.lease, None, works=False)
 
     assert sorted(used) == [0, 0, 1, 1, 2, 2]
 
@@ -354,7 +354,7 @@ def test_small_read_waits_where_every_rail_is_busy() -> None:
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    ours.end(busy[1], None, works=False)
+    ours.driver.end(busy[1].lease, None, works=False)
     waiting.join(TIMEOUT_S)
 
     assert [each.side for each in got] == [busy[1].side]

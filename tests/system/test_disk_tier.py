@@ -224,6 +224,7 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
     open_disk(client)
     store_all(client, names)
     spilled(client, 16)
+    time.sleep(1.1)  # Of what is stored within one second the last pages go first.
     store_all(client, others)
 
     def has_vanished() -> bool:
