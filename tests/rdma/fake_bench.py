@@ -88,10 +88,11 @@ class Bench:
         return server
 
     def serve_all(self, server: ChannelServer | None = None) -> None:
-        """Register all of the page memory."""
+        """Register all of the page memory, and the seals."""
         serving = server or self.server
         size = self.segment.layout.page_bytes
         serving.grew(size)
+        assert serving.failures() == []
         wait_until(lambda: serving.registered_bytes() == size)
 
     def exchange(self, peer: int, message: Message, until: float) -> Message | None:
