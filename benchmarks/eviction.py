@@ -1,7 +1,6 @@
 """`python -m benchmarks.eviction TRACE`: how much of a trace is in a pool when it is asked for.
 
-A trace has one request a line, as JSON: `timestamp` (ms) and `hash_ids`, an id for each block of
-the prompt, chained, so equal ids are equal prefixes. Each request reads the leading run of its
+A trace is as `peercache.cli.traces` describes it. Each request reads the leading run of its
 blocks that the pool has, then sets the rest, in batches of 128, at the trace's own times. The pool
 is the real actor, in this process, without slots ahead; a block is one granule.
 
@@ -13,19 +12,16 @@ that touches the deepest block of a prompt first. `pool/LRU` is the first by the
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import attrs
 import numpy as np
 
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
+from peercache.cli.traces import LRU, Request, hit_rate, requests_of
 from peercache.model.ids import Incarnation
 from peercache.model.records import DROP
 from peercache.wire.messages.pool import Commit, Granted, Reserve, Touched
@@ -33,53 +29,6 @@ from peercache.wire.messages.pool import Commit, Granted, Reserve, Touched
 BATCH = 128
 BLOCKS = (500, 1_000, 2_000, 4_000, 8_000, 16_000)
 BLOCK_BYTES = 4096
-
-
-@attrs.frozen
-class Request:
-    """One line of a trace. at: seconds since its begin; blocks: ids, each once."""
-
-    at: float
-    blocks: list[int]
-
-
-class Cache(Protocol):
-    """What holds blocks."""
-
-    def ask(self, request: Request) -> int:
-        """Read the leading run of blocks that is here, store the rest; return the run's length."""
-        ...
-
-
-def requests_of(path: Path, most: int | None) -> list[Request]:
-    """Return the first requests of a trace, in the order of their times."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    lines.sort(key=lambda line: float(line["timestamp"]))
-    return [
-        Request(line["timestamp"] / 1000, list(dict.fromkeys(line["hash_ids"])))
-        for line in lines[:most]
-    ]
-
-
-@attrs.define
-class LRU:
-    """Least recently used goes first, block by block. is_deepest_first: from the prompt's end."""
-
-    room: int
-    is_deepest_first: bool = False
-    held: OrderedDict[int, None] = attrs.field(factory=OrderedDict)
-
-    def ask(self, request: Request) -> int:
-        """Read and store."""
-        run = next((n for n, one in enumerate(request.blocks) if one not in self.held), None)
-        for one in reversed(request.blocks) if self.is_deepest_first else request.blocks:
-            self.held[one] = None
-            self.held.move_to_end(one)
-            if not self.is_deepest_first and len(self.held) > self.room:
-                self.held.popitem(last=False)
-        while len(self.held) > self.room:
-            self.held.popitem(last=False)
-        return len(request.blocks) if run is None else run
 
 
 class RealPool:
@@ -129,17 +78,11 @@ class RealPool:
         )
 
 
-def share(requests: Sequence[Request], cache: Cache) -> float:
-    """Return the share of all blocks that were hits."""
-    hits = sum(map(cache.ask, requests))
-    return hits / sum(len(request.blocks) for request in requests)
-
-
 def rows(requests: Sequence[Request], rooms: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
     """Yield the shares of each size."""
     for room in rooms:
         caches = (RealPool(room), LRU(room), LRU(room, is_deepest_first=True))
-        yield room, [share(requests, cache) for cache in caches]
+        yield room, [hit_rate(requests, cache) for cache in caches]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
