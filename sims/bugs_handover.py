@@ -17,8 +17,8 @@ Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
 
 def _as_a_client_stores(_: Any) -> Any:
-    def take_over(self: Any, reserve: Any, now: float) -> Any:
-        del now
+    def take_over(self: Any, reserve: Any, spilled: Any, now: float) -> Any:
+        del spilled, now
         return self._reserve(TAKER, reserve)
 
     return take_over

@@ -29,7 +29,7 @@ from sims import (
 from sims.canary import Canary
 from sims.doubting import doubt
 from sims.play import play
-from sims.racing import race, race_drains
+from sims.racing import race, race_drains, race_spills
 from sims.rewriting import rewrite
 from sims.swarm import (
     draining,
@@ -413,6 +413,13 @@ CANARIES: tuple[Canary, ...] = (
         20,
         patches=bugs_handover.THOUGH_REMOVED,
         story=race_drains,
+    ),
+    Canary(
+        "spilled-though-removed",
+        "a page that is removed while another node reads it ahead of its eviction comes back there",
+        20,
+        patches=bugs_handover.THOUGH_REMOVED,
+        story=race_spills,
     ),
     Canary(
         "handed-over-unverified",

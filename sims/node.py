@@ -20,7 +20,6 @@ from peercache.actors.effects import (
     TellDirectory,
     TellPublisher,
 )
-from peercache.actors.handover.actor import HANDED_OVER
 from peercache.actors.mailboxes import (
     TAKER,
     ClientGone,
@@ -32,6 +31,9 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.placement.drain import (
+    HANDED_OVER,
+)
 from peercache.actors.ports import RdmaEffect
 from peercache.actors.runtime import SELF, Mailbox, run_actor
 from peercache.config.entries import parse_quotas
@@ -233,7 +235,7 @@ class SimNode:
     async def drained(self, goes_on: Callable[[], bool]) -> bool:
         """Hand the pages over, as the node's `Draining` does; False if it was taken back."""
         self._trace.line("fault", "drain", self.place.name)
-        giving, mailbox = self.crew.handover.giving, self.crew.mailboxes.handover
+        giving, mailbox = self.crew.placement.giving, self.crew.mailboxes.placement
         mailbox.tell(SELF, DrainBegan(self.place.local(trio.current_time()) + DRAIN_S))
         while self.place.alive and giving.state != HANDED_OVER:
             await trio.sleep(DRAIN_LOOK_S)
@@ -254,7 +256,7 @@ class SimNode:
             self.memory.write(offset, offset, region.data, TAKER.identity)
             buffers.close(region)
         done = PullDone(pull.job, arrived(pull.records, pull.namespace, fetched))
-        self.crew.mailboxes.handover.tell(SELF, done)
+        self.crew.mailboxes.placement.tell(SELF, done)
 
     async def _start(self, nursery: trio.Nursery) -> None:
         # A stream of its own: how long an actor is busy changes no other draw.
@@ -315,7 +317,7 @@ class SimNode:
         """Answer nodes that ask whether this one drains; no client of a run asks for figures."""
         del sender
         if isinstance(message, RequestDrainState):
-            return ReportDrainState(message.request, {"state": self.crew.handover.giving.state})
+            return ReportDrainState(message.request, {"state": self.crew.placement.giving.state})
         return None
 
     def perform(self, effect: Effect) -> None:
@@ -455,5 +457,7 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         location_cache_entries=options.cache_entries,
         mirror_pulls=options.mirror_pulls,
         mirror_share=options.mirror_share,
+        spill=options.spill,
+        placement_min_age=options.placement_min_age_s,
         quotas=parse_quotas(options.quotas),
     )

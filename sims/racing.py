@@ -1,7 +1,7 @@
-"""Two stories: pages are copied from one host to another while a third one removes them.
+"""Stories in which pages are copied from one host to another while a third one removes them.
 
-Readers mirror them, or their node is drained. A page that a removal has ended at every member must
-not come back by a copy that was read before, whatever the moment.
+Readers mirror them, or their node is drained, or spills them. A page that a removal has ended at
+every member must not come back by a copy that was read before, whatever the moment.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import partial
 from typing import TypeAlias
 
 import attrs
+import numpy as np
 import trio
 
-from peercache.actors.mailboxes import DrainCancelled
+from peercache.actors.mailboxes import ColdPages, DrainCancelled
 from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
 from sims import determinism
@@ -46,10 +47,21 @@ def race_drains(seed: int) -> str:
     return _raced(seed, _drain)
 
 
+def race_spills(seed: int) -> str:
+    """Return what a checker has found while a node spills its pages, "" for nothing."""
+    return _raced(seed, _spill)
+
+
 def _raced(seed: int, copy: Copies) -> str:
     clock = VirtualClock(wall_s=WALL_LIMIT_S)
     crowd = Crowd(readers=2, pages=ROUNDS, pulls="all" if copy is _mirror else "off", seed=seed)
-    options = attrs.evolve(crowd.options(), step_s=STEP_S, steps_a_page=4, latency_mean_s=0.0005)
+    options = attrs.evolve(
+        crowd.options(),
+        step_s=STEP_S,
+        steps_a_page=4,
+        latency_mean_s=0.0005,
+        spill=copy is _spill,
+    )
     world = World(options, clock, Trace(clock.current_time, show=None))
     try:
         determinism.run(partial(_run, world, copy), seed=seed, clock=clock)
@@ -66,9 +78,22 @@ async def _drain(world: World, page: int, rng: random.Random) -> None:
     del page, rng
     node, counts = world.nodes["n0"], world.calls.counts
     await node.drained(lambda: True)
-    given = node.crew.handover.giving.progress.given
+    given = node.crew.placement.giving.progress.given
     counts["mirrored"] = counts.get("mirrored", 0) + given
-    node.crew.mailboxes.handover.tell(SELF, DrainCancelled())
+    node.crew.mailboxes.placement.tell(SELF, DrainCancelled())
+
+
+async def _spill(world: World, page: int, rng: random.Random) -> None:
+    """Let the first node offer the page, as if its full pool had named it."""
+    del rng
+    crew, counts = world.nodes["n0"].crew, world.calls.counts
+    progress = crew.placement.spilling.progress
+    before = progress.moved
+    record = crew.pool.records_of(world.library.keys[[page]].tobytes())
+    tag = world.clients["c-n0"].namespace.tag()
+    crew.mailboxes.placement.tell(SELF, ColdPages(((tag, record, np.array([1.0])),)))
+    await trio.sleep(LATEST_S)
+    counts["mirrored"] = counts.get("mirrored", 0) + progress.moved - before
 
 
 async def _run(world: World, copy: Copies) -> None:

@@ -101,6 +101,8 @@ class Options:
     portion_pages: int
     """Largest pages that fit into a portion of a set."""
     drain_rate: float
+    spill: bool = False
+    placement_min_age_s: float = 0.0
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
     quotas: str = ""
@@ -148,6 +150,32 @@ def draining(options: Options) -> Options:
         leave_rate=0.0,
         partition_rate=0.0,
         loss=0.0,
+    )
+
+
+def spilling(options: Options) -> Options:
+    """Return a small run in which half of the nodes hardly store anything, and the others evict.
+
+    Pages move to the idle ones all the time, are removed meanwhile, and nodes are paused and cut
+    off while they do.
+    """
+    return attrs.evolve(
+        smaller(options),
+        spill=True,
+        placement_min_age_s=0.0,
+        nodes=4,
+        hosts=4,
+        clients=2,
+        workers=2,
+        pool_granules=96,
+        uncommitted_granules=0,
+        keys=200,
+        batch_max=16,
+        think_s=0.02,
+        step_s=0.001,
+        disk_slabs=0,
+        mirror_pulls="off",
+        quotas="",
     )
 
 
@@ -347,4 +375,6 @@ def draw(rng: random.Random, seed: int) -> Options:
         mirror_lately_s=rng.choice([LATELY_S, 1.0, 0.1]),
         portion_pages=rng.choice([1, 2, 4]),
         drain_rate=sometimes(0.5, 0.02, 0.15),
+        spill=rng.random() < 0.5,
+        placement_min_age_s=rng.choice([0.0, 1.0, 10.0]),
     )

@@ -155,7 +155,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               ((gauge("drain_pages", "instance, state"), "{{instance}} {{state}}"),)),
         Panel("Drains: bytes by what became of them", "bytes",
               ((gauge("drain_bytes", "instance, state"), "{{instance}} {{state}}"),)),
-        Panel("Taken over from drained nodes", "ops",
+        Panel("Offered ahead of eviction, pages", "short",
+              ((gauge("placement_pages", "instance, outcome"), "{{instance}} {{outcome}}"),)),
+        Panel("Moved ahead of eviction, bytes", "bytes",
+              ((gauge("placement_bytes", "instance"), "{{instance}}"),)),
+        Panel("Taken over from other nodes", "ops",
               ((rate("pages_taken_over_total", "instance"), "{{instance}}"),)),
     ),
     "Disk": (

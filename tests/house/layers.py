@@ -28,7 +28,7 @@ LAYERS: dict[str, str] = {
     "actors.pool": "model observability installation wire.messages actors",
     "actors.disk": "model observability wire.messages actors",
     "actors.removal": "model wire.messages actors",
-    "actors.handover": "model observability wire.messages actors",
+    "actors.placement": "model observability wire.messages actors",
     "actors.promote": "model observability wire.messages actors",
     "actors.channels": "",
     "actors.rdma": "wire.messages actors",
@@ -51,7 +51,7 @@ LAYERS: dict[str, str] = {
     # A node is put together from all of them, then the blocking client.
     "node": "trust model config wire wire.messages observability installation actors "
     "actors.membership actors.ring actors.directory actors.publisher actors.pool actors.disk "
-    "actors.promote actors.removal actors.rdma actors.handover paths memory storage net fabric "
+    "actors.promote actors.removal actors.rdma actors.placement paths memory storage net fabric "
     "fabric.tcp rdma http discovery manager",
     "client": "trust model config wire wire.messages observability paths memory net events fabric "
     "fabric.tcp rdma node",

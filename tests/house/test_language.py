@@ -80,7 +80,7 @@ COMPONENTS = frozenset(
         "engines",
         "events",
         "fabric",
-        "handover",
+        "placement",
         "home",
         "http",
         "lmcache",

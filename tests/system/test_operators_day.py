@@ -252,6 +252,6 @@ def upgrade_all(site: Site, clients: Sequence[Client]) -> None:
         site.wait_for_all(clients[place])
     assert handed_over >= PAGES
     pulled = [json.loads(line) for node in site.cluster.nodes for line in node.said().splitlines()
-              if '"handover.pulled"' in line]  # fmt: skip
+              if '"placement.pulled"' in line]  # fmt: skip
     assert {line["fabric"] for line in pulled} == {"tcp"}
     wait_until(lambda: site.operate("status").returncode == 0)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from peercache.actors.mailboxes import (
     DirectoryMessage,
     DiskMessage,
-    HandoverMessage,
     PeerAnswered,
+    PlacementMessage,
     PoolMessage,
     PromoteMessage,
     PublisherMessage,
@@ -82,12 +82,13 @@ class BuildRing:
 
 @attrs.frozen(eq=False)
 class Pull:
-    """Read pages of another node into slots of this one, and tell the handover actor PullDone.
+    """Read pages of another node into slots of this one, and tell the placement actor PullDone.
 
     job:       a number that no other Pull of this node had.
     records:   (n,) RECORD of the member's pages, all of one namespace.
     offsets:   (n,) uint64 of the reserved slots in page memory.
     within_s:  how long it may take.
+    is_leaving: whether the member leaves soon, so that no channel to it is kept.
     """
 
     job: int
@@ -96,6 +97,7 @@ class Pull:
     records: Records
     offsets: U64
     within_s: float
+    is_leaving: bool = True
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
@@ -168,11 +170,11 @@ class TellRdma:
 
 
 @attrs.frozen
-class TellHandover:
-    """Hand a fact to the handover actor."""
+class TellPlacement:
+    """Hand a fact to the placement actor."""
 
-    actor: ClassVar = "handover"
-    fact: HandoverMessage
+    actor: ClassVar = "placement"
+    fact: PlacementMessage
 
 
 @attrs.frozen
@@ -186,7 +188,7 @@ class TellRemoval:
 Tell: TypeAlias = (
     TellMembership | TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote
     | TellRdma
-    | TellRemoval | TellHandover
+    | TellRemoval | TellPlacement
 )  # fmt: skip
 
 LocalEffect: TypeAlias = StoreWords | Pull | DiskEffect | RdmaEffect

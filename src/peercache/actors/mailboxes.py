@@ -41,8 +41,11 @@ from peercache.wire.messages.membership import (
     HeartbeatSeen,
     Join,
     OfferPages,
+    OfferSpill,
     PagesTaken,
     ReportDrainState,
+    ReportRoom,
+    RequestRoom,
     RequestView,
     RequestViewChanges,
     ShareView,
@@ -101,7 +104,7 @@ MembershipMessage: TypeAlias = (
 
 @attrs.frozen
 class ViewChanged:
-    """membership → ring, directory, removal, handover: the view of now, dead and left included."""
+    """membership → ring, directory, removal, placement: the view of now, dead and left included."""
 
     members: tuple[Member, ...]
 
@@ -258,41 +261,81 @@ PROMOTER = Origin(0)
 
 
 TAKER = Origin(1)
-"""The handover actor as a client of its node's pool; clients choose larger numbers by chance."""
+"""The placement actor as a client of its node's pool; clients choose larger numbers by chance."""
+
+
+@attrs.frozen(eq=False)
+class SpilledPages:
+    """Pages that their holder offers before it evicts them, coldest first.
+
+    ages: (n,) float64, seconds since each was touched; pages are evicted for it that were touched
+          longer ago, and not within min_age_s either. Negative: nothing is evicted for it.
+    """
+
+    ages: npt.NDArray[np.float64]
+    min_age_s: float
 
 
 @attrs.frozen
 class TakeOver:
-    """handover → pool: slots for pages that another node hands over, before they are read.
+    """placement → pool: slots for pages that another node offers, before they are read.
 
-    Answered by Granted. Only free room is given. What is removed from now on is not committed.
+    Answered by Granted. What is removed from now on is not committed. Only free room is given,
+    unless `spilled` says more.
     """
 
     reserve: Reserve
+    spilled: SpilledPages | None = None
 
 
 @attrs.frozen
 class TakenOver:
-    """handover → pool: commit what was read of a TakeOver. Answered by Committed."""
+    """placement → pool: commit what was read of a TakeOver. Answered by Committed.
+
+    Answered once the owners of the records know of them, or after a second: `published` says so.
+
+    ages: (n,) float64, seconds since each page was touched; None: 0.
+    """
 
     commit: Commit
+    ages: npt.NDArray[np.float64] | None = None
 
 
 @attrs.frozen
 class DrainChanged:
-    """handover → pool: from now on clients' pages are refused, or taken again."""
+    """placement → pool: from now on clients' pages are refused, or taken again."""
 
     is_draining: bool
 
 
 @attrs.frozen
 class RequestGive:
-    """handover → pool: which pages are handed over next, hottest first? Answered by PagesToGive.
+    """placement → pool: which pages are handed over next, hottest first? Answered by PagesToGive.
 
     again: begin with the hottest ones of now.
     """
 
     again: bool
+
+
+@attrs.frozen
+class RequestSpill:
+    """placement → pool: if little room is left, which pages are evicted next? ColdPages answers.
+
+    only_new: this node may have missed removals; pages that it has now are never named again.
+    """
+
+    only_new: bool = False
+
+
+@attrs.frozen
+class PagesGiven:
+    """placement → pool: another node holds these pages too, and the owners of their records know.
+
+    drops: dtype DROP. A page that was stored again or touched meanwhile is as any other.
+    """
+
+    drops: npt.NDArray[np.void]
 
 
 @attrs.frozen(eq=False)
@@ -367,7 +410,8 @@ PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesSpilled | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
-    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RemovalDone
+    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
+    | PagesGiven | RequestRoom | RemovalDone
 )  # fmt: skip
 
 
@@ -501,24 +545,24 @@ PromoteMessage: TypeAlias = (
 )
 
 
-# --- handover -------------------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class DrainBegan:
-    """node → handover: hand the pages over, for at most so long. until: in the actors' time."""
+    """node → placement: hand the pages over, for at most so long. until: in the actors' time."""
 
     until: float
 
 
 @attrs.frozen
 class DrainCancelled:
-    """node → handover: keep the pages, and take new ones again."""
+    """node → placement: keep the pages, and take new ones again."""
 
 
 @attrs.frozen(eq=False)
 class PagesToGive:
-    """pool → handover: the answer to RequestGive.
+    """pool → placement: the answer to RequestGive.
 
     groups: pages by namespace, hottest first; none: there are no more.
     left:   pages behind these; left_bytes: of their slots.
@@ -531,9 +575,20 @@ class PagesToGive:
     left_bytes: int = 0
 
 
+@attrs.frozen(eq=False)
+class ColdPages:
+    """pool → placement: the answer to RequestSpill, coldest first; no groups: no page is named.
+
+    groups: (namespace, records, ages); ages: (n,) float64, seconds since each was touched, negative
+            where the page is on disk too.
+    """
+
+    groups: tuple[tuple[Tag, npt.NDArray[np.void], npt.NDArray[np.float64]], ...]
+
+
 @attrs.frozen
 class PullDone:
-    """node → handover: the outcome of a Pull, one byte a page: 1 where its bytes are verified.
+    """node → placement: the outcome of a Pull, one byte a page: 1 where its bytes are verified.
 
     Nothing writes to the slots any more.
     """
@@ -542,9 +597,9 @@ class PullDone:
     arrived: bytes
 
 
-HandoverMessage: TypeAlias = (
+PlacementMessage: TypeAlias = (
     OfferPages | PagesTaken | ReportDrainState | ViewChanged | DrainBegan | DrainCancelled
-    | PagesToGive | Granted | Committed | PullDone
+    | PagesToGive | Granted | Committed | PullDone | OfferSpill | ReportRoom | ColdPages
 )  # fmt: skip
 
 

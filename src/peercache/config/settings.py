@@ -380,6 +380,23 @@ class Config:
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
     )
+    spill: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "Offer the pages that this node evicts next to nodes with free memory or colder pages.",
+    )
+    placement_rate: int = setting(
+        SIZE,
+        512 * 2**20,
+        "Bytes a second of pages that this node offers to other nodes ahead of their eviction.",
+        low=2**20,
+    )
+    placement_min_age: float = setting(
+        SECONDS,
+        60.0,
+        "Seconds since its last use before a page is evicted for one that another node offers.",
+        low=0,
+    )
     quotas: tuple[QuotaRule, ...] = setting(
         QUOTAS,
         (),

@@ -167,6 +167,23 @@ class Draining:
 
 
 @attrs.frozen(kw_only=True)
+class Spilled:
+    """Pages that a node offered to others ahead of their eviction, since it began.
+
+    moved, moved_bytes: another node took them. there: one had them. refused: no node that was asked
+    had room or colder pages. failed: no answer, or the page changed meanwhile.
+    taken: pages of other nodes that this one took, drained nodes included.
+    """
+
+    moved: int = 0
+    there: int = 0
+    refused: int = 0
+    failed: int = 0
+    moved_bytes: int = 0
+    taken: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class Thread:
     """A thread of the process. cpu_s: processor time; state: as in /proc."""
 
@@ -219,6 +236,7 @@ class Status:
     shard: Shard = attrs.field(factory=Shard)
     namespaces: tuple[NamespaceUse, ...] = ()
     draining: Draining = attrs.field(factory=Draining)
+    spilled: Spilled = attrs.field(factory=Spilled)
     certificate_days: float = -1.0
     rdma: str = ""
     detail: Detail = attrs.field(factory=Detail)
@@ -369,6 +387,7 @@ _CLASSES: dict[str, type[Any]] = {
         NamespaceUse,
         Shard,
         Draining,
+        Spilled,
         Thread,
         Detail,
         Status,

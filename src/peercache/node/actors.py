@@ -14,8 +14,13 @@ from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.directory.table import SEED_BYTES
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect
-from peercache.actors.handover.actor import Handover
 from peercache.actors.membership.actor import Membership
+from peercache.actors.placement.actor import (
+    Placement,
+)
+from peercache.actors.placement.spill import (
+    Spilling,
+)
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.publisher.actor import Publisher
@@ -95,9 +100,9 @@ class NodeActors:
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
-        self.handover = Handover(me.incarnation, spaces)
+        self.placement = _placement(config, me, rng, spaces)
         if metrics is not None:
-            self.handover.show(metrics)
+            self.placement.show(metrics)
         self.mailboxes = boxes = NodeMailboxes()
         self.actors: tuple[NamedActor[Any], ...] = (
             NamedActor("membership", self.membership, boxes.membership),
@@ -109,7 +114,7 @@ class NodeActors:
             NamedActor("promote", self.promote, boxes.promote),
             NamedActor("rdma", self.rdma, boxes.rdma),
             NamedActor("removal", self.removal, boxes.removal),
-            NamedActor("handover", self.handover, boxes.handover),
+            NamedActor("placement", self.placement, boxes.placement),
         )
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
@@ -118,6 +123,20 @@ class NodeActors:
             nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)
+
+
+def _placement(
+    config: Config,
+    me: Member,
+    rng: random.Random,
+    spaces: Callable[[], frozenset[int] | None],
+) -> Placement:
+    spilling = Spilling(
+        rate=config.placement_rate if config.spill else 0,
+        min_age_s=config.placement_min_age,
+        rng=rng,
+    )
+    return Placement(me.incarnation, spaces, spilling)
 
 
 def _disk(config: Config, metrics: Metrics) -> DiskTier:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, final
@@ -17,8 +17,16 @@ import numpy as np
 import trio
 
 from peercache.actors.effects import Pull
-from peercache.actors.handover.actor import HANDED_OVER, HANDING_OVER, SERVING, TAKINGS_MAX, Giving
 from peercache.actors.mailboxes import DrainBegan, DrainCancelled, PullDone
+from peercache.actors.placement.drain import (
+    HANDED_OVER,
+    HANDING_OVER,
+    SERVING,
+    Giving,
+)
+from peercache.actors.placement.takings import (
+    TAKINGS_MAX,
+)
 from peercache.config.settings import Config
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
@@ -50,7 +58,7 @@ holders meanwhile, and an operator who watches sees the end."""
 class Drainer:
     """The drain of one node.
 
-    giving:   how far the handover actor is.
+    giving:   how far the placement actor is.
     others:   how many other nodes live.
     within_s: the most time, unless the operator says another.
     leave:    begins the graceful stop.
@@ -149,13 +157,13 @@ class Drainer:
 
 
 CHANNELS_MAX: Final = 2
-"""Channels to a node that is drained: one is read at a time, one may have just ended."""
+"""Channels to a node that offers pages: one is read at a time, one may have just ended."""
 
 
 @final
 @attrs.define(eq=False)
 class Puller:
-    """Performs what the handover actor asks for. Its threads begin with the first offers.
+    """Performs what the placement actor asks for. Its threads begin with the first offers.
 
     It is made on the loop, reads into `segment`, and `tell` learns of each Pull once, on the loop.
     """
@@ -170,8 +178,16 @@ class Puller:
         factory=trio.lowlevel.current_trio_token, init=False
     )
     _fabrics: tuple[ShmFabric | TcpFabric, ...] = attrs.field(default=(), init=False)
+    _mapped: dict[int, None] = attrs.field(factory=dict, init=False)
+    """Nodes whose memory stays mapped, as they are read again and again."""
     _opening: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _threads: ThreadPoolExecutor | None = attrs.field(default=None, init=False)
+
+    def follow(self, live: Collection[int]) -> None:
+        """Let the memory go of nodes that are members no longer."""
+        for gone in [one for one in list(self._mapped) if one not in live]:
+            del self._mapped[gone]
+            self._forget(gone)
 
     def perform(self, pull: Pull) -> None:
         """Begin to read; never blocks."""
@@ -193,7 +209,7 @@ class Puller:
             outcome = self._read(pull)
         except Exception:
             # The slots are given back all the same, or the pool would lose them.
-            self._log.error("handover.pull_failed", exc_info=True)
+            self._log.error("placement.pull_failed", exc_info=True)
         done = PullDone(pull.job, outcome)
         try:
             self._token.run_sync_soon(self._tell, done)
@@ -209,11 +225,14 @@ class Puller:
         try:
             fetched = fabric.read(reading, time.monotonic() + pull.within_s)
         finally:
-            # The node leaves soon, and its memory lives as long as it is mapped anywhere.
-            self._forget(pull.member.incarnation)
+            if pull.is_leaving:
+                # Its memory lives as long as it is mapped anywhere.
+                self._forget(pull.member.incarnation)
+            else:
+                self._mapped[pull.member.incarnation] = None
         outcome = arrived(pull.records, pull.namespace, fetched)
         self._log.debug(
-            "handover.pulled", source=name_of(pull.member.incarnation), fabric=fabric.name,
+            "placement.pulled", source=name_of(pull.member.incarnation), fabric=fabric.name,
             pages=outcome.count(1), offered=len(outcome), failure=fetched.failure,
         )  # fmt: skip
         return outcome

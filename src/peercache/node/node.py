@@ -18,7 +18,7 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellHandover
+from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellPlacement
 from peercache.actors.mailboxes import AddressesFound, DiskMessage, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.ports import RdmaAbsent, RdmaEffect
@@ -39,6 +39,7 @@ from peercache.model.ids import incarnation_of, name_of, new_nonce
 from peercache.model.member import ALIVE, Member
 from peercache.model.process import DescriptorShares, descriptors_max
 from peercache.model.status import encoded
+from peercache.model.view import is_live
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.sockets import Listener
 from peercache.node import addresses
@@ -219,7 +220,7 @@ class Node:
         )
         path = self.config.disk_path
         disk = DiskTroubles(lambda: crew.disk.trouble, path=path, log=self.log)
-        return owners.look, disk.look
+        return owners.look, disk.look, self._follow_read_nodes
 
     async def _start(
         self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener
@@ -443,8 +444,8 @@ class Node:
     def _drainer(self, crew: NodeActors, nursery: trio.Nursery) -> Drainer:
         """Return what drains this node when an operator says so."""
         return Drainer(
-            crew.handover.giving,
-            tell=lambda fact: crew.mailboxes.handover.tell(SELF, fact),
+            crew.placement.giving,
+            tell=lambda fact: crew.mailboxes.placement.tell(SELF, fact),
             others=lambda: sum(m.state == ALIVE for m in self._members()) - 1,
             within_s=self.config.drain_s,
             leave=self.stop,
@@ -452,11 +453,15 @@ class Node:
             log=self.log,
         )
 
+    def _follow_read_nodes(self) -> None:
+        if self._puller is not None:
+            self._puller.follow({m.incarnation for m in self._members() if is_live(m)})
+
     def _open_puller(self) -> None:
-        """Make what reads the pages that other nodes hand over."""
+        """Make what reads the pages that other nodes offer."""
 
         def tell(done: PullDone) -> None:
-            self._switchboard.tell(TellHandover(done))
+            self._switchboard.tell(TellPlacement(done))
 
         self._puller = Puller(
             self.config, self._segment, tls=self.tls, sharing=self.sharing, tell=tell, log=self.log

@@ -35,6 +35,7 @@ from peercache.model.status import (
     NamespaceUse,
     PeerStatus,
     Shard,
+    Spilled,
     Status,
     Thread,
     Tier,
@@ -268,8 +269,13 @@ class NodeStatus:
             certificate_days=-1.0 if self.tls is None else self.tls.days_left,
             rdma=str(figures.get("rdma", "")),
             draining=self.draining(),
+            spilled=self._spilled(counters),
             detail=details(self.config) if detail else Detail(),
         )  # fmt: skip
+
+    def _spilled(self, counters: Mapping[str, float]) -> Spilled:
+        taken = int(counters.get("pages_taken_over", 0))
+        return Spilled(taken=taken, **attrs.asdict(self.crew.placement.spilling.progress))
 
     def _state(self, health: Health) -> str:
         if self.is_leaving():

@@ -40,10 +40,10 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import (
     DirectoryMessage,
     DiskMessage,
-    HandoverMessage,
     MembershipMessage,
     NamespaceNamed,
     PeerAnswered,
+    PlacementMessage,
     PoolMessage,
     PromoteMessage,
     PublisherMessage,
@@ -169,7 +169,7 @@ class NodeMailboxes:
     promote: Mailbox[PromoteMessage] = attrs.field(factory=Mailbox, init=False)
     rdma: Mailbox[RdmaMessage] = attrs.field(factory=Mailbox, init=False)
     removal: Mailbox[RemovalMessage] = attrs.field(factory=Mailbox, init=False)
-    handover: Mailbox[HandoverMessage] = attrs.field(factory=Mailbox, init=False)
+    placement: Mailbox[PlacementMessage] = attrs.field(factory=Mailbox, init=False)
     turn: Turn = attrs.field(init=False)
 
     @turn.default
@@ -621,7 +621,7 @@ class Links:
                 self._reach.connected(dialled.peer.local[0])
             self._welcomed(address, dialled, message.member)
         elif isinstance(message, ReportDrainState):
-            self._mailboxes.handover.tell(Origin(envelope.sender), message)
+            self._mailboxes.placement.tell(Origin(envelope.sender), message)
         elif isinstance(message, (ReportStatus, ReportOverlap)):
             self._told(envelope.sender, message)
         elif isinstance(message, Refused):

@@ -184,8 +184,15 @@ class Metrics:
         self.drain_pages = gauge("drain_pages", f"Pages {told}", "state")
         self.drain_bytes = gauge("drain_bytes", f"Bytes {told}", "state")
         self.pages_taken_over = counter(
-            "pages_taken_over", "Pages that this node took over from nodes that were drained."
+            "pages_taken_over", "Pages that this node took over from nodes that offered them."
         )
+        self.placement_pages = gauge(
+            "placement_pages",
+            "Pages offered ahead of their eviction since the node began: moved to another node, "
+            "there before, refused for want of room or colder pages, and failed.",
+            "outcome",
+        )
+        self.placement_bytes = gauge("placement_bytes", "Bytes of the pages that were moved so.")
 
     def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Make the metrics of the directory, and of those who read it."""

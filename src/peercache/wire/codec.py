@@ -259,6 +259,7 @@ _BY_NAME: dict[str, Callable[[Any], bytes]] = {
     "lengths": _blob_of(8),
     "offsets": _blob_of(8),
     "checksums": _blob_of(8),
+    "ages": _blob_of(8),
     "calls": _blob_of(5),
     "regions": _blob_of(24),
     "changes": _blob_of(24),

@@ -21,7 +21,7 @@ from peercache.actors.effects import (
     Send,
     SendTo,
     TellDirectory,
-    TellHandover,
+    TellPlacement,
     TellPublisher,
     TellRemoval,
     TellRing,
@@ -259,7 +259,7 @@ class Cluster:
             if isinstance(effect, TellRing):
                 process.views.append(effect.fact)
                 continue
-            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval, TellHandover)):
+            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval, TellPlacement)):
                 process.republished += isinstance(effect.fact, Republish)
                 continue
             self.sent[process.address, int(self.now)] += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from peercache.actors.pool.slots import UNITS_ABOUT, Extent, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Extent, Slot
+from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
 from peercache.actors.tenants import Tenant, Tenants
 
 

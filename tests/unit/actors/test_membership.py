@@ -9,7 +9,7 @@ from peercache.actors.effects import (
     Send,
     SendTo,
     TellDirectory,
-    TellHandover,
+    TellPlacement,
     TellPublisher,
     TellRemoval,
     TellRing,
@@ -54,7 +54,7 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    tells = [TellRing(view), TellDirectory(view), TellRemoval(view), TellHandover(view)]
+    tells = [TellRing(view), TellDirectory(view), TellRemoval(view), TellPlacement(view)]
     assert node.first[:4] == tells
     assert node.first[4:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)

@@ -10,7 +10,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import AHEAD_PAUSE_S
 from peercache.actors.pool.answers import AHEAD_MAX
 from peercache.actors.pool.reservations import BATCH_PAGES_MAX, ENDED_MAX, Reservation, Reservations
-from peercache.actors.pool.slots import Extent, SizeClass, Slot
+from peercache.actors.pool.size_classes import Extent, SizeClass, Slot
 from peercache.actors.tenants import Tenant
 from peercache.model.records import HAS_CHECKSUM, PAGE_BYTES_MAX, RESIDENT
 from peercache.wire.messages.pool import (

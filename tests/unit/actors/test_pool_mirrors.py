@@ -16,11 +16,12 @@ from peercache.actors.effects import (
     StoreWords,
     TellDirectory,
     TellDisk,
-    TellHandover,
+    TellPlacement,
     TellPublisher,
 )
 from peercache.actors.mailboxes import (
     DrainChanged,
+    PagesCommitted,
     PagesToGive,
     PoolGrew,
     RequestGive,
@@ -344,11 +345,11 @@ def test_a_client_mirrors_no_more_at_once_than_it_may_write() -> None:
 
 
 def taken(effects: list[Any]) -> bytes:
-    """Return the states that the handover actor is notified."""
-    told = effects[-1]
-    assert isinstance(told, TellHandover)
-    assert isinstance(told.fact, (Granted, Committed))
-    return told.fact.states
+    """Return the states that the placement actor learns, of a Commit by way of the publisher."""
+    last = effects[-1]
+    assert isinstance(last, (TellPlacement, TellPublisher))
+    assert isinstance(last.fact, (Granted, PagesCommitted))
+    return last.fact.states
 
 
 class Taker(Rig):
@@ -368,7 +369,7 @@ class Taker(Rig):
 
     def give(self, *, again: bool = True) -> PagesToGive:
         (told,) = self.say(RequestGive(again), INSIDE)
-        assert isinstance(told, TellHandover)
+        assert isinstance(told, TellPlacement)
         assert isinstance(told.fact, PagesToGive)
         return told.fact
 
@@ -378,11 +379,10 @@ def test_a_page_that_is_taken_over_is_published_as_any_other() -> None:
     rig = Taker()
 
     assert rig.offer(1, 2) == bytes((RESERVED,)) * 2
-    words, directory, publisher, answer = rig.arrive(2)
+    words, directory, answer = rig.arrive(2)
 
     assert isinstance(words, StoreWords)
     assert isinstance(directory, TellDirectory)
-    assert isinstance(publisher, TellPublisher)
     assert taken([answer]) == bytes((COMMITTED,)) * 2
     assert rig.holds(1, 2) == [True, True]
     assert rig.pool.figures()["pool_bytes_mirrored"] == 0

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.pool.reservations import Shares
-from peercache.actors.pool.slots import UNITS_ABOUT, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import UNITS_ABOUT, SlotAllocator
 from peercache.model.room import DONOR_CHECK_EVERY
 from tests.examples import examples
 from tests.unit.actors.slots_rig import Rig

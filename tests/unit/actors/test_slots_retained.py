@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.pool.reservations import Mirrors, Shares
-from peercache.actors.pool.slots import HELD, MIRROR_AGE_FACTOR, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import HELD, MIRROR_AGE_FACTOR, Slot
+from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant
 from peercache.wire.messages.pool import RESERVED
 from tests.examples import examples

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.mailboxes import NamespaceNamed
-from peercache.actors.pool.slots import Slot
+from peercache.actors.pool.size_classes import Slot
 from peercache.actors.tenants import OTHERS, TENANTS_MAX, Tenant, Tenants
 from peercache.config.entries import parse_quotas, written_quotas
 from peercache.model.keys import Namespace, tags_of

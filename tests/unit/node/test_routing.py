@@ -10,8 +10,8 @@ from peercache.actors.effects import TellPool
 from peercache.actors.mailboxes import (
     ClientGone,
     DirectoryMessage,
-    HandoverMessage,
     MembershipMessage,
+    PlacementMessage,
     PoolMessage,
     PromoteMessage,
     PublisherMessage,
@@ -69,7 +69,7 @@ def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
         "promote": PromoteMessage,
         "rdma": RdmaMessage,
         "removal": RemovalMessage,
-        "handover": HandoverMessage,
+        "placement": PlacementMessage,
     }
     named = {kind.declared.to, kind.declared.of_node or kind.declared.to}
 

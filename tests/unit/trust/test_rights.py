@@ -27,7 +27,7 @@ from peercache.trust.rights import (
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
 from peercache.wire.messages.directory import Put, Repair, RequestChanges
-from peercache.wire.messages.membership import Heartbeat, Join, OfferPages
+from peercache.wire.messages.membership import Heartbeat, Join, OfferPages, OfferSpill
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
 from tests.certificates import ALIKE
@@ -96,6 +96,9 @@ TABLE = {
     "ReportDrainState":    (False, False, False, False),
     "OfferPages":          (True,  False, False, False),
     "PagesTaken":          (True,  False, False, False),
+    "OfferSpill":          (True,  False, False, False),
+    "RequestRoom":         (True,  False, False, False),
+    "ReportRoom":          (True,  False, False, False),
     "RequestOverlap":      (True,  True,  True,  True),
     "ReportOverlap":       (False, False, False, False),
     "RequestChanges":      (False, True,  True,  True),
@@ -236,9 +239,10 @@ def test_a_node_offers_its_own_pages_in_its_namespaces_only() -> None:
     ours_only = session(Role.NODE, changes=frozenset({OURS.space_tag()}))
 
     for offerer, reason in ((everything, ""), (ours_only, NAMESPACE)):
-        assert refusal(offerer, OfferPages(1, OURS.tag(), records(ME))) == ""
-        assert refusal(offerer, OfferPages(1, THEIRS.tag(), records(ME))) == reason
-        assert refusal(offerer, OfferPages(1, OURS.tag(), records(ME, OTHER))) == NOT_ITS_OWN
+        for offer, more in ((OfferPages, ()), (OfferSpill, (b"",))):
+            assert refusal(offerer, offer(1, OURS.tag(), records(ME), *more)) == ""
+            assert refusal(offerer, offer(1, THEIRS.tag(), records(ME), *more)) == reason
+            assert refusal(offerer, offer(1, OURS.tag(), records(ME, OTHER), *more)) == NOT_ITS_OWN
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ from peercache.actors.directory.holdings import (
     ShardAuthority,
 )
 from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
-from peercache.actors.effects import Effect, Send
+from peercache.actors.effects import Effect, Send, TellPlacement
 from peercache.actors.mailboxes import (
+    TAKER,
     CommitAnswered,
     DirectoryMessage,
     RecordsChanged,
@@ -221,6 +222,8 @@ class DirectoryShard:
                     self._tick_at = now
                 return []
             case CommitAnswered(origin, committed):
+                if origin == TAKER:
+                    return [TellPlacement(committed)]
                 return [Send(origin, committed)]
             case RemovalDone(origin, removed):
                 # Clients of this host may remember where the pages were.

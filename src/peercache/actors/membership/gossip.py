@@ -36,7 +36,7 @@ from typing import Final, final
 
 import attrs
 
-from peercache.actors.effects import Effect, TellDirectory, TellHandover, TellRemoval, TellRing
+from peercache.actors.effects import Effect, TellDirectory, TellPlacement, TellRemoval, TellRing
 from peercache.actors.mailboxes import ViewChanged
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
@@ -532,5 +532,5 @@ class Announcing:
             TellRing(changed),
             TellDirectory(changed),
             TellRemoval(changed),
-            TellHandover(changed),
+            TellPlacement(changed),
         ]

@@ -3,17 +3,18 @@
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
-        ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the publisher. From the disk
-        actor: PagesSpilled, PagesForgotten, RequestResident, RequestColdest, RequestHeld,
-        RemovalDone. From the promote actor: PagesSought, PromoteAnswered, and Reserve and Commit,
-        as a client of its own node. From the handover actor: TakeOver, TakenOver,
-        DrainChanged, RequestGive.
+        RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the
+        publisher. From the disk actor: PagesSpilled, PagesForgotten, RequestResident,
+        RequestColdest, RequestHeld, RemovalDone. From the promote actor: PagesSought,
+        PromoteAnswered, and Reserve and Commit, as a client of its own node. From the placement
+        actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
         the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
-        Granted, Committed and PagesToGive to the handover actor.
+        Granted, PagesToGive and ColdPages to the placement actor; what it commits the publisher has
+        answered. ReportRoom to members.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
@@ -39,6 +40,7 @@ from typing import Final, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import assert_never
 
 from peercache.actors.effects import (
@@ -46,7 +48,7 @@ from peercache.actors.effects import (
     Send,
     TellDirectory,
     TellDisk,
-    TellHandover,
+    TellPlacement,
     TellPromote,
     TellPublisher,
 )
@@ -58,6 +60,7 @@ from peercache.actors.mailboxes import (
     NamespaceNamed,
     PagesColdest,
     PagesForgotten,
+    PagesGiven,
     PagesRemoved,
     PagesSought,
     PagesSpilled,
@@ -71,8 +74,10 @@ from peercache.actors.mailboxes import (
     RequestGive,
     RequestHeld,
     RequestResident,
+    RequestSpill,
     ReserveAhead,
     Resident,
+    SpilledPages,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -83,6 +88,7 @@ from peercache.actors.pool.answers import (
     GivingOrder,
     asked_beside,
     changed,
+    cold_pages,
     committed,
     demoted,
     forgotten,
@@ -107,8 +113,10 @@ from peercache.actors.pool.reservations import (
     held_pages,
     problem_of,
     states_ahead,
+    take_colder,
     take_slots,
 )
+from peercache.actors.pool.size_classes import Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
@@ -116,6 +124,7 @@ from peercache.model.keys import covers, space_of, split_keys
 from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
 from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
+from peercache.wire.messages.membership import ReportRoom, RequestRoom
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -193,6 +202,8 @@ class Pool:
         self._has_disk = has_disk
         self._is_draining = False
         self._giving: GivingOrder | None = None
+        self._spills_after = 0
+        """Pages with no greater generation are not spilled."""
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
@@ -251,20 +262,15 @@ class Pool:
                 return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():
                 return [promote_answer(self._pages, message)]
-            case TakeOver(reserve):
-                return self._take_over(reserve, now)
-            case TakenOver(commit):
-                return self._commit(TAKER, commit)
+            case TakeOver() | TakenOver() | RequestGive() | RequestSpill() | PagesGiven():
+                return self._place(message, now)
             case RemovalDone():
                 return [TellPublisher(message)]
             case DrainChanged(is_draining):
                 self._is_draining, self._giving = is_draining, None
                 return []
-            case RequestGive(again):
-                if again or self._giving is None:
-                    self._giving = GivingOrder(self._slots, self._granule)
-                unfinished = self._reservations.open_count - self._reservations.ahead_count
-                return [TellHandover(self._giving.next(self._pages, unfinished))]
+            case RequestRoom(number):
+                return [Send(sender, self._room(number, now))]
             case ReserveAhead():
                 self._asked_ahead.append(message)
                 self._due = min(self._due, now + AHEAD_PAUSE_S)
@@ -311,7 +317,11 @@ class Pool:
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(
-        self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
+        self,
+        origin: Origin,
+        reserve: Reserve,
+        mirrored_at: float | None = None,
+        limits: Sequence[int] = (),
     ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
         if detail := problem_of(reserve, is_mirror=mirrored_at is not None):
@@ -330,29 +340,46 @@ class Pool:
         if self._is_draining and origin != PROMOTER:
             # Pages on disk still come back for readers.
             return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
-        return self._grant(origin, reserve, mirrored_at)
+        return self._grant(origin, reserve, mirrored_at, limits)
 
-    def _take_over(self, reserve: Reserve, now: float) -> list[Effect]:
-        """Reserve free room for pages that another node hands over."""
+    def _take_over(
+        self, reserve: Reserve, spilled: SpilledPages | None, now: float
+    ) -> list[Effect]:
+        """Reserve room for pages that another node offers."""
         if self._mirrors.is_void(reserve.namespace, now):
             # A removal is under way, or may be: nothing of it could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
-        return self._reserve_copies(TAKER, reserve, now)
+        if spilled is None:
+            return self._reserve_copies(TAKER, reserve, now)
+        limits = [
+            self._slots.ages.clock_at(now - max(age, spilled.min_age_s)) if age >= 0 else -1
+            for age in spilled.ages.tolist()
+        ]
+        return self._reserve_copies(TAKER, reserve, now, limits)
 
-    def _reserve_copies(self, origin: Origin, reserve: Reserve, now: float) -> list[Effect]:
+    def _reserve_copies(
+        self, origin: Origin, reserve: Reserve, now: float, limits: Sequence[int] = ()
+    ) -> list[Effect]:
         """Reserve slots for pages that come from another node, which are kept under their space.
 
         Of the rest of a tag nothing but an offer says that it is that of the keys, and a clear of
         their true namespace must find them. It also tells them from pages that clients set here.
         """
         reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
-        return self._reserve(origin, reserve, mirrored_at=now)
+        return self._reserve(origin, reserve, now, limits)
 
     def _grant(
-        self, origin: Origin, reserve: Reserve, mirrored_at: float | None = None
+        self,
+        origin: Origin,
+        reserve: Reserve,
+        mirrored_at: float | None = None,
+        limits: Sequence[int] = (),
     ) -> list[Effect]:
-        """Begin a reservation: evict what must go, and only then grant."""
+        """Begin a reservation: evict what must go, and only then grant.
+
+        limits: the last touch of a page that may be evicted, for each page of an offer.
+        """
         lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
         # What this batch finds here is touched first, so that its own evictions spare it.
         untouched_since = self._slots.clock
@@ -363,35 +390,17 @@ class Pool:
             for page in reversed(here):
                 if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
                     self._slots.adopt(page.slot)
+                elif limits:
+                    self._slots.take_back(page.slot)
                 else:
                     self._slots.touch(page.slot)
         else:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
-        own = self._reservations.granules_of(origin.identity)
-        tenant = self.tenants.of(reserve.namespace)
-        if mirrored_at is not None and origin != TAKER:
-            slots, evicted = self._mirrors.take_slots(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares,
-                untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
-                tenant=tenant,
-            )
-        else:
-            slots, evicted = take_slots(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares if reserve.keys else None,
-                # What another node hands over takes free room only.
-                untouched_since=-1 if origin == TAKER else untouched_since,
-                tenant=tenant,
-            )
+        slots, evicted = self._take(
+            origin, reserve, states, granules, untouched_since, mirrored_at, limits
+        )
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")
         if firsts:
@@ -417,6 +426,50 @@ class Pool:
                 self._tenant_metrics.count_evicted(owners)
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
+
+    def _take(
+        self,
+        origin: Origin,
+        reserve: Reserve,
+        states: bytearray,
+        granules: list[int],
+        untouched_since: int,
+        mirrored_at: float | None,
+        limits: Sequence[int],
+    ) -> tuple[list[Slot | None], list[Slot]]:
+        """Take a slot for each page that is RESERVED; return them, and the slots evicted for it."""
+        own = self._reservations.granules_of(origin.identity)
+        tenant = self.tenants.of(reserve.namespace)
+        if mirrored_at is not None and origin != TAKER:
+            return self._mirrors.take_slots(
+                self._slots,
+                states,
+                granules,
+                own=own,
+                shares=self._shares,
+                untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
+                tenant=tenant,
+            )
+        if limits:
+            return take_colder(
+                self._slots,
+                states,
+                granules,
+                own=own,
+                shares=self._shares,
+                limits=limits,
+                tenant=tenant,
+            )
+        return take_slots(
+            self._slots,
+            states,
+            granules,
+            own=own,
+            shares=self._shares if reserve.keys else None,
+            # What another node hands over takes free room only.
+            untouched_since=-1 if origin == TAKER else untouched_since,
+            tenant=tenant,
+        )
 
     def _reserve_ahead(self, asked: ReserveAhead) -> list[Effect]:
         """Reserve what a Commit asked for beside; the answer may wait for that of the next one."""
@@ -482,12 +535,69 @@ class Pool:
         told = RecordsChanged(records, NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
         effects: list[Effect] = [words, TellDirectory(told)]
-        if origin in (PROMOTER, TAKER):
+        if origin == PROMOTER:
             effects.append(TellPublisher(told))
         effects.append(answer)
         if self._has_disk:
             effects.append(TellDisk(PagesStored(records, reservation.namespace)))
         return effects
+
+    def _taken_over(
+        self, commit: Commit, ages: npt.NDArray[np.float64] | None, now: float
+    ) -> list[Effect]:
+        """Commit what was read of an offer; a page that was spilled is as old as it was there."""
+        known = self._reservations.find(TAKER.identity, commit.sequence)
+        effects = self._commit(TAKER, commit)
+        if ages is not None and isinstance(known, Reservation):
+            for key, slot, age in zip(
+                split_keys(known.keys), known.slots, np.abs(ages).tolist(), strict=True
+            ):
+                page = self._pages.find(key)
+                if page is not None and page.slot is slot:
+                    self._slots.move_in(slot, max(self._slots.ages.clock_at(now - age), 0))
+        return effects
+
+    def _place(
+        self, message: TakeOver | TakenOver | RequestGive | RequestSpill | PagesGiven, now: float
+    ) -> list[Effect]:
+        """Do what the placement actor says about pages that move between nodes."""
+        match message:
+            case TakeOver(reserve, offered):
+                return self._take_over(reserve, offered, now)
+            case TakenOver(commit, ages):
+                return self._taken_over(commit, ages, now)
+            case RequestGive(again):
+                if again or self._giving is None:
+                    self._giving = GivingOrder(self._slots, self._granule)
+                unfinished = self._reservations.open_count - self._reservations.ahead_count
+                return [TellPlacement(self._giving.next(self._pages, unfinished))]
+            case RequestSpill(only_new):
+                if only_new:
+                    self._spills_after = self._pages.newest
+                after = self._spills_after
+                return [
+                    TellPlacement(cold_pages(self._slots, self._pages, self._granule, after, now))
+                ]
+            case PagesGiven(drops):
+                self._give(drops)
+                return []
+        assert_never(message)
+
+    def _give(self, drops: Records) -> None:
+        for key, generation in zip(
+            drops["key"].tolist(), drops["generation"].tolist(), strict=True
+        ):
+            page = self._pages.find(key)
+            if page is not None and page.generation == generation:
+                self._slots.give(page.slot)
+
+    def _room(self, number: int, now: float) -> ReportRoom:
+        """Return what another node may hope for here."""
+        if self._is_draining:
+            return ReportRoom(number, 0, 0.0)
+        coldest = self._slots.coldest_touched()
+        age = 0.0 if coldest is None else self._slots.ages.age(coldest, now)
+        return ReportRoom(number, self._slots.free_granules * self._granule, age)
 
     def _commit_mirrored(
         self, origin: Origin, commit: Commit, reservation: Reservation

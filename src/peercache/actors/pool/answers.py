@@ -12,22 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import merge
+from itertools import islice
 from typing import Final, final
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.actors.effects import (
     Effect,
     Send,
     TellDirectory,
     TellDisk,
-    TellHandover,
+    TellPlacement,
     TellPromote,
     TellPublisher,
 )
 from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
+    ColdPages,
     PagesCommitted,
     PagesDemoted,
     PagesSpilled,
@@ -41,7 +44,8 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
-from peercache.actors.pool.slots import HELD, Slot, SlotAllocator
+from peercache.actors.pool.size_classes import HELD, Slot
+from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP, RECORD, Records
 from peercache.observability.metrics import Metrics
@@ -67,12 +71,16 @@ def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effe
 
 def granted(
     origin: Origin, reserve: Reserve, states: bytes, offsets: bytes
-) -> Send | TellPromote | TellHandover:
+) -> Send | TellPromote | TellPlacement:
     """Answer a Reserve."""
     answer = Granted(reserve.request, reserve.sequence, states, offsets)
     if origin == TAKER:
-        return TellHandover(answer)
+        return TellPlacement(answer)
     return TellPromote(answer) if origin == PROMOTER else Send(origin, answer)
+
+
+TAKEN_OVER_S: Final = 1.0
+"""How long the owners of records are waited for until an offer is answered."""
 
 
 def committed(
@@ -83,17 +91,16 @@ def committed(
     here: Records,
     ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
-) -> TellPromote | TellHandover | TellPublisher:
+) -> TellPromote | TellPublisher:
     """Answer a Commit: the publisher does, once directory owners have the records.
 
     ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
     """
     request, sequence = commit.request, commit.sequence
-    if origin in (PROMOTER, TAKER):
+    if origin == PROMOTER:
         told = records.tobytes() + here.tobytes()
-        answer = Committed(request, sequence, states, told, 0)
-        return TellPromote(answer) if origin == PROMOTER else TellHandover(answer)
-    timeout_s = commit.timeout_s
+        return TellPromote(Committed(request, sequence, states, told, 0))
+    timeout_s = TAKEN_OVER_S if origin == TAKER else commit.timeout_s
     return TellPublisher(
         PagesCommitted(origin, request, sequence, states, records, here, timeout_s, *ahead, then),
     )
@@ -188,6 +195,54 @@ def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:
                 found.append(page)
     records = pages.records(found).tobytes()
     return Send(asked.origin, Promoted(asked.request, bytes(states), records))
+
+
+SPILL_AHEAD_DIVISOR: Final = 8
+"""So much of a pool is kept free, or held by another node too, before it must evict."""
+
+SPILL_BYTES: Final = 32 * 2**20
+"""Bytes that are named at once, unless one page has more."""
+
+SPILL_PAGES: Final = 256
+"""Pages that are named at once."""
+
+SPILL_LOOK: Final = 4096
+"""Pages that are looked at for it: a millisecond or two."""
+
+SPILL_AGAIN_S: Final = 10.0
+"""How soon a page is named again that no node took. Meanwhile it counts as one that may go."""
+
+
+def cold_pages(
+    slots: SlotAllocator, pages: PageTable, granule: int, after: int, now: float
+) -> ColdPages:
+    """Return the pages that are evicted next and that no other node is known to hold.
+
+    after: pages with no greater generation are not named. now: in the actors' time.
+    """
+    ahead = slots.free_granules + slots.given_granules
+    wanted = slots.usable // SPILL_AHEAD_DIVISOR - ahead
+    groups: dict[int, list[Page]] = {}
+    count, room = 0, max(SPILL_BYTES // granule, 1)
+    for slot in islice(slots.coldest_held(), SPILL_LOOK):
+        if wanted <= 0 or room <= 0 or count >= SPILL_PAGES:
+            break
+        wanted -= _granules(slot)
+        (page,) = pages.in_slots([slot])
+        if page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
+            page.named_at = now
+            groups.setdefault(page.namespace, []).append(page)
+            count, room = count + 1, room - _granules(slot)
+    return ColdPages(
+        tuple((tag, pages.records(some), _ages(slots, some, now)) for tag, some in groups.items())
+    )
+
+
+def _ages(slots: SlotAllocator, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
+    ages = np.array([slots.ages.age(page.slot.touched, now) for page in pages])
+    on_disk = np.array([page.disk_length > 0 for page in pages])
+    # What is on disk is not lost with its place in memory: nothing is evicted for it.
+    return np.where(on_disk, -np.maximum(ages, 0.001), ages)
 
 
 PORTION_PAGES: Final = 1024

@@ -29,7 +29,8 @@ import attrs
 import numpy as np
 
 from peercache.actors.effects import StoreWords
-from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import SlotAllocator
 from peercache.installation.library import function
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY, covers, space_of, split_keys
@@ -83,7 +84,11 @@ class PackedPages:
 @final
 @attrs.define(eq=False)
 class Page:
-    """One committed page. disk_length: its length on this node's disk; 0: not there."""
+    """One committed page.
+
+    disk_length: its length on this node's disk; 0: not there. named_at: when it was named for
+    spilling, in the actors' time.
+    """
 
     key: bytes
     slot: Slot
@@ -92,6 +97,7 @@ class Page:
     namespace: int
     checksum: int
     disk_length: int = 0
+    named_at: float = -math.inf
 
 
 @final
@@ -118,6 +124,11 @@ class PageTable:
     def __len__(self) -> int:
         """Return the number of pages."""
         return len(self._by_key)
+
+    @property
+    def newest(self) -> int:
+        """Return the last number that a record of this node was given."""
+        return 2 * self._sequence
 
     def in_slots(self, slots: Iterable[Slot]) -> list[Page]:
         """Return the pages in these slots."""
@@ -198,11 +209,11 @@ class PageTable:
 
         The first page of the batch is the one that was entered last.
         """
-        count, newest = len(batch.offsets) // 8, 2 * self._sequence
+        count = len(batch.offsets) // 8
         # One range of memory: records, seals, indices, words.
         whole: Any = (ctypes.c_char * (count * _PUBLISHED_BYTES))()
         were_odd = _publish(
-            batch.keys, batch.offsets, batch.lengths, batch.checksums, count, newest,
+            batch.keys, batch.offsets, batch.lengths, batch.checksums, count, self.newest,
             self._incarnation, self._granule, space_of(batch.namespace),
             self._words_at, len(self._words), whole,
         )  # fmt: skip

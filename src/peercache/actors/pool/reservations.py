@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from peercache.actors.mailboxes import PagesHeld, PagesStored
 from peercache.actors.pool.page_table import PackedPages, Page, PageTable
-from peercache.actors.pool.slots import Slot, SlotAllocator
+from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant
 from peercache.model.keys import COPIES, KEY, KEY_BYTES, space_of, split_keys
 from peercache.wire.messages.pool import (
@@ -418,6 +419,41 @@ def take_slots(
         if slot is None:
             states[index] = REFUSED_FULL
             full[size] = None
+        else:
+            taken[index] = slot
+            own += size
+    return taken, evicted
+
+
+def take_colder(
+    slots: SlotAllocator,
+    states: bytearray,
+    granules: list[int],
+    *,
+    own: int,
+    shares: Shares,
+    limits: Sequence[int],
+    tenant: Tenant,
+) -> tuple[list[Slot | None], list[Slot]]:
+    """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
+
+    limits: the last touch of a page that may be evicted for each of them; -1: none may.
+    """
+    taken: list[Slot | None] = [None] * len(states)
+    evicted: list[Slot] = []
+    refused: dict[int, int] = {}
+    for index, state in enumerate(states):
+        if state != RESERVED:
+            continue
+        size, limit, slot = granules[index], limits[index], None
+        # What found no room finds none with the same limit, and to look is slow.
+        if limit > refused.get(size, -2) and shares.allow(
+            size, own=own, together=slots.reserved_granules
+        ):
+            slot = slots.take(size, untouched_since=limit, evicted=evicted, tenant=tenant)
+        if slot is None:
+            states[index] = REFUSED_FULL
+            refused[size] = max(limit, refused.get(size, -2))
         else:
             taken[index] = slot
             own += size

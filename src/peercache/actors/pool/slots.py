@@ -21,201 +21,40 @@ Pages are evicted least recently touched first, but what was touched within one 
 touched at once: of it the pages stored last go first (ADR 0036). So a prompt loses its deepest
 pages first, however many batches it came in: they are useless without those before them.
 
-Pure: no words, no keys. Age is counted in touches: `clock` advances with each.
+A page that another node has *moved* here keeps its age: it was last touched at the moment that its
+giver names. A page that has been *given* to another node, which holds it too, is evicted first.
+
+Pure: no words, no keys. Age is counted in touches: `clock` advances with each; `Ages` says what the
+clock showed when.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import islice
+from heapq import merge
 from typing import Final, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.actors.pool.size_classes import (
+    FREE,
+    HELD,
+    NEVER_TOUCHED,
+    RESERVED,
+    Extent,
+    SizeClass,
+    Slot,
+    colder_classes,
+    debtors,
+    donor_groups,
+    touch_of,
+)
 from peercache.actors.tenants import Tenant, Tenants
-from peercache.model.room import COLDER_FACTOR, DONOR_CHECK_EVERY
-
-MIRROR_AGE_FACTOR: Final = 4
-"""A mirrored page counts as so many times as old as it is: its bytes are elsewhere too. Yet one
-that is read all the time outlives pages that nothing reads, in a pool that is always full."""
-
-FREE, RESERVED, HELD = 0, 1, 2
-
-NEVER_TOUCHED: Final = -1
-
-
-@final
-@attrs.define(eq=False)
-class Slot:
-    """Room for one page. first: its first granule, which is also the index of its word.
-
-    retained_until: 0 while its page is retained no longer than others.
-    batch: the number of the batch that stored its page.
-    """
-
-    first: int
-    extent: Extent
-    state: int = FREE
-    touched: int = NEVER_TOUCHED
-    is_mirror: bool = False
-    retained_until: float = 0.0
-    batch: int = 0
-
-
-@final
-@attrs.define(eq=False)
-class Extent:
-    """Neighbouring units that one class cuts into slots."""
-
-    size_class: SizeClass
-    first_unit: int
-    units: int
-    first_granule: int
-    slots_max: int
-    slots: list[Slot] = attrs.field(factory=list)
-    """The slots cut so far: cutting on demand keeps a new extent cheap, whatever its size."""
-    reserved: int = 0
-    held: int = 0
-    retained: int = 0
-    """How many of those held are retained: while any is, no other class gets the extent."""
-    touched: int = NEVER_TOUCHED
-    """When any of its pages was last touched."""
-    live: bool = True
-
-
-@final
-@attrs.define(eq=False)
-class SizeClass:
-    """All slots of one size that one tenant has."""
-
-    granules: int
-    tenant: Tenant
-    extents: dict[int, Extent] = attrs.field(factory=dict)
-    free: deque[Slot] = attrs.field(factory=deque)
-    """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
-    held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """By first granule, the next to be evicted first: without those of the next three."""
-    recent: dict[int, Slot] = attrs.field(factory=dict)
-    """Those that were touched since the second began; all are hotter than `held`."""
-    mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """Of mirrored pages, the least recently touched first."""
-    retained: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """Of retained pages, which are not evicted: nothing that looks for room meets them."""
-    cutting: Extent | None = None
-    """The newest extent, while it has slots that were never used."""
-    evictions: int = 0
-    searched: int = -1
-    """The version of the unit map in which no unassigned window was found."""
-
-    def coldest(self, clock: int, untouched_since: int) -> Slot | None:
-        """Return the held slot to evict first, None if all were touched after `untouched_since`.
-
-        The least recently touched; mirrored pages count as older than they are.
-        """
-        own = next(iter((self.held or self.recent).values()), None)
-        if own is not None and own.touched > untouched_since:
-            own = None
-        if not self.mirrors:
-            return own
-        mirror = next(iter(self.mirrors.values()))
-        if mirror.touched > untouched_since:
-            return own
-        is_older = own is None or (
-            (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
-        )
-        return mirror if is_older else own
-
-    def held_as(self, slot: Slot) -> dict[int, Slot]:
-        """Return where a held slot stands."""
-        if slot.retained_until:
-            return self.retained
-        if slot.is_mirror:
-            return self.mirrors
-        return self.recent if slot.first in self.recent else self.held
-
-    def settle(self, upto: int) -> None:
-        """Put recent slots, touched until the clock showed `upto`, behind `held`, in order.
-
-        They share their times of touch among themselves, so that those rise from slot to slot.
-        """
-        settled = _in_order([slot for slot in self.recent.values() if slot.touched <= upto])
-        for slot, touched in zip(settled, sorted([s.touched for s in settled]), strict=True):
-            slot.touched = touched
-            slot.extent.touched = max(slot.extent.touched, touched)
-            del self.recent[slot.first]
-            self.held[slot.first] = slot
-
-    def in_order(self) -> Iterator[Slot]:
-        """Iterate over the slots that may be evicted, the next one first, without mirrors."""
-        yield from self.held.values()
-        yield from _in_order(self.recent.values())
-
-
-def _in_order(touched_at_once: Iterable[Slot]) -> list[Slot]:
-    """Return slots that were touched within one second: the batch stored last, its last page."""
-    return sorted(touched_at_once, key=lambda slot: (-slot.batch, slot.touched))
-
-
-def colder_classes(
-    classes: Iterable[SizeClass], size_class: SizeClass, own: Slot, clock: int
-) -> dict[SizeClass, None]:
-    """Return the sizes that have so much older pages that they should give.
-
-    own: the coldest slot of the size that wants room. Only sizes of the same tenant, and of others
-    that borrow as it does, at one priority.
-    """
-    newest = clock - COLDER_FACTOR * (clock - own.touched)
-    tenant = size_class.tenant
-    donors: dict[SizeClass, None] = {}
-    for other in classes:
-        coldest = other.coldest(clock, clock)
-        if other is size_class or coldest is None or coldest.touched >= newest:
-            continue
-        owner = other.tenant
-        if owner is tenant or (
-            owner.is_over and tenant.is_over and owner.priority == tenant.priority
-        ):
-            donors[other] = None
-    return donors
-
-
-def debtors(
-    classes: Iterable[SizeClass], size_class: SizeClass, wanted: int
-) -> list[dict[SizeClass, None]]:
-    """Return the sizes of other tenants that must give to this one, whatever their age.
-
-    Their tenants are over their quotas, and this one's is within its own with `wanted` granules
-    more, or of a higher priority. The lowest priority comes first.
-    """
-    tenant = size_class.tenant
-    is_due = tenant.may_have(wanted)
-    groups: dict[int, dict[SizeClass, None]] = {}
-    for other in classes:
-        owner = other.tenant
-        if owner is tenant or not owner.is_over:
-            continue
-        if is_due or owner.priority < tenant.priority:
-            groups.setdefault(owner.priority, {})[other] = None
-    return [groups[priority] for priority in sorted(groups)]
-
-
-def donor_groups(
-    classes: Iterable[SizeClass], size_class: SizeClass, wanted: int
-) -> list[dict[SizeClass, None]]:
-    """Return all sizes that may give to one that has nothing; what gives first comes first."""
-    tenant, classes = size_class.tenant, list(classes)
-    peers = {
-        other: None
-        for other in classes
-        if other.tenant is tenant
-        or (other.tenant.is_over and other.tenant.priority == tenant.priority)
-    }
-    return [*debtors(classes, size_class, wanted), peers]
-
+from peercache.model.room import DONOR_CHECK_EVERY
 
 UNITS_ABOUT: Final = 256
 """Units a pool is cut into: one more size costs 1/256 of it, and a search looks at 512 at most."""
@@ -226,8 +65,37 @@ WASTE_DIVISOR: Final = 8
 SECOND_S: Final = 1.0
 """How long what is touched counts as touched at once. A prompt is read, or reported as read, within
 about a second; by public traces (ADR 0036) up to five seconds are as good."""
-
+MARKS_MAX: Final = 4096
+"""Moments whose clock is kept: an hour at one a second; beyond that every second one goes."""
 _BLOCKED: Final = 2**62
+
+
+@final
+@attrs.define(eq=False)
+class Ages:
+    """What the clock of touches showed at moments of the past: marks, both lists rising."""
+
+    _moments: list[float] = attrs.field(factory=list)
+    _clocks: list[int] = attrs.field(factory=list)
+
+    def mark(self, now: float, clock: int) -> None:
+        """Note what the clock showed at a moment."""
+        if now == -math.inf or (self._clocks and self._clocks[-1] == clock):
+            return
+        self._moments.append(now)
+        self._clocks.append(clock)
+        if len(self._moments) > MARKS_MAX:
+            del self._moments[1::2], self._clocks[1::2]
+
+    def age(self, touched: int, now: float) -> float:
+        """Return how long ago (s) the clock showed this: up to the distance of two marks less."""
+        at = bisect_left(self._clocks, touched)
+        return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
+
+    def clock_at(self, moment: float) -> int:
+        """Return the last touch that was before a moment for certain; -1: none was."""
+        at = bisect_right(self._moments, moment)
+        return self._clocks[at - 1] if at else -1
 
 
 @final
@@ -260,10 +128,11 @@ class SlotAllocator:
         self.retained_count = 0
         self.reclaims = 0
         self.tenants: Final = tenants or Tenants(whole=granules)
+        self.ages: Final = Ages()
         self._classes: dict[tuple[Tenant, int], SizeClass] = {}
         self._units: list[Extent | None] = []
         self._batch = 0
-        self._second_ends = -math.inf
+        self._second_ends = self._now = -math.inf
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it became unassigned, _BLOCKED while a class has it."""
         self._unassigned = 0
@@ -276,6 +145,16 @@ class SlotAllocator:
     def class_count(self) -> int:
         """Return the number of sizes that have room of their own."""
         return len(self._classes)
+
+    @property
+    def free_granules(self) -> int:
+        """Return how much is neither held nor reserved, in whatever pieces."""
+        return self.usable - self.held_granules - self.reserved_granules
+
+    @property
+    def given_granules(self) -> int:
+        """Return how much is held by pages that another node holds too, and goes first."""
+        return sum(len(one.given) * one.granules for one in self._classes.values())
 
     def grow(self, usable: int) -> None:
         """Let the first `usable` granules be given out; never takes anything back."""
@@ -364,13 +243,9 @@ class SlotAllocator:
         if not taken and not self._may_assign(size_class) and not size_class.mirrors:
             # The next look at other sizes is due after so many evictions.
             most = min(most, -size_class.evictions % DONOR_CHECK_EVERY)
-            for slot in islice(size_class.held.values(), most):
-                if slot.touched > untouched_since:
-                    break
+            taken = size_class.pop_coldest(most, untouched_since)
+            for slot in taken:
                 slot.extent.held -= 1
-                taken.append(slot)
-            for _ in taken:
-                size_class.held.popitem(last=False)
             size_class.evictions += len(taken)
             evicted += taken
             self.held_granules -= size_class.granules * len(taken)
@@ -430,8 +305,11 @@ class SlotAllocator:
 
     def pass_time(self, now: float) -> None:
         """Note what time it is (s): a second that is over settles the order of what it touched."""
+        before, self._now = self._now, now
         if now >= self._second_ends:
             self._second_ends = now + SECOND_S
+            # What was touched last was touched by the message before this one.
+            self.ages.mark(before, self.clock)
             for size_class in self._classes.values():
                 if size_class.recent:
                     size_class.settle(self.clock)
@@ -511,7 +389,34 @@ class SlotAllocator:
         elif slot.is_mirror:
             size_class.mirrors.move_to_end(slot.first)
         elif slot.first not in size_class.recent:
-            size_class.recent[slot.first] = size_class.held.pop(slot.first)
+            del size_class.held_as(slot)[slot.first]
+            size_class.recent[slot.first] = slot
+
+    def move_in(self, slot: Slot, touched: int) -> None:
+        """Let a page that was stored just now be as old as another node says."""
+        slot.extent.size_class.move_in(slot, touched)
+
+    def give(self, slot: Slot) -> None:
+        """Let a page that another node holds too go first, unless it was touched lately."""
+        size_class = slot.extent.size_class
+        if size_class.held.pop(slot.first, None) is not None:
+            size_class.given[slot.first] = slot
+
+    def take_back(self, slot: Slot) -> None:
+        """Let a page that was given go in its turn: another node counts on this one for it."""
+        size_class = slot.extent.size_class
+        if slot.first in size_class.given:
+            size_class.move_in(slot, slot.touched)
+
+    def coldest_touched(self) -> int | None:
+        """Return when the page that goes next was touched; None: no page may go."""
+        own = [size_class.coldest_own() for size_class in self._classes.values()]
+        return min((slot.touched for slot in own if slot is not None), default=None)
+
+    def coldest_held(self) -> Iterator[Slot]:
+        """Iterate over the slots to evict next that no other node is known to hold too."""
+        queues = [size_class.held.values() for size_class in self._classes.values()]
+        return merge(*queues, key=touch_of)
 
     def release(self, slot: Slot) -> None:
         """Free a reserved or held slot; an extent that is wholly free is unassigned again."""
@@ -543,8 +448,9 @@ class SlotAllocator:
         """Return how many pages each tenant has."""
         pages = dict.fromkeys(self.tenants.all(), 0)
         for size_class in self._classes.values():
-            some = size_class.held, size_class.recent, size_class.mirrors, size_class.retained
-            pages[size_class.tenant] += sum(map(len, some))
+            some = size_class.held, size_class.recent, size_class.given, size_class.moved
+            more = size_class.mirrors, size_class.retained
+            pages[size_class.tenant] += sum(map(len, (*some, *more)))
         return pages
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ class Receiver(Enum):
     PROMOTE = "promote"
     RDMA = "rdma"
     REMOVAL = "removal"
-    HANDOVER = "handover"
+    PLACEMENT = "placement"
     NODE = "node"
     """The switchboard answers it."""
     ASKER = "asker"

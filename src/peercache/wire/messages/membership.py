@@ -173,7 +173,7 @@ class OfferPages:
 
     declared: ClassVar = Declared(
         53,
-        Receiver.HANDOVER,
+        Receiver.PLACEMENT,
         NODES,
         rules=(
             Rule.OWN_RECORDS,
@@ -187,14 +187,56 @@ class OfferPages:
 
 
 @attrs.frozen
+class OfferSpill:
+    """Offer a node pages that the sender is about to evict; else as OfferPages.
+
+    ages: n × f64, seconds since each page was touched. The receiver may evict pages that it touched
+    longer ago; for a page with a negative age, whose absolute value counts, it may evict nothing.
+    """
+
+    declared: ClassVar = Declared(
+        62, Receiver.PLACEMENT, NODES, rules=(Rule.OWN_RECORDS, Rule.OWN_NAMESPACE)
+    )
+
+    number: int
+    namespace: Tag
+    records: bytes
+    ages: bytes
+
+
+@attrs.frozen
+class RequestRoom:
+    """Ask a node how much room its pool has, before pages are offered to it."""
+
+    declared: ClassVar = Declared(63, Receiver.POOL, NODES)
+
+    number: int
+
+
+@attrs.frozen
+class ReportRoom:
+    """Answer a RequestRoom.
+
+    free_bytes: that no page has. coldest_age_s: seconds since the page that is evicted next was
+    touched; 0 where there is none.
+    """
+
+    declared: ClassVar = Declared(64, Receiver.PLACEMENT, NODES)
+
+    number: int
+    free_bytes: int
+    coldest_age_s: float
+
+
+@attrs.frozen
 class PagesTaken:
-    """Answer an OfferPages: a state a page (`wire.messages.pool`).
+    """Answer an OfferPages or an OfferSpill: a state a page (`wire.messages.pool`).
 
     COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
     removed meanwhile.
     """
 
-    declared: ClassVar = Declared(54, Receiver.HANDOVER, NODES)
+    declared: ClassVar = Declared(54, Receiver.PLACEMENT, NODES)
 
     number: int
     states: bytes

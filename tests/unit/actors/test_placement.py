@@ -1,4 +1,4 @@
-"""The handover actor: what it offers to whom, what it takes, and how it ends."""
+"""The placement actor: what it offers to whom, what it takes, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,25 +10,6 @@ import numpy as np
 import pytest
 
 from peercache.actors.effects import Pull, Send, TellPool
-from peercache.actors.handover.actor import (
-    AGAIN_S,
-    FULL_MAX,
-    FULL_S,
-    HANDED_OVER,
-    HANDING_OVER,
-    OFFER_BYTES,
-    OFFER_PAGES,
-    OFFER_S,
-    OFFERED_MAX,
-    PULL_BASE_S,
-    PULL_MAX_S,
-    SERVING,
-    TAKINGS_MAX,
-    UNFINISHED_S,
-    Batch,
-    Handover,
-    cut,
-)
 from peercache.actors.mailboxes import (
     DrainBegan,
     DrainCancelled,
@@ -42,6 +23,29 @@ from peercache.actors.mailboxes import (
     ViewChanged,
 )
 from peercache.actors.origin import Origin
+from peercache.actors.placement.actor import (
+    Placement,
+)
+from peercache.actors.placement.drain import (
+    AGAIN_S,
+    FULL_MAX,
+    FULL_S,
+    HANDED_OVER,
+    HANDING_OVER,
+    OFFER_BYTES,
+    OFFER_PAGES,
+    OFFER_S,
+    SERVING,
+    UNFINISHED_S,
+    Batch,
+    cut,
+)
+from peercache.actors.placement.takings import (
+    OFFERED_MAX,
+    PULL_BASE_S,
+    PULL_MAX_S,
+    TAKINGS_MAX,
+)
 from peercache.model.keys import tag_of
 from peercache.model.member import ALIVE, DEAD, Member
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
@@ -88,7 +92,7 @@ def records_of(
 class Story:
     """The actor, its clock, and what it has said."""
 
-    actor: Handover = attrs.field(factory=lambda: Handover(ME))
+    actor: Placement = attrs.field(factory=lambda: Placement(ME))
     now: float = 100.0
 
     def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
@@ -449,7 +453,7 @@ def test_an_offer_is_reserved_read_and_committed() -> None:
 def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     """Then the offerer goes to another node at once."""
     spaces = frozenset({6}) if why == "not of its namespaces" else None
-    story = Story(Handover(ME, lambda: spaces))
+    story = Story(Placement(ME, lambda: spaces))
     story.see(*([] if why == "a stranger" else [ONE]))
     if why == "drained itself":
         story.hear(DrainBegan(story.now + 60.0))
@@ -546,7 +550,7 @@ def test_an_offer_must_be_read_at_a_rate() -> None:
 
 def test_a_node_offers_no_page_of_a_namespace_that_its_certificate_does_not_allow() -> None:
     """Every target would refuse it; the drain goes on with the others, and counts it as lost."""
-    story = Story(Handover(ME, lambda: frozenset({1})))
+    story = Story(Placement(ME, lambda: frozenset({1})))
     story.see(ONE)
     story.hear(DrainBegan(story.now + 60.0))
 

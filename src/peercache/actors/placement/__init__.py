@@ -1,0 +1,1 @@
+"""Placement: pages on their way to other nodes: of a drain, or ahead of their eviction."""

@@ -1,0 +1,180 @@
+"""Placement: gives pages of this node to other nodes, of a drain or a spill, and takes theirs.
+
+Owns    the drain of this node: which pages are offered to whom, and how far it is; the pages that
+        it offers ahead of their eviction (spill); and the offers of other nodes that are read here.
+Takes   OfferPages, OfferSpill, PagesTaken, ReportRoom and ReportDrainState, from members;
+        ViewChanged, from membership; DrainBegan, DrainCancelled and PullDone, from the node;
+        PagesToGive, ColdPages and Granted, from the pool; Committed, from the directory shard, once
+        the owners of the records know of the pages.
+Sends   OfferPages, OfferSpill, RequestRoom, PagesTaken and RequestDrainState to members;
+        DrainChanged, RequestGive, RequestSpill, PagesGiven, TakeOver and TakenOver to the pool;
+        Pull to the node, which reads.
+Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
+        verified by the holder's seal, and what was removed meanwhile is not committed. The holder
+        keeps it. For a drain nothing is evicted, for a spill what was touched longer ago. A node
+        that is drained takes nothing, and spills nothing. Both ends' certificates bound of which
+        namespaces pages are given and taken; pages of a drain are taken only from a node that
+        reports that it drains. A node that may have missed removals spills nothing of before.
+Limits  one offer a target, of OFFER_PAGES and OFFER_BYTES; one spill at a time; TAKINGS_MAX offers
+        at once are read here, one of each node, at a minimum rate; one more of each waits. What is
+        lost of a drain is offered to another target, within the drain's time.
+
+An offer of a drain waits twice: until its offerer has reported that it drains, and until one of the
+places is free. Each offerer has one place, and one more offer that waits: however many it sends,
+the others have their turn. A read must come at a minimum rate, so no place is kept for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Final, final
+
+import attrs
+from typing_extensions import assert_never
+
+from peercache.actors.effects import Effect
+from peercache.actors.mailboxes import (
+    ColdPages,
+    DrainBegan,
+    DrainCancelled,
+    PagesToGive,
+    PlacementMessage,
+    PullDone,
+    ViewChanged,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.placement.drain import (
+    SERVING,
+    Giving,
+)
+from peercache.actors.placement.spill import (
+    SPILL_NUMBERS,
+    Spilling,
+)
+from peercache.actors.placement.takings import (
+    Takings,
+)
+from peercache.model.keys import space_of
+from peercache.model.member import Member
+from peercache.observability.metrics import Metrics
+from peercache.wire.messages.membership import (
+    OfferPages,
+    OfferSpill,
+    PagesTaken,
+    ReportDrainState,
+    ReportRoom,
+)
+from peercache.wire.messages.pool import (
+    Committed,
+    Granted,
+)
+
+_PAGE_STATES: Final = ("given", "there", "lost", "left")
+
+
+@final
+@attrs.define(eq=False)
+class Placement:
+    """The placement actor of one node.
+
+    incarnation: of this node. spaces: those that its certificate allows now; None for all.
+    """
+
+    incarnation: int
+    spaces: Callable[[], frozenset[int] | None] = lambda: None
+    spilling: Spilling = attrs.field(factory=Spilling)
+    giving: Giving = attrs.field(init=False)
+    takings: Takings = attrs.field(factory=Takings)
+    _members: dict[int, Member] = attrs.field(factory=dict)
+    _deadline: float = inf
+
+    @giving.default
+    def _new_giving(self) -> Giving:
+        return Giving(self._may_use)
+
+    def __attrs_post_init__(self) -> None:
+        """Let both directions follow the same rules."""
+        self.spilling.may_give = self._may_use
+        self.takings.min_age_s = self.spilling.min_age_s
+
+    def show(self, metrics: Metrics) -> None:
+        """Compute the figures of drain and spill when they are read; count what is taken over."""
+        for state in _PAGE_STATES:
+            metrics.drain_pages.labels(state).set_function(partial(self._figure, state))
+            size = metrics.drain_bytes.labels(state)
+            size.set_function(partial(self._figure, f"{state}_bytes"))
+        self.takings.count = metrics.pages_taken_over.inc
+        for name in ("moved", "there", "refused", "failed"):
+            pages = metrics.placement_pages.labels(name)
+            pages.set_function(partial(getattr, self.spilling.progress, name))
+        metrics.placement_bytes.set_function(partial(getattr, self.spilling.progress, "moved_bytes"))
+
+    def _figure(self, name: str) -> float:
+        return float(attrs.asdict(self.giving.progress)[name])
+
+    def on_message(self, sender: Origin, message: PlacementMessage, now: float) -> list[Effect]:
+        """Take one message; the effects must be performed in the order of the list."""
+        effects = self._apply(sender, message, now)
+        self._note_deadline(now)
+        return effects
+
+    def on_tick(self, now: float) -> list[Effect]:
+        """Give up targets that are silent, and ask again those that had no room."""
+        effects = [*self.giving.on_tick(now), *self.spilling.on_tick(now)]
+        self._note_deadline(now)
+        return effects
+
+    def deadline(self) -> float:
+        """Return when the next tick is due."""
+        return self._deadline
+
+    def check(self) -> None:
+        """Assert the bounds."""
+        self.giving.check()
+        self.spilling.check()
+        self.takings.check()
+
+    def _note_deadline(self, now: float) -> None:
+        self.spilling.serve(is_serving=self.giving.state == SERVING)
+        self._deadline = min(self.giving.deadline(now), self.spilling.deadline())
+
+    def _apply(self, sender: Origin, message: PlacementMessage, now: float) -> list[Effect]:
+        match message:
+            case OfferPages() | OfferSpill():
+                member = self._members.get(sender.identity)
+                takes = self.giving.state == SERVING and self._may_use(message.namespace)
+                return self.takings.offered(sender, message, member, has_room=takes)
+            case ReportDrainState():
+                return self.takings.told(sender.identity, message)
+            case PagesTaken(number) if number > SPILL_NUMBERS:
+                return self.spilling.taken(sender.identity, message, now)
+            case PagesTaken():
+                return self.giving.taken(sender.identity, message, now)
+            case ReportRoom():
+                return self.spilling.reported(sender.identity, message, now)
+            case ColdPages():
+                return self.spilling.named(message, now)
+            case ViewChanged(members):
+                self._members = {member.incarnation: member for member in members}
+                self.takings.follow(self._members)
+                self.spilling.follow(members, self.incarnation, now)
+                return self.giving.follow(members, self.incarnation, now)
+            case DrainBegan(until):
+                return [*self.giving.begin(until, now), *self.takings.turn_away()]
+            case DrainCancelled():
+                return self.giving.cancel()
+            case PagesToGive():
+                return self.giving.offered(message, now)
+            case Granted():
+                return self.takings.granted(message)
+            case PullDone():
+                return self.takings.pulled(message)
+            case Committed():
+                return self.takings.committed(message)
+        assert_never(message)
+
+    def _may_use(self, namespace: int) -> bool:
+        spaces = self.spaces()
+        return spaces is None or space_of(namespace) in spaces

@@ -1,0 +1,260 @@
+"""What a node takes: the offers of other nodes that wait here, and those that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.effects import Effect, Pull, Send, TellPool
+from peercache.actors.mailboxes import (
+    PullDone,
+    SpilledPages,
+    TakenOver,
+    TakeOver,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.placement.drain import (
+    HANDING_OVER,
+)
+from peercache.model.keys import space_of
+from peercache.model.member import Member
+from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of
+from peercache.wire.messages.membership import (
+    OfferPages,
+    OfferSpill,
+    PagesTaken,
+    ReportDrainState,
+    RequestDrainState,
+)
+from peercache.wire.messages.pool import (
+    ABORTED,
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    REFUSED_SIZE,
+    RESERVED,
+    Commit,
+    Committed,
+    Granted,
+    Reserve,
+)
+
+TAKINGS_MAX: Final = 4
+"""Offers that are taken at once, each read by a thread of its own: few nodes are drained at a time,
+and the others wait."""
+
+OFFERED_MAX: Final = 256
+"""Pages of an offer that are looked at."""
+
+PULL_BASE_S: Final = 1.0
+"""How long the reading of an offer may take whatever its size: a connection is made for it."""
+
+PULL_RATE: Final = 2**23
+"""Bytes a second, at least: a tenth of what a network of 1 Gbit/s carries. So the largest offer of
+an honest node (OFFER_BYTES) is given up after 5 s."""
+
+PULL_MAX_S: Final = 5.0
+"""The most, for one page that is larger than that: shorter than OFFER_S."""
+
+
+def pull_s(records: Records) -> float:
+    """Return how long the reading of these pages may take."""
+    size = int(records["length"].sum(dtype=np.uint64))
+    return min(PULL_BASE_S + size / PULL_RATE, PULL_MAX_S)
+
+
+@attrs.define(eq=False)
+class Taking:
+    """An offer, waiting or being taken.
+
+    ages: of pages that are spilled, in seconds; None: their node is drained.
+    is_due: whether it may be taken; of a drained node, whether it has confirmed that it is.
+    states: of its pages, as granted.
+    """
+
+    origin: Origin
+    number: int
+    namespace: int
+    records: Records
+    member: Member
+    ages: npt.NDArray[np.float64] | None = None
+    is_due: bool = False
+    states: bytes = b""
+
+    @property
+    def spilled(self) -> bool:
+        """Return whether its node stays, and its memory with it."""
+        return self.ages is not None
+
+
+@final
+@attrs.define(eq=False)
+class Takings:
+    """The offers that wait and those that are being taken; each has a number of this node's.
+
+    That number is also that of the question to its offerer, and of its reservation.
+    """
+
+    count: Callable[[int], None] | None = None
+    """Counts pages that were taken over."""
+    min_age_s: float = 0.0
+    """No page that was touched within this time is evicted for an offer."""
+    _open: dict[int, Taking] = attrs.field(factory=dict)
+    _waiting: dict[int, Taking] = attrs.field(factory=dict)
+    """By number, the one that has waited for longest first; one an offerer, all of them members."""
+    _last: int = 0
+
+    def offered(
+        self,
+        origin: Origin,
+        message: OfferPages | OfferSpill,
+        member: Member | None,
+        *,
+        has_room: bool,
+    ) -> list[Effect]:
+        """Begin with an offer; of OfferPages, ask the offerer whether it drains.
+
+        member: who offers; has_room: False takes nothing.
+        """
+        records = np.frombuffer(message.records, RECORD)
+        if member is None or not has_room:
+            return [_full(origin, message.number, len(records))]
+        ages = np.frombuffer(message.ages, "<f8") if isinstance(message, OfferSpill) else None
+        is_sane = ages is None or (len(ages) == len(records) and bool(np.isfinite(ages).all()))
+        is_bounded = 0 < len(records) <= OFFERED_MAX
+        if not is_sane or not is_bounded or (records["flags"] & RESIDENT == 0).any():
+            return [Send(origin, PagesTaken(message.number, bytes((ABORTED,)) * len(records)))]
+        # An honest node sends its next offer when it has no answer to hope for.
+        self._drop({origin.identity})
+        self._last += 1
+        namespace = space_of(message.namespace)
+        taking = Taking(origin, message.number, namespace, records, member, ages)
+        self._waiting[self._last] = taking
+        taking.is_due = taking.spilled
+        return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
+
+    def told(self, sender: int, told: ReportDrainState) -> list[Effect]:
+        """Take the answer of an offerer: only who drains hands pages over."""
+        taking = self._waiting.get(told.request)
+        if taking is None or taking.origin.identity != sender:
+            return []
+        if told.figures.get("state") != HANDING_OVER:
+            del self._waiting[told.request]
+            return [_full(taking.origin, taking.number, len(taking.records))]
+        taking.is_due = True
+        return self._begin()
+
+    def follow(self, members: Collection[int]) -> None:
+        """Forget what waits of offerers that are no members any more."""
+        self._drop({t.origin.identity for t in self._waiting.values()} - set(members))
+
+    def turn_away(self) -> list[Effect]:
+        """Take nothing more: this node is drained itself."""
+        refused, self._waiting = self._waiting, {}
+        return [_full(t.origin, t.number, len(t.records)) for t in refused.values()]
+
+    def granted(self, granted: Granted) -> list[Effect]:
+        """Read what has room."""
+        taking = self._open[granted.sequence]
+        taking.states = granted.states
+        chosen = np.frombuffer(granted.states, np.uint8) == RESERVED
+        if not chosen.any():
+            if taking.spilled and HERE in granted.states:
+                # The owners of its record may not know of it yet: a commit waits for them.
+                return self.pulled(PullDone(granted.sequence, b""))
+            return self._answer(granted.sequence, granted.states)
+        offsets = np.frombuffer(granted.offsets, "<u8")[chosen].astype(np.uint64)
+        records = taking.records[chosen]
+        within_s = pull_s(records)
+        return [
+            Pull(
+                granted.sequence,
+                taking.member,
+                taking.namespace,
+                records,
+                offsets,
+                within_s,
+                is_leaving=not taking.spilled,
+            )
+        ]
+
+    def pulled(self, done: PullDone) -> list[Effect]:
+        """Commit what has arrived, with the checksums that its records had."""
+        taking = self._open[done.job]
+        chosen = np.frombuffer(taking.states, np.uint8) == RESERVED
+        written = np.zeros(len(chosen), np.uint8)
+        written[chosen] = np.frombuffer(done.arrived, np.uint8)
+        has = (taking.records["flags"] & HAS_CHECKSUM) != 0
+        checksums = np.where(has & (written == 1), taking.records["checksum"], np.uint64(0))
+        commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
+        return [TellPool(TakenOver(commit, taking.ages))]
+
+    def committed(self, committed: Committed) -> list[Effect]:
+        """Tell the offerer what this node holds now."""
+        if self.count is not None:
+            self.count(committed.states.count(COMMITTED))
+        taking = self._open[committed.sequence]
+        states = _kept(taking, committed) if taking.spilled else committed.states
+        return self._answer(committed.sequence, states)
+
+    def check(self) -> None:
+        """Assert the bounds."""
+        assert len(self._open) <= TAKINGS_MAX, f"{len(self._open)} offers are being taken"
+        for several in (self._open, self._waiting):
+            offerers = {taking.origin.identity for taking in several.values()}
+            assert len(offerers) == len(several), "two offers of one node"
+
+    def _begin(self) -> list[Effect]:
+        """Ask the pool for free room for the offers whose turn it is."""
+        effects: list[Effect] = []
+        busy = {taking.origin.identity for taking in self._open.values()}
+        for number, taking in list(self._waiting.items()):
+            if len(self._open) >= TAKINGS_MAX:
+                break
+            if taking.is_due and taking.origin.identity not in busy:
+                self._open[number] = self._waiting.pop(number)
+                keys = taking.records["key"].tobytes()
+                lengths = taking.records["length"].astype("<u8").tobytes()
+                reserve = Reserve(0, number, taking.namespace, keys, lengths)
+                spilled = (
+                    SpilledPages(taking.ages, self.min_age_s) if taking.ages is not None else None
+                )
+                effects.append(TellPool(TakeOver(reserve, spilled)))
+        return effects
+
+    def _answer(self, sequence: int, states: bytes) -> list[Effect]:
+        taking = self._open.pop(sequence)
+        return [Send(taking.origin, PagesTaken(taking.number, states)), *self._begin()]
+
+    def _drop(self, offerers: set[int]) -> None:
+        for number, taking in list(self._waiting.items()):
+            if taking.origin.identity in offerers:
+                del self._waiting[number]
+
+
+def _kept(taking: Taking, committed: Committed) -> bytes:
+    """Return the states of spilled pages, so that their holder may evict what this node has.
+
+    That is what the owners of the records know to be here, with the bytes that were offered.
+    """
+    states = np.frombuffer(committed.states, np.uint8).copy()
+    records = np.frombuffer(committed.records, RECORD)
+    if committed.published < len(records):
+        states[(states == COMMITTED) | (states == HERE)] = ABORTED
+        return states.tobytes()
+    checksums = dict(zip(keys_of(records), records["checksum"].tolist(), strict=True))
+    offered = taking.records["checksum"].tolist()
+    for index in np.flatnonzero(states == HERE).tolist():
+        key = taking.records["key"][index].tobytes()
+        if not offered[index] or checksums.get(key) != offered[index]:
+            states[index] = REFUSED_SIZE
+    return states.tobytes()
+
+
+def _full(origin: Origin, number: int, pages: int) -> Effect:
+    """Return the answer with which the offerer goes to another node at once."""
+    return Send(origin, PagesTaken(number, bytes((REFUSED_FULL,)) * pages))

@@ -1,0 +1,265 @@
+"""Size classes: the slots of one size that one tenant has, and the order in which they are evicted.
+
+A slot may hold a mirrored page, a retained one, one that another node holds too (given), or one
+that came from another node with its age (moved); the others are held, or recent for a second.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, merge
+from itertools import islice
+from typing import Final, final
+
+import attrs
+
+from peercache.actors.tenants import Tenant
+from peercache.model.room import COLDER_FACTOR
+
+STALE_MIN: Final = 1024
+"""So many stale entries are not worth a sweep."""
+
+MIRROR_AGE_FACTOR: Final = 4
+"""A mirrored page counts as so many times as old as it is: its bytes are elsewhere too. Yet one
+that is read all the time outlives pages that nothing reads, in a pool that is always full."""
+
+FREE, RESERVED, HELD = 0, 1, 2
+
+NEVER_TOUCHED: Final = -1
+
+
+@final
+@attrs.define(eq=False)
+class Slot:
+    """Room for one page. first: its first granule, which is also the index of its word.
+
+    retained_until: 0 while its page is retained no longer than others.
+    batch: the number of the batch that stored its page.
+    """
+
+    first: int
+    extent: Extent
+    state: int = FREE
+    touched: int = NEVER_TOUCHED
+    is_mirror: bool = False
+    retained_until: float = 0.0
+    batch: int = 0
+
+
+@final
+@attrs.define(eq=False)
+class Extent:
+    """Neighbouring units that one class cuts into slots."""
+
+    size_class: SizeClass
+    first_unit: int
+    units: int
+    first_granule: int
+    slots_max: int
+    slots: list[Slot] = attrs.field(factory=list)
+    """The slots cut so far: cutting on demand keeps a new extent cheap, whatever its size."""
+    reserved: int = 0
+    held: int = 0
+    retained: int = 0
+    """How many of those held are retained: while any is, no other class gets the extent."""
+    touched: int = NEVER_TOUCHED
+    """When any of its pages was last touched."""
+    live: bool = True
+
+
+@final
+@attrs.define(eq=False)
+class SizeClass:
+    """All slots of one size that one tenant has."""
+
+    granules: int
+    tenant: Tenant
+    extents: dict[int, Extent] = attrs.field(factory=dict)
+    free: deque[Slot] = attrs.field(factory=deque)
+    """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
+    held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """By first granule, the next to be evicted first: without those of the next three."""
+    recent: dict[int, Slot] = attrs.field(factory=dict)
+    """Those that were touched since the second began; all are hotter than `held`."""
+    given: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """Of pages that another node holds too: all of them go before any of `held`."""
+    moved: dict[int, Slot] = attrs.field(factory=dict)
+    """Of pages that came from another node and were not touched here; `_moved_order` is a heap."""
+    mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """Of mirrored pages, the least recently touched first."""
+    retained: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
+    """Of retained pages, which are not evicted: nothing that looks for room meets them."""
+    cutting: Extent | None = None
+    """The newest extent, while it has slots that were never used."""
+    evictions: int = 0
+    searched: int = -1
+    """The version of the unit map in which no unassigned window was found."""
+    _moved_order: list[tuple[int, int, Slot]] = attrs.field(factory=list)
+    """(touched, first granule, slot) of what is or was in `moved`; stale entries are skipped."""
+
+    def coldest(self, clock: int, untouched_since: int) -> Slot | None:
+        """Return the held slot to evict first, None if all were touched after `untouched_since`.
+
+        The least recently touched; mirrored pages count as older than they are.
+        """
+        own = self.coldest_own()
+        if own is not None and own.touched > untouched_since:
+            own = None
+        if not self.mirrors:
+            return own
+        mirror = next(iter(self.mirrors.values()))
+        if mirror.touched > untouched_since:
+            return own
+        is_older = own is None or (
+            (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
+        )
+        return mirror if is_older else own
+
+    def coldest_own(self) -> Slot | None:
+        """Return the slot without a mirrored page that goes first."""
+        if self.given:
+            return next(iter(self.given.values()))
+        own = next(iter((self.held or self.recent).values()), None)
+        moved = self._coldest_moved() if self.moved else None
+        return own if moved is None or (own and own.touched <= moved.touched) else moved
+
+    def _coldest_moved(self) -> Slot | None:
+        order = self._moved_order
+        while order:
+            touched, first, slot = order[0]
+            if self.moved.get(first) is slot and slot.touched == touched:
+                return slot
+            heappop(order)
+        return None
+
+    def pop_coldest(self, most: int, untouched_since: int) -> list[Slot]:
+        """Take out the slots to evict first, without mirrors and without what is recent."""
+        popped: list[Slot] = []
+        if not self.moved:
+            # What nearly every pool has: each queue is in order.
+            for queue in (self.given, self.held):
+                before = len(popped)
+                for slot in islice(queue.values(), most - before):
+                    if slot.touched > untouched_since:
+                        break
+                    popped.append(slot)
+                for _ in range(len(popped) - before):
+                    queue.popitem(last=False)
+                if queue:
+                    break
+            return popped
+        while len(popped) < most and (self.given or self.held or self.moved):
+            coldest = self.coldest_own()
+            if coldest is None or coldest.touched > untouched_since or coldest.first in self.recent:
+                break
+            del self.held_as(coldest)[coldest.first]
+            popped.append(coldest)
+        return popped
+
+    def move_in(self, slot: Slot, touched: int) -> None:
+        """Let a slot be one that was last touched then, on another node."""
+        del self.held_as(slot)[slot.first]
+        slot.touched = touched
+        self.moved[slot.first] = slot
+        heappush(self._moved_order, (touched, slot.first, slot))
+        if len(self._moved_order) > 2 * len(self.moved) + STALE_MIN:
+            self._moved_order = [(one.touched, one.first, one) for one in self.moved.values()]
+            heapify(self._moved_order)
+
+    def held_as(self, slot: Slot) -> dict[int, Slot]:
+        """Return where a held slot stands."""
+        if slot.retained_until:
+            return self.retained
+        if slot.is_mirror:
+            return self.mirrors
+        if slot.first in self.given:
+            return self.given
+        if slot.first in self.moved:
+            return self.moved
+        return self.recent if slot.first in self.recent else self.held
+
+    def settle(self, upto: int) -> None:
+        """Put recent slots, touched until the clock showed `upto`, behind `held`, in order.
+
+        They share their times of touch among themselves, so that those rise from slot to slot.
+        """
+        settled = _in_order([slot for slot in self.recent.values() if slot.touched <= upto])
+        for slot, touched in zip(settled, sorted([s.touched for s in settled]), strict=True):
+            slot.touched = touched
+            slot.extent.touched = max(slot.extent.touched, touched)
+            del self.recent[slot.first]
+            self.held[slot.first] = slot
+
+    def in_order(self) -> Iterator[Slot]:
+        """Iterate over the slots that may be evicted, the next one first, without mirrors."""
+        yield from self.given.values()
+        moved = sorted(self.moved.values(), key=touch_of)
+        yield from merge(self.held.values(), moved, key=touch_of)
+        yield from _in_order(self.recent.values())
+
+
+def touch_of(slot: Slot) -> int:
+    return slot.touched
+
+
+def _in_order(touched_at_once: Iterable[Slot]) -> list[Slot]:
+    """Return slots that were touched within one second: the batch stored last, its last page."""
+    return sorted(touched_at_once, key=lambda slot: (-slot.batch, slot.touched))
+
+
+def colder_classes(
+    classes: Iterable[SizeClass], size_class: SizeClass, own: Slot, clock: int
+) -> dict[SizeClass, None]:
+    """Return the sizes that have so much older pages that they should give.
+
+    own: the coldest slot of the size that wants room. Only sizes of the same tenant, and of others
+    that borrow as it does, at one priority.
+    """
+    newest = clock - COLDER_FACTOR * (clock - own.touched)
+    tenant = size_class.tenant
+    donors: dict[SizeClass, None] = {}
+    for other in classes:
+        coldest = other.coldest(clock, clock)
+        if other is size_class or coldest is None or coldest.touched >= newest:
+            continue
+        owner = other.tenant
+        if owner is tenant or (
+            owner.is_over and tenant.is_over and owner.priority == tenant.priority
+        ):
+            donors[other] = None
+    return donors
+
+
+def debtors(
+    classes: Iterable[SizeClass], size_class: SizeClass, wanted: int
+) -> list[dict[SizeClass, None]]:
+    """Return the sizes of other tenants that must give to this one, whatever their age.
+
+    Their tenants are over their quotas, and this one's is within its own with `wanted` granules
+    more, or of a higher priority. The lowest priority comes first.
+    """
+    tenant = size_class.tenant
+    is_due = tenant.may_have(wanted)
+    groups: dict[int, dict[SizeClass, None]] = {}
+    for other in classes:
+        owner = other.tenant
+        if owner is tenant or not owner.is_over:
+            continue
+        if is_due or owner.priority < tenant.priority:
+            groups.setdefault(owner.priority, {})[other] = None
+    return [groups[priority] for priority in sorted(groups)]
+
+
+def donor_groups(
+    classes: Iterable[SizeClass], size_class: SizeClass, wanted: int
+) -> list[dict[SizeClass, None]]:
+    """Return all sizes that may give to one that has nothing; what gives first comes first."""
+    tenant, classes = size_class.tenant, list(classes)
+    peers = {
+        other: None
+        for other in classes
+        if other.tenant is tenant
+        or (other.tenant.is_over and other.tenant.priority == tenant.priority)
+    }
+    return [*debtors(classes, size_class, wanted), peers]

@@ -1,0 +1,244 @@
+"""What a pool names for spilling, and what it does with pages that other nodes spill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peercache.actors.effects import (
+    TellPlacement,
+)
+from peercache.actors.mailboxes import (
+    ColdPages,
+    DrainChanged,
+    PagesForgotten,
+    PagesGiven,
+    PagesSpilled,
+    RequestSpill,
+    SpilledPages,
+    TakenOver,
+    TakeOver,
+)
+from peercache.actors.pool.answers import SPILL_AGAIN_S
+from peercache.model.records import DROP
+from peercache.wire.messages.membership import RequestRoom
+from peercache.wire.messages.pool import (
+    COMMITTED,
+    HERE,
+    RESERVED,
+    Commit,
+    Remove,
+    Reserve,
+    Retain,
+    Touched,
+)
+from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, NODE, Taker, key, taken
+
+
+class Spiller(Taker):
+    """A pool that spills, and takes what others spill."""
+
+    def cold(self, *, only_new: bool = False) -> dict[int, float]:
+        """Return the pages that it would spill, with their ages, in order."""
+        (told,) = self.say(RequestSpill(only_new), INSIDE)
+        assert isinstance(told, TellPlacement)
+        assert isinstance(told.fact, ColdPages)
+        return {
+            int.from_bytes(name, "big"): round(age, 3)
+            for _, records, ages in told.fact.groups
+            for name, age in zip(records["key"].tolist(), ages.tolist(), strict=True)
+        }
+
+    def give_away(self, *numbers: int) -> None:
+        """Let the pool know that another node holds these pages too."""
+        self.say(PagesGiven(self.drops(*numbers)), INSIDE)
+
+    def touch(self, *numbers: int) -> None:
+        self.say(Touched(self.drops(*numbers).tobytes()))
+
+    def drops(self, *numbers: int) -> Any:
+        records = self.pool.records_of(b"".join(map(key, numbers)))
+        drops = np.zeros(len(numbers), DROP)
+        drops["key"], drops["generation"] = records["key"], records["generation"]
+        return drops
+
+    def take(self, ages: dict[int, float], min_age_s: float = 0.0) -> bytes:
+        """Take pages of these ages; return their states."""
+        offered = SpilledPages(np.array(list(ages.values())), min_age_s)
+        self.sequence += 1
+        lengths = np.full(len(ages), GRANULE, "<u8").tobytes()
+        reserve = Reserve(0, self.sequence, 1, b"".join(map(key, ages)), lengths)
+        granted = taken(self.say(TakeOver(reserve, offered), INSIDE))
+        written = bytes(state == RESERVED for state in granted)
+        commit = Commit(0, self.sequence, written, bytes(8 * len(ages)), 0.0)
+        return taken(self.say(TakenOver(commit, offered.ages), INSIDE))
+
+    def store_over_time(self, *numbers: int, apart_s: float = 10.0) -> None:
+        """Store one page after the other; the last one `apart_s` ago."""
+        for number in numbers:
+            self.store(number)
+            self.now += apart_s
+
+    def room(self) -> tuple[int, float]:
+        (answer,) = self.say(RequestRoom(3), NODE)
+        assert (answer.to, answer.message.number) == (NODE, 3)
+        return answer.message.free_bytes, answer.message.coldest_age_s
+
+    def oldest(self, count: int) -> list[int]:
+        """Store new pages, and return those that go for it, in order."""
+        before = [number for number in range(100) if self.holds(number) == [True]]
+        gone: list[int] = []
+        for new in range(1000, 1000 + count):
+            self.store(new)
+            gone += [n for n in before if n not in gone and self.holds(n) == [False]]
+        return gone
+
+
+def test_pages_are_named_for_spilling_when_little_room_is_left() -> None:
+    """The coldest first, with their ages, until an eighth of the pool may go without a loss."""
+    rig = Spiller(pages=16)
+    rig.store_over_time(*range(14))
+    assert rig.cold() == {}, "two pages have room"
+
+    rig.store_over_time(14, 15)
+
+    assert rig.cold() == {0: 160.0, 1: 150.0}
+    rig.touch(0)
+    rig.now += 10.0
+    assert rig.cold() == {1: 160.0, 2: 150.0}
+    rig.give_away(1)
+    rig.now += 10.0
+    assert rig.cold() == {2: 160.0}
+
+
+def test_a_page_that_no_node_took_is_named_again_after_a_while() -> None:
+    """Until then it counts as one that may go, and the next ones are not named for it."""
+    rig = Spiller(pages=16)
+    rig.store_over_time(*range(16))
+    assert rig.cold() == {0: 160.0, 1: 150.0}
+    rig.now += SPILL_AGAIN_S - 0.1
+    assert rig.cold() == {}
+
+    rig.now += 0.2
+
+    assert list(rig.cold()) == [0, 1]
+
+
+def test_a_page_that_another_node_holds_too_goes_first() -> None:
+    """Unless it was touched since, or is another one by now."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(8))
+    old = rig.drops(3)
+    rig.give_away(5, 6)
+    rig.touch(5)
+    rig.say(Remove(9, 1, key(3)), NODE)
+    rig.now += 10.0
+    rig.store_over_time(3)
+
+    rig.say(PagesGiven(old), INSIDE)
+
+    assert rig.oldest(4) == [6, 0, 1, 2]
+
+
+def test_a_page_that_came_from_another_node_keeps_its_age() -> None:
+    """It goes before pages that were touched later, and after those touched earlier."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(6))
+
+    assert rig.take({90: 35.0, 91: 15.0}) == bytes((COMMITTED,)) * 2
+
+    assert rig.oldest(7) == [0, 1, 2, 90, 3, 4, 91]
+
+
+def test_a_page_that_came_from_another_node_and_is_read_is_as_any_other() -> None:
+    """And it may be spilled again."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(6))
+    rig.take({90: 35.0, 91: 34.0})
+    assert rig.cold() == {0: 60.0}
+
+    rig.touch(90)
+    rig.now += 10.0
+
+    assert rig.oldest(4) == [0, 1, 2, 91]
+
+
+@pytest.mark.parametrize(
+    ("age", "min_age_s", "goes"),
+    [(45.0, 0.0, 2), (35.0, 0.0, 3), (25.0, 35.0, 3), (-45.0, 0.0, 0), (80.0, 0.0, 0)],
+)
+def test_what_another_node_spills_evicts_only_colder_pages(
+    age: float, min_age_s: float, goes: int
+) -> None:
+    """None that was touched within the least age; for a negative age nothing goes."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(8), apart_s=10.0)
+    rig.now -= 20.0  # They are 60, 50, 40 … seconds old.
+
+    states = rig.take({90 + at: age for at in range(8)}, min_age_s)
+
+    assert states.count(COMMITTED) == goes
+    assert [n for n in range(8) if rig.holds(n) == [False]] == list(range(goes))
+
+
+def test_two_nodes_do_not_count_on_each_other_for_a_page() -> None:
+    """A page that was given, and is then offered by the node that has it, goes in its turn."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(8))
+    rig.give_away(3, 4)
+
+    assert rig.take({3: 35.0}) == bytes((HERE,))
+
+    assert rig.oldest(5) == [4, 0, 1, 2, 3]
+
+
+def test_a_retained_page_is_evicted_for_no_other_node() -> None:
+    """However cold it is."""
+    rig = Spiller(pages=4)
+    rig.store_over_time(*range(4))
+    rig.say(Retain(8, 1, key(0), 1000.0, 0.5), NODE)
+
+    assert rig.take({90: 25.0}) == bytes((COMMITTED,))
+
+    assert rig.holds(0, 1, 2, 3) == [True, False, True, True]
+
+
+def test_pages_that_may_have_been_removed_elsewhere_are_never_named_again() -> None:
+    """Those that are stored afterwards are."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(8))
+
+    assert rig.cold(only_new=True) == {}
+
+    rig.store_over_time(*range(8, 16))
+    assert rig.cold() == {8: 80.0}
+
+
+def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
+    """It costs a load to lose it, not a page."""
+    rig = Spiller(pages=8, has_disk=True)
+    rig.store_over_time(*range(8))
+    rig.say(PagesSpilled(key(0), np.array([GRANULE])), INSIDE)
+    assert rig.cold() == {0: -80.0}
+
+    rig.say(PagesForgotten(key(0)), INSIDE)
+    rig.now += 10.0
+
+    assert rig.cold() == {0: 90.0}
+
+
+def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
+    """A pool that is drained has none."""
+    rig = Spiller(pages=4)
+    assert rig.room() == (4 * GRANULE, 0.0)
+    rig.store_over_time(1, 2, 3)
+    assert rig.room() == (GRANULE, 30.0)
+
+    rig.take({90: 100.0})
+
+    assert rig.room()[0] == 0
+    assert rig.room()[1] == pytest.approx(30.0), "no page here has been known for longer"
+    rig.say(DrainChanged(is_draining=True), INSIDE)
+    assert rig.room() == (0, 0.0)
