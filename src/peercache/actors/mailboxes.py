@@ -330,9 +330,9 @@ class RequestSpill:
 
 @attrs.frozen
 class PagesGiven:
-    """placement → pool: another node holds these pages too, and the owners of their records know.
+    """placement → pool: another node holds these pages now, and the owners of their records know.
 
-    drops: dtype DROP. A page that was stored again or touched meanwhile is as any other.
+    drops: dtype DROP. The pool evicts them, but those that were stored again or touched meanwhile.
     """
 
     drops: npt.NDArray[np.void]

@@ -393,7 +393,7 @@ class Config:
     )
     placement_min_age: float = setting(
         SECONDS,
-        60.0,
+        20.0,
         "Seconds since its last use before a page is evicted for one that another node offers.",
         low=0,
     )

@@ -10,8 +10,7 @@ Sends   OfferPages, OfferSpill, RequestRoom, PagesTaken and RequestDrainState to
         DrainChanged, RequestGive, RequestSpill, PagesGiven, TakeOver and TakenOver to the pool;
         Pull to the node, which reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
-        verified by the holder's seal, and what was removed meanwhile is not committed. The holder
-        keeps it. For a drain nothing is evicted, for a spill what was touched longer ago. A node
+        verified by the holder's seal, and what was removed meanwhile is not committed. For a drain nothing is evicted, for a spill what was touched longer ago. A node
         that is drained takes nothing, and spills nothing. Both ends' certificates bound of which
         namespaces pages are given and taken; pages of a drain are taken only from a node that
         reports that it drains. A node that may have missed removals spills nothing of before.
@@ -109,7 +108,9 @@ class Placement:
         for name in ("moved", "there", "refused", "failed"):
             pages = metrics.placement_pages.labels(name)
             pages.set_function(partial(getattr, self.spilling.progress, name))
-        metrics.placement_bytes.set_function(partial(getattr, self.spilling.progress, "moved_bytes"))
+        metrics.placement_bytes.set_function(
+            partial(getattr, self.spilling.progress, "moved_bytes")
+        )
 
     def _figure(self, name: str) -> float:
         return float(attrs.asdict(self.giving.progress)[name])

@@ -168,7 +168,7 @@ class Spilling:
         return [] if None in self._rooms.values() else self._choose(now)
 
     def taken(self, sender: int, message: PagesTaken, now: float) -> list[Effect]:
-        """Note what a node has taken; it is evicted first from now on."""
+        """Note what a node has taken; this one evicts it."""
         if message.number != self._last or sender != self._offered_to:
             return []  # Late, or not asked for.
         _, records, _ = self._queue.popleft()

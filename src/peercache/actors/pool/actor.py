@@ -85,6 +85,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.answers import (
     NO_DROPS,
     NO_RECORDS,
+    Demand,
     GivingOrder,
     asked_beside,
     changed,
@@ -202,6 +203,7 @@ class Pool:
         self._has_disk = has_disk
         self._is_draining = False
         self._giving: GivingOrder | None = None
+        self._demand = Demand()
         self._spills_after = 0
         """Pages with no greater generation are not spilled."""
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
@@ -390,9 +392,8 @@ class Pool:
             for page in reversed(here):
                 if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
                     self._slots.adopt(page.slot)
-                elif limits:
-                    self._slots.take_back(page.slot)
-                else:
+                elif not limits:
+                    # What another node offers is no use of what is here.
                     self._slots.touch(page.slot)
         else:
             wanted = self._reservations.ahead_granules + sum(granules)
@@ -417,6 +418,8 @@ class Pool:
             mirrored_at,
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
+        if mirrored_at is None and reserve.keys:
+            self._demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
@@ -576,20 +579,33 @@ class Pool:
                     self._spills_after = self._pages.newest
                 after = self._spills_after
                 return [
-                    TellPlacement(cold_pages(self._slots, self._pages, self._granule, after, now))
+                    TellPlacement(
+                        cold_pages(
+                            self._slots,
+                            self._pages,
+                            self._granule,
+                            self._demand.peak(now),
+                            after,
+                            now,
+                        )
+                    )
                 ]
             case PagesGiven(drops):
-                self._give(drops)
-                return []
+                return self._give(drops)
         assert_never(message)
 
-    def _give(self, drops: Records) -> None:
-        for key, generation in zip(
-            drops["key"].tolist(), drops["generation"].tolist(), strict=True
-        ):
-            page = self._pages.find(key)
-            if page is not None and page.generation == generation:
-                self._slots.give(page.slot)
+    def _give(self, drops: Records) -> list[Effect]:
+        """Evict pages that another node holds now, but those touched since they were named."""
+        keys, generations = drops["key"].tolist(), drops["generation"].tolist()
+        pages = [
+            page
+            for page, generation in zip(map(self._pages.find, keys), generations, strict=True)
+            if page is not None and page.generation == generation and self._slots.is_cold(page.slot)
+        ]
+        effects = self._end(pages, [])
+        for page in pages:
+            self._slots.release(page.slot)
+        return effects
 
     def _room(self, number: int, now: float) -> ReportRoom:
         """Return what another node may hope for here."""

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import merge
 from itertools import islice
+from math import ceil, inf
 from typing import Final, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -198,7 +200,10 @@ def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:
 
 
 SPILL_AHEAD_DIVISOR: Final = 8
-"""So much of a pool is kept free, or held by another node too, before it must evict."""
+"""At most 1/8 of a pool is kept free for what clients will store."""
+
+DEMAND_DECAY: Final = 0.97
+"""What is left of a second's demand in the next one: half of it after 23 s."""
 
 SPILL_BYTES: Final = 32 * 2**20
 """Bytes that are named at once, unless one page has more."""
@@ -209,19 +214,42 @@ SPILL_PAGES: Final = 256
 SPILL_LOOK: Final = 4096
 """Pages that are looked at for it: a millisecond or two."""
 
-SPILL_AGAIN_S: Final = 10.0
+SPILL_AGAIN_S: Final = 2.0
 """How soon a page is named again that no node took. Meanwhile it counts as one that may go."""
 
 
-def cold_pages(
-    slots: SlotAllocator, pages: PageTable, granule: int, after: int, now: float
-) -> ColdPages:
-    """Return the pages that are evicted next and that no other node is known to hold.
+@final
+@attrs.define(eq=False)
+class Demand:
+    """How much clients store within a second at most, in granules; what is long ago counts less."""
 
-    after: pages with no greater generation are not named. now: in the actors' time.
+    _second: float = -inf
+    _sum: int = 0
+    _peak: float = 0.0
+
+    def note(self, granules: int, now: float) -> None:
+        """Count what a client stores."""
+        self.peak(now)
+        self._sum += granules
+
+    def peak(self, now: float) -> int:
+        """Return the most that was stored within a second lately."""
+        if now >= self._second + 1.0:
+            passed = min(now - self._second, 1000.0)
+            self._peak = max(self._peak, self._sum) * DEMAND_DECAY**passed
+            self._second, self._sum = now, 0
+        return ceil(max(self._peak, self._sum))
+
+
+def cold_pages(
+    slots: SlotAllocator, pages: PageTable, granule: int, demand: int, after: int, now: float
+) -> ColdPages:
+    """Return the pages that are evicted next.
+
+    demand: granules that clients may store at once: so many should be free. after: pages with no
+            greater generation are not named.
     """
-    ahead = slots.free_granules + slots.given_granules
-    wanted = slots.usable // SPILL_AHEAD_DIVISOR - ahead
+    wanted = min(demand, slots.usable // SPILL_AHEAD_DIVISOR) - slots.free_granules
     groups: dict[int, list[Page]] = {}
     count, room = 0, max(SPILL_BYTES // granule, 1)
     for slot in islice(slots.coldest_held(), SPILL_LOOK):

@@ -442,11 +442,12 @@ def take_colder(
     taken: list[Slot | None] = [None] * len(states)
     evicted: list[Slot] = []
     refused: dict[int, int] = {}
-    for index, state in enumerate(states):
-        if state != RESERVED:
+    # Pages are offered coldest first: of a prompt that has no room as a whole, its begin is taken.
+    for index in range(len(states) - 1, -1, -1):
+        if states[index] != RESERVED:
             continue
         size, limit, slot = granules[index], limits[index], None
-        # What found no room finds none with the same limit, and to look is slow.
+        # What found no room finds none with a lower limit, and to look is slow.
         if limit > refused.get(size, -2) and shares.allow(
             size, own=own, together=slots.reserved_granules
         ):

@@ -1,7 +1,7 @@
 """Size classes: the slots of one size that one tenant has, and the order in which they are evicted.
 
-A slot may hold a mirrored page, a retained one, one that another node holds too (given), or one
-that came from another node with its age (moved); the others are held, or recent for a second.
+A slot may hold a mirrored page, a retained one, or one that came from another node with its age
+(moved); the others are held, or recent for a second.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ class SizeClass:
     """By first granule, the next to be evicted first: without those of the next three."""
     recent: dict[int, Slot] = attrs.field(factory=dict)
     """Those that were touched since the second began; all are hotter than `held`."""
-    given: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
-    """Of pages that another node holds too: all of them go before any of `held`."""
     moved: dict[int, Slot] = attrs.field(factory=dict)
     """Of pages that came from another node and were not touched here; `_moved_order` is a heap."""
     mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
@@ -96,7 +94,9 @@ class SizeClass:
     searched: int = -1
     """The version of the unit map in which no unassigned window was found."""
     _moved_order: list[tuple[int, int, Slot]] = attrs.field(factory=list)
-    """(touched, first granule, slot) of what is or was in `moved`; stale entries are skipped."""
+    """(touched, number of the entry, slot) of what is or was in `moved`: a heap, in which entries
+    that are stale are skipped."""
+    _entries: int = 0
 
     def coldest(self, clock: int, untouched_since: int) -> Slot | None:
         """Return the held slot to evict first, None if all were touched after `untouched_since`.
@@ -118,8 +118,6 @@ class SizeClass:
 
     def coldest_own(self) -> Slot | None:
         """Return the slot without a mirrored page that goes first."""
-        if self.given:
-            return next(iter(self.given.values()))
         own = next(iter((self.held or self.recent).values()), None)
         moved = self._coldest_moved() if self.moved else None
         return own if moved is None or (own and own.touched <= moved.touched) else moved
@@ -127,8 +125,8 @@ class SizeClass:
     def _coldest_moved(self) -> Slot | None:
         order = self._moved_order
         while order:
-            touched, first, slot = order[0]
-            if self.moved.get(first) is slot and slot.touched == touched:
+            touched, _, slot = order[0]
+            if self.moved.get(slot.first) is slot and slot.touched == touched:
                 return slot
             heappop(order)
         return None
@@ -137,19 +135,15 @@ class SizeClass:
         """Take out the slots to evict first, without mirrors and without what is recent."""
         popped: list[Slot] = []
         if not self.moved:
-            # What nearly every pool has: each queue is in order.
-            for queue in (self.given, self.held):
-                before = len(popped)
-                for slot in islice(queue.values(), most - before):
-                    if slot.touched > untouched_since:
-                        break
-                    popped.append(slot)
-                for _ in range(len(popped) - before):
-                    queue.popitem(last=False)
-                if queue:
+            # What nearly every pool has: one queue, in order.
+            for slot in islice(self.held.values(), most):
+                if slot.touched > untouched_since:
                     break
+                popped.append(slot)
+            for _ in popped:
+                self.held.popitem(last=False)
             return popped
-        while len(popped) < most and (self.given or self.held or self.moved):
+        while len(popped) < most and (self.held or self.moved):
             coldest = self.coldest_own()
             if coldest is None or coldest.touched > untouched_since or coldest.first in self.recent:
                 break
@@ -162,9 +156,12 @@ class SizeClass:
         del self.held_as(slot)[slot.first]
         slot.touched = touched
         self.moved[slot.first] = slot
-        heappush(self._moved_order, (touched, slot.first, slot))
+        self._entries += 1
+        heappush(self._moved_order, (touched, self._entries, slot))
         if len(self._moved_order) > 2 * len(self.moved) + STALE_MIN:
-            self._moved_order = [(one.touched, one.first, one) for one in self.moved.values()]
+            # A granule may have been in another extent before, and so in another slot.
+            last = {s.first: n for _, n, s in self._moved_order if self.moved.get(s.first) is s}
+            self._moved_order = [(s.touched, last[s.first], s) for s in self.moved.values()]
             heapify(self._moved_order)
 
     def held_as(self, slot: Slot) -> dict[int, Slot]:
@@ -173,8 +170,6 @@ class SizeClass:
             return self.retained
         if slot.is_mirror:
             return self.mirrors
-        if slot.first in self.given:
-            return self.given
         if slot.first in self.moved:
             return self.moved
         return self.recent if slot.first in self.recent else self.held
@@ -193,7 +188,6 @@ class SizeClass:
 
     def in_order(self) -> Iterator[Slot]:
         """Iterate over the slots that may be evicted, the next one first, without mirrors."""
-        yield from self.given.values()
         moved = sorted(self.moved.values(), key=touch_of)
         yield from merge(self.held.values(), moved, key=touch_of)
         yield from _in_order(self.recent.values())

@@ -22,7 +22,7 @@ touched at once: of it the pages stored last go first (ADR 0036). So a prompt lo
 pages first, however many batches it came in: they are useless without those before them.
 
 A page that another node has *moved* here keeps its age: it was last touched at the moment that its
-giver names. A page that has been *given* to another node, which holds it too, is evicted first.
+former holder names.
 
 Pure: no words, no keys. Age is counted in touches: `clock` advances with each; `Ages` says what the
 clock showed when.
@@ -65,27 +65,38 @@ WASTE_DIVISOR: Final = 8
 SECOND_S: Final = 1.0
 """How long what is touched counts as touched at once. A prompt is read, or reported as read, within
 about a second; by public traces (ADR 0036) up to five seconds are as good."""
-MARKS_MAX: Final = 4096
-"""Moments whose clock is kept: an hour at one a second; beyond that every second one goes."""
+HISTORY_S: Final = 4096
+"""Seconds of the past, one mark each: pages of other nodes that are older are of one age."""
+
 _BLOCKED: Final = 2**62
 
 
 @final
 @attrs.define(eq=False)
 class Ages:
-    """What the clock of touches showed at moments of the past: marks, both lists rising."""
+    """What the clock of touches showed at each second of the past: marks, both lists rising.
+
+    The clock advances once a second at least, so that a second that had no touch has a place in the
+    order of eviction too: a page that comes from another node may have been touched in it.
+    """
 
     _moments: list[float] = attrs.field(factory=list)
     _clocks: list[int] = attrs.field(factory=list)
 
-    def mark(self, now: float, clock: int) -> None:
-        """Note what the clock showed at a moment."""
-        if now == -math.inf or (self._clocks and self._clocks[-1] == clock):
-            return
-        self._moments.append(now)
-        self._clocks.append(clock)
-        if len(self._moments) > MARKS_MAX:
-            del self._moments[1::2], self._clocks[1::2]
+    def mark(self, before: float, now: float, clock: int) -> int:
+        """Mark the seconds up to now; return what the clock shows then.
+
+        before: when anything was touched last; -inf: there is no past yet, so it is made up.
+        """
+        seconds = int(min(max(now - before, 1.0), HISTORY_S))
+        begin = max(before, now - seconds)
+        for second in range(seconds):
+            self._moments.append(begin + second)
+            self._clocks.append(clock + second)
+        if len(self._moments) > 2 * HISTORY_S:
+            # Of what is long ago every second mark is kept.
+            del self._moments[:HISTORY_S:2], self._clocks[:HISTORY_S:2]
+        return clock + seconds
 
     def age(self, touched: int, now: float) -> float:
         """Return how long ago (s) the clock showed this: up to the distance of two marks less."""
@@ -93,9 +104,9 @@ class Ages:
         return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
 
     def clock_at(self, moment: float) -> int:
-        """Return the last touch that was before a moment for certain; -1: none was."""
+        """Return the last touch that was before a moment for certain."""
         at = bisect_right(self._moments, moment)
-        return self._clocks[at - 1] if at else -1
+        return self._clocks[at - 1] if at else NEVER_TOUCHED
 
 
 @final
@@ -132,7 +143,7 @@ class SlotAllocator:
         self._classes: dict[tuple[Tenant, int], SizeClass] = {}
         self._units: list[Extent | None] = []
         self._batch = 0
-        self._second_ends = self._now = -math.inf
+        self._second_ends = self.now = -math.inf
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it became unassigned, _BLOCKED while a class has it."""
         self._unassigned = 0
@@ -150,11 +161,6 @@ class SlotAllocator:
     def free_granules(self) -> int:
         """Return how much is neither held nor reserved, in whatever pieces."""
         return self.usable - self.held_granules - self.reserved_granules
-
-    @property
-    def given_granules(self) -> int:
-        """Return how much is held by pages that another node holds too, and goes first."""
-        return sum(len(one.given) * one.granules for one in self._classes.values())
 
     def grow(self, usable: int) -> None:
         """Let the first `usable` granules be given out; never takes anything back."""
@@ -305,14 +311,14 @@ class SlotAllocator:
 
     def pass_time(self, now: float) -> None:
         """Note what time it is (s): a second that is over settles the order of what it touched."""
-        before, self._now = self._now, now
+        before, self.now = self.now, now
         if now >= self._second_ends:
             self._second_ends = now + SECOND_S
             # What was touched last was touched by the message before this one.
-            self.ages.mark(before, self.clock)
+            upto, self.clock = self.clock, self.ages.mark(before, now, self.clock)
             for size_class in self._classes.values():
                 if size_class.recent:
-                    size_class.settle(self.clock)
+                    size_class.settle(upto)
 
     def begin_batch(self) -> None:
         """Note that the slots held from now on hold pages that were stored together."""
@@ -396,25 +402,17 @@ class SlotAllocator:
         """Let a page that was stored just now be as old as another node says."""
         slot.extent.size_class.move_in(slot, touched)
 
-    def give(self, slot: Slot) -> None:
-        """Let a page that another node holds too go first, unless it was touched lately."""
-        size_class = slot.extent.size_class
-        if size_class.held.pop(slot.first, None) is not None:
-            size_class.given[slot.first] = slot
-
-    def take_back(self, slot: Slot) -> None:
-        """Let a page that was given go in its turn: another node counts on this one for it."""
-        size_class = slot.extent.size_class
-        if slot.first in size_class.given:
-            size_class.move_in(slot, slot.touched)
-
     def coldest_touched(self) -> int | None:
         """Return when the page that goes next was touched; None: no page may go."""
         own = [size_class.coldest_own() for size_class in self._classes.values()]
         return min((slot.touched for slot in own if slot is not None), default=None)
 
+    def is_cold(self, slot: Slot) -> bool:
+        """Return whether a held slot is among those that `coldest_held` names."""
+        return slot.first in slot.extent.size_class.held
+
     def coldest_held(self) -> Iterator[Slot]:
-        """Iterate over the slots to evict next that no other node is known to hold too."""
+        """Iterate over the slots to evict next, without mirrors and what came from other nodes."""
         queues = [size_class.held.values() for size_class in self._classes.values()]
         return merge(*queues, key=touch_of)
 
@@ -448,7 +446,7 @@ class SlotAllocator:
         """Return how many pages each tenant has."""
         pages = dict.fromkeys(self.tenants.all(), 0)
         for size_class in self._classes.values():
-            some = size_class.held, size_class.recent, size_class.given, size_class.moved
+            some = size_class.held, size_class.recent, size_class.moved
             more = size_class.mirrors, size_class.retained
             pages[size_class.tenant] += sum(map(len, (*some, *more)))
         return pages
