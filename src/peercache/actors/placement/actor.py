@@ -10,10 +10,11 @@ Sends   OfferPages, OfferSpill, RequestRoom, PagesTaken and RequestDrainState to
         DrainChanged, RequestGive, RequestSpill, PagesGiven, TakeOver and TakenOver to the pool;
         Pull to the node, which reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
-        verified by the holder's seal, and what was removed meanwhile is not committed. For a drain nothing is evicted, for a spill what was touched longer ago. A node
-        that is drained takes nothing, and spills nothing. Both ends' certificates bound of which
-        namespaces pages are given and taken; pages of a drain are taken only from a node that
-        reports that it drains. A node that may have missed removals spills nothing of before.
+        verified by the holder's seal, and what was removed meanwhile is not committed. For a drain
+        nothing is evicted, for a spill what was touched longer ago. A node that is drained takes
+        nothing, and spills nothing. Both ends' certificates bound of which namespaces pages are
+        given and taken; pages of a drain are taken only from a node that reports that it drains.
+        A node that may have missed removals spills nothing that it had then.
 Limits  one offer a target, of OFFER_PAGES and OFFER_BYTES; one spill at a time; TAKINGS_MAX offers
         at once are read here, one of each node, at a minimum rate; one more of each waits. What is
         lost of a drain is offered to another target, within the drain's time.
