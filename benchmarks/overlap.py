@@ -168,10 +168,10 @@ async def measured(rounds: int) -> dict[str, float]:
             nursery.start_soon(broker.run)
         await trio.lowlevel.checkpoint()
         for cluster in (alone, spread):
-            told = await cluster.nodes[1].overlap(keys)
-            runs = dict(zip(told.holders, told.run().tolist(), strict=True))
+            reply = await cluster.nodes[1].overlap(keys)
+            runs = dict(zip(reply.holders, reply.run().tolist(), strict=True))
             assert runs == {n: len(keys) * n // NODES for n in range(1, NODES + 1)}, runs
-            assert told.whole
+            assert reply.whole
         for _ in range(rounds):
             for name, call in calls.items():
                 begun = time.thread_time()
@@ -208,8 +208,8 @@ def ask_often(address: str, body: bytes, rounds: int) -> list[float]:
             connection.sendall(raw)
             answer = b"".join(iter(partial(connection.recv, 2**16), b""))
         took.append(time.perf_counter() - begun)
-        told = json.loads(answer.partition(b"\r\n\r\n")[2])
-        assert (told["stored_tokens"], len(told["nodes"])) == (TOKENS, NODES), told
+        reply = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert (reply["stored_tokens"], len(reply["nodes"])) == (TOKENS, NODES), reply
     return took
 
 

@@ -64,11 +64,11 @@ REDIAL_S = 0.1
 class Costs:
     """Costs of operations, in seconds.
 
-    `entry`, `told` and `ring` are those of one core of the machine that this was made on; the
+    `entry`, `encoded` and `ring` are those of one core of the machine that this was made on; the
     others are rounded figures of what was measured there.
 
     message:   receive, decode, route and handle a small message, or make and send one.
-    entry:     the same for each entry of a view; told: to encode one.
+    entry:     the same for each entry of a view; encoded: to encode one.
     greeting:  admit a connection and answer its Hello, on the loop.
     handshake: of TLS, on one core of each host, in addition to the loops.
     announced: for each member of a view that ring, directory and removal are notified of.
@@ -77,7 +77,7 @@ class Costs:
 
     message: float = 100e-6
     entry: float = 12e-6
-    told: float = 1.5e-6
+    encoded: float = 1.5e-6
     greeting: float = 300e-6
     handshake: float = 3.5e-3
     announced: float = 0.5e-6
@@ -236,7 +236,7 @@ class _Node:
                 done = self.start.now + len(effect.members) * costs.ring
                 self.start.at(done, lambda build=effect: self.ring_built(build))  # type: ignore[misc]
             elif isinstance(effect, SendTo):
-                self.say(effect.address, effect.message)
+                self.send_to(effect.address, effect.message)
             elif isinstance(effect, Send):
                 if isinstance(effect.to, Origin) and effect.to.pipe:
                     self.count(effect.message)
@@ -245,15 +245,15 @@ class _Node:
                 to = effect.to.identity if isinstance(effect.to, Origin) else effect.to
                 member = self.membership.member(to)
                 if member is not None:
-                    self.say(member.control, effect.message)
+                    self.send_to(member.control, effect.message)
 
     def ring_built(self, build: BuildRing) -> None:
         self.perform(self.ring.on_message(Origin(0), RingBuilt(build.ring()), self.start.now))
 
     def count(self, message: Any) -> None:
-        told = 0
+        entries = 0
         if isinstance(message, (ShareView, ReportViewChanges)):
-            told = len(message.view)
+            entries = len(message.view)
             size = sum([self.start.size_of(member) for member in message.view])
             size += 40 + 9 * len(message.gone) if isinstance(message, ReportViewChanges) else 0
         elif isinstance(message, (Heartbeat, Join)):
@@ -263,9 +263,9 @@ class _Node:
         self.sent += 1
         self.sent_bytes += size + HEADER_BYTES
         self.start.kinds[type(message).__name__] += 1
-        self.busy(self.start.costs.message / 4 + told * self.start.costs.told)
+        self.busy(self.start.costs.message / 4 + entries * self.start.costs.encoded)
 
-    def say(self, address: str, message: Any) -> None:
+    def send_to(self, address: str, message: Any) -> None:
         """Send over the link to an address; dial if there is no link."""
         self.count(message)
         self.links.used(address, self.start.now)

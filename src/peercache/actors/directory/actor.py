@@ -354,7 +354,7 @@ class DirectoryShard:
         return self._acknowledge(sender, held, message.number)
 
     def _compare(self, sender: Origin, summary: Summary, now: float) -> list[Effect]:
-        """Report to a holder whether its summary matches what is held of it."""
+        """Report to a holder whether its summary matches the records held."""
         holder = sender.identity
         held = self._holdings_of(holder, now)
         if held is None or holder in self._unknown:

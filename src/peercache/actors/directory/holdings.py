@@ -231,7 +231,7 @@ class ShardAuthority:
         self._decide()
 
     def look(self, holder: int, now: float) -> None:
-        """Judge a holder again, after a message of it."""
+        """Judge a holder again, after a message from it."""
         if holder in self._members:
             self._judge(holder, now)
             self._decide()

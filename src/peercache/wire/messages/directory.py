@@ -152,7 +152,7 @@ class HandedOver:
 
 @attrs.frozen
 class RequestSummary:
-    """Ask a holder for a summary: this owner may lack records of it."""
+    """Ask a holder for a summary: this owner may lack some of the holder's records."""
 
     declared: ClassVar = Declared(44, Receiver.PUBLISHER, NODES)
 
