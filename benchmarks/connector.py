@@ -1,11 +1,11 @@
-"""What the connector costs beside the client's own batch calls, and how fast tokens are hashed.
+"""The cost of the connector compared with the client's own batch calls, and the speed of hashing.
 
     python -m benchmarks.connector [--json]
 
 One embedded node, pages in its own memory. Gets and sets of the same pages by the client and by the
 connector in turns, with prebuilt keys and runs for the client; the ratio is that of the medians,
-and 1 is as fast. Then `num_external_matched_tokens` of a known prompt, and content addresses beside
-one BLAKE3 call over the same bytes.
+and 1 means equally fast. Then `num_external_matched_tokens` of a known prompt, and content
+addresses compared with one BLAKE3 call over the same bytes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def measured(client: Client) -> dict[str, float]:
 
 
 def _prompt(connector: RemoteKVConnector) -> dict[str, float]:
-    """Return what a known prompt's lookup takes, and the rates of hashing."""
+    """Return the time of a known prompt's lookup, and the rates of hashing."""
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int64)
     pages = PROMPT_TOKENS // PAGE_TOKENS
     for begin in range(0, pages, PAGES):

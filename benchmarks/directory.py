@@ -1,20 +1,18 @@
-"""`python -m benchmarks.directory`: what a directory shard costs, in memory and in time.
+"""`python -m benchmarks.directory`: the cost of a directory shard, in memory and in time.
 
-A shard hears the messages of holders of a million records each, as a node does. For each number of
-entries a process of its own prints
+A shard receives the messages of holders of a million records each, like in a node. For each number
+of entries a separate process prints
 
-    bytes_per_entry   growth of the process's resident memory, all told, by entries
-    lookup128_us      a Lookup of 128 known keys, median
-    absent128_us      of 128 keys that no holder has
-    report_1m_ms      all Puts of one more holder, of 4,096 records each
-    report_process_ms the same, of all threads: one loads the table's memory ahead
-    longest_put_ms    the longest of those, growth of the table included
-    drop_holder_ms    the view says that this holder is dead: until its records are served no more
-    longest_tick_ms   the longest part of the sweep after it
+    bytes_per_entry   total growth of the process's resident memory, divided by entries lookup128_us
+    a Lookup of 128 known keys, median absent128_us of 128 keys that no holder has report_1m_ms all
+    Puts of one more holder, of 4,096 records each report_process_ms the same, of all threads: one
+    loads the table's memory ahead longest_put_ms the longest of those, growth of the table included
+    drop_holder_ms from a view with this holder dead until its records are no longer served
+    longest_tick_ms the longest part of the sweep after it
 
-Other times are of the owner's thread. All are processor time: a machine that does other work adds
-less. The table is in a file of /dev/shm, as a node's does; `--private` has it in private memory,
-as that of a node without such a file.
+Other times are those of the owner's thread. All are processor time, which depends less on other
+work of the machine. The table is in a file of /dev/shm, as in a node; with `--private` it is in
+private memory, as in a node without such a file.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ ENTRIES = (1_000_000, 3_000_000, 10_000_000)
 BATCH = 128
 LOOKUPS = 2000
 PAGE_BYTES = 2**20
-SHARED_FOLDER = "/dev/shm"  # noqa: S108 - where a node's own files lie.
+SHARED_FOLDER = "/dev/shm"  # noqa: S108 - the folder of a node's own files.
 
 
 def main() -> None:
@@ -84,7 +82,7 @@ def main() -> None:
 
 
 def measured(entries: int, file: int) -> dict[str, float]:
-    """Return the figures of a shard with so many entries, and its table in a file; -1: in none."""
+    """Return the figures of a shard with this many entries. file: that of its table; -1: none."""
     rng = np.random.default_rng(entries)
     sizes = [HOLDER_RECORDS] * (entries // HOLDER_RECORDS)
     if entries % HOLDER_RECORDS:
@@ -136,7 +134,7 @@ def measured(entries: int, file: int) -> dict[str, float]:
 
 
 def puts(rng: np.random.Generator, holder: int, count: int) -> Iterator[Put]:
-    """Yield the messages with which a holder reports so many records."""
+    """Yield the messages with which a holder reports this many records."""
     for number, begin in enumerate(range(0, count, RECORDS_A_MESSAGE_MAX), start=1):
         made = np.zeros(min(RECORDS_A_MESSAGE_MAX, count - begin), RECORD)
         made["key"] = np.frombuffer(rng.bytes(16 * len(made)), "V16")

@@ -1,7 +1,7 @@
 """`python -m benchmarks.disk`: the disk tier among nodes, and its index at a million pages.
 
-It measures how long a reader at another node waits for a page that is on disk only, what `set` pays
-for a disk, and how long an index takes to load. `peercache bench disk` measures the page store.
+It measures how long a reader at another node waits for a page that is only on disk, what a disk
+costs a `set`, and how long an index takes to load. `peercache bench disk` measures the page store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from peercache.storage.index_file import load_entries, open_index, store_entries
 from peercache.storage.slab_files import SlabFiles, consistent
 
 POOL_PAGES: Final = 64
-"""Pages in memory; twice as many are set, so that the first half is on disk only."""
+"""Pages in memory; twice as many are set, so that the first half is only on disk."""
 
 ROUNDS: Final = 9
 """Sets of a batch with and without a disk, in turn; the first pair is not counted."""
@@ -94,7 +94,7 @@ def _compare_sets(engine: Engine) -> dict[str, float]:
 
 
 def _promote(engine: Engine) -> dict[str, float]:
-    """Return how long a remote client waits for single pages that are on disk only."""
+    """Return how long a remote client waits for single pages that are only on disk."""
     writer, reader, work = engine.clients["disk"], engine.clients["reader"], engine.work
     before = writer.stats().get("home_disk_pages", 0)
     keys = engine.new_keys()
@@ -122,7 +122,7 @@ def _promote(engine: Engine) -> dict[str, float]:
 
 
 def _await(client: Client, figure: str, value: float) -> None:
-    """Wait until a figure of the home node has come to a value."""
+    """Wait until a figure of the home node has reached a value."""
     until = time.monotonic() + TIMEOUT_S
     while not _has_come(client.stats().get(figure), figure, value):
         if time.monotonic() > until:
@@ -130,14 +130,14 @@ def _await(client: Client, figure: str, value: float) -> None:
         time.sleep(0.01)
 
 
-def _has_come(told: Any, figure: str, value: float) -> bool:
-    if told is None:
+def _has_come(found: Any, figure: str, value: float) -> bool:
+    if found is None:
         return "bytes" in figure  # A node without a disk has none in flight.
-    return bool(told >= value if value else told == 0)
+    return bool(found >= value if value else found == 0)
 
 
 def measure_index(entries: int, folder: Path) -> dict[str, float]:
-    """Return how long an index of so many pages takes to load, and the memory that it takes."""
+    """Return how long an index of this many pages takes to load, and its memory."""
     folder.mkdir()
     slab_bytes, length = SLAB_BYTES_MAX, 2**20
     blocks = int(slot_blocks(np.array([length]))[0])
@@ -148,7 +148,7 @@ def measure_index(entries: int, folder: Path) -> dict[str, float]:
     rows["key"] = np.frombuffer(np.random.default_rng(3).bytes(16 * entries), "V16")
     rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
     rows["length"], rows["sequence"] = length, number
-    # Without a cap in effect: the index of a real store has its part of the tier's.
+    # Without an effective cap: the index of a real store has a share of the tier's cap.
     connection = open_index(folder, bytes_max=2**40)
     store_entries(connection, rows)
     connection.close()
@@ -160,8 +160,8 @@ def measure_index(entries: int, folder: Path) -> dict[str, float]:
         index = DiskIndex(capacity_bytes=slab_count * slab_bytes, slab_bytes=slab_bytes)
         started = time.perf_counter()
         connection = open_index(folder, bytes_max=2**40)
-        told = consistent(load_entries(connection), files, slab_count)
-        index.load(told)
+        found = consistent(load_entries(connection), files, slab_count)
+        index.load(found)
         load_s = time.perf_counter() - started
         connection.close()
     finally:
@@ -171,7 +171,7 @@ def measure_index(entries: int, folder: Path) -> dict[str, float]:
     return {
         "index_entries": float(entries),
         "index_load_s": load_s,
-        "index_bytes_a_page": _bytes_a_page(told, slab_count, slab_bytes),
+        "index_bytes_a_page": _bytes_a_page(found, slab_count, slab_bytes),
     }
 
 
@@ -186,10 +186,10 @@ def _bytes_a_page(entries: Any, slab_count: int, slab_bytes: int) -> float:
 
 
 class _Silent:
-    """A log that drops the warnings about slab files: the index has rows for files that are not."""
+    """A log that drops the warnings about slab files: the index has rows for missing files."""
 
     def warning(self, event: str, **facts: object) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 @click.command

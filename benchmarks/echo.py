@@ -1,4 +1,4 @@
-"""One bare nng round trip between two processes: the limit of the control plane's questions."""
+"""One bare nng round trip between two processes: the limit of the control plane's requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks for developers share: clusters of processes, and an engine in one of its own."""
+"""Shared parts of developers' benchmarks: clusters of processes, and an engine process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END_S = 10.0
 
 
 class BusyEngine(Engine):
-    """An engine that also sets, streams, and computes in Python meanwhile."""
+    """An engine that also sets, streams, and computes in Python at the same time."""
 
     def __init__(self, work: WorkingSet) -> None:
         """Make the working set."""
@@ -36,11 +36,11 @@ class BusyEngine(Engine):
         limits.send_stream(port, self.source, self.work.page_bytes)
 
     def send_tls_stream(self, port: int, settings: dict[str, str]) -> None:
-        """Feed an encrypted stream, in which PeerCache has no part."""
+        """Feed an encrypted stream, without PeerCache."""
         secured.send_stream(port, self.source, settings)
 
     def stream(self, *, seconds: float) -> None:
-        """Load the machine with a raw tcp stream, in which PeerCache has no part."""
+        """Load the machine with a raw tcp stream, without PeerCache."""
         paced_stream(self.source, self.target, page_bytes=self.work.page_bytes, seconds=seconds)
 
     def set(self, client: str, *, seconds: float, clear: bool) -> dict[str, float]:
@@ -63,7 +63,7 @@ class BusyEngine(Engine):
         return {**self._rate(times), "refused": refused}
 
     def busy(self, *, on: bool) -> None:
-        """Start or stop a thread that computes in Python, as an engine's scheduler does."""
+        """Start or stop a thread that computes in Python, like an engine's scheduler."""
         if on:
             self._busy.set()
             threading.Thread(target=self._spin, daemon=True).start()
@@ -81,7 +81,7 @@ class EngineProcess:
     """An engine in a process of its own; a context manager."""
 
     def __init__(self, work: WorkingSet, kind: type[Engine] = BusyEngine) -> None:
-        """Start it and wait until its working set is there."""
+        """Start it and wait until its working set is ready."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_obey, args=(theirs, kind, work), daemon=True)
@@ -91,7 +91,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process, and its first thread, which does what the driver asks."""
+        """The id of the process, and of its first thread, which executes the driver's calls."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -122,7 +122,7 @@ class EngineProcess:
 
 
 def _obey(pipe: Connection, kind: type[Engine], work: WorkingSet) -> None:
-    """Do in this process what the driver asks, until it closes the pipe."""
+    """Execute the driver's calls in this process, until it closes the pipe."""
     engine = kind(work)
     pipe.send(None)
     while True:
@@ -139,7 +139,7 @@ def start_cluster(
     pools: dict[str, int],
     more: dict[str, dict[str, str]] | None = None,
 ) -> dict[str, NodeProcess]:
-    """Start a cluster on this machine: the nodes by their names, each with a pool of a size.
+    """Start a cluster on this machine. pools: the size of the pool of each node, by name.
 
     more: further settings of some of the nodes.
     """
@@ -169,7 +169,7 @@ def paced_stream(
 ) -> float:
     """Move the working set again and again over one raw connection; return the GB/s reached.
 
-    It shows what the machine itself takes from other threads, without code of PeerCache.
+    It shows the load of the machine itself, without code of PeerCache.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stream = socket.create_connection(listener.getsockname())

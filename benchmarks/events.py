@@ -1,15 +1,14 @@
-"""`python -m benchmarks.events`: what it costs to tell what a node holds, in processor time.
+"""`python -m benchmarks.events`: the processor time for publishing what a node holds.
 
 In one process and in turns, medians of rounds:
 
-    commit_us     a publisher hears a commit of 32 pages and the drop of 32 others; no followers
-    followed_us   the same with one follower, and each 10 ms of a node with 50,000 changes a second
-                  its question, and the answer encoded; without sockets
-    node_us       the difference for each change, and node_core: of a core at 50,000 a second
-    reader_us     the follower's side for each change: decode, and apply to an index
-    blocks_us     `BlockPublisher`, vLLM's format: each event of a block of 16 tokens, from
-                  `publish` until it is sent to one reader, all threads of the publisher's process,
-                  and blocks_core: of a core at 10,000 a second
+    commit_us     a publisher handles a commit of 32 pages and the drop of 32 others; no followers
+    followed_us the same with one follower, and each 10 ms of a node with 50,000 changes a second
+    its request, and the encoded answer; without sockets node_us the difference for each change, and
+    node_core: of a core at 50,000 a second reader_us the follower's side for each change: decode,
+    and apply to an index blocks_us `BlockPublisher`, vLLM's format: each event of a block of 16
+    tokens, from `publish` until it is sent to one reader, all threads of the publisher's process,
+    and blocks_core: of a core at 10,000 a second
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Node:
             incarnation=ME,
             republish_rate=50_000.0,
             summary_s=2.0,
-            rng=random.Random(1),  # noqa: S311 - a benchmark wants the same numbers each time
+            rng=random.Random(1),  # noqa: S311 - a benchmark needs the same numbers each time
         )
         self.publisher.on_message(
             Origin(ME), RingChanged(HashRing([ME], virtual_nodes=16, replicas=2)), 0.0
@@ -120,7 +119,7 @@ class Node:
         self.raw: list[bytes] = []
         for _ in range(POOL_PAGES // BATCH):
             self.store(self.new_records())
-        while is_followed and (batch := self.follower.take(self.told())) is not None:
+        while is_followed and (batch := self.follower.take(self.receive())) is not None:
             self.index.apply(batch)
 
     def new_records(self) -> Records:
@@ -137,8 +136,8 @@ class Node:
         committed = PagesCommitted(CLIENT, 1, 1, b"", records, empty, 1.0)
         self.publisher.on_message(Origin(ME), committed, self.now)
 
-    def told(self) -> ReportChanges:
-        """Ask, and return the answer after it went over the wire."""
+    def receive(self) -> ReportChanges:
+        """Send a request, and return the decoded answer."""
         question = self.follower.question(0.0)
         effects = self.publisher.on_message(ROUTER, question, self.now)
         message = decode(self.encoded(effects), cluster=CLUSTER).message
@@ -171,12 +170,12 @@ class Node:
         return time.thread_time() - started
 
     def read(self) -> float:
-        """Return the seconds that each change of the last round takes its reader."""
+        """Return the reader's seconds for each change of the last round."""
         count, started = 0, time.thread_time()
         for raw in self.raw:
-            told = decode(raw, cluster=CLUSTER).message
-            assert isinstance(told, ReportChanges)
-            batch = self.follower.take(told)
+            reply = decode(raw, cluster=CLUSTER).message
+            assert isinstance(reply, ReportChanges)
+            batch = self.follower.take(reply)
             assert batch is not None, "each answer tells something"
             self.index.apply(batch)
             count += len(batch.changes)
@@ -184,7 +183,7 @@ class Node:
 
 
 def drops_of(records: Records) -> Records:
-    """Return what ends these records."""
+    """Return the drops of these records."""
     drops = np.zeros(len(records), DROP)
     drops["key"], drops["generation"] = records["key"], records["generation"]
     return drops

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.eviction TRACE`: how much of a trace is in a pool when it is asked for.
+"""`python -m benchmarks.eviction TRACE`: how much of a trace a pool has when it is requested.
 
 A trace is as `peercache.cli.traces` describes it. Each request reads the leading run of its
 blocks that the pool has, then sets the rest, in batches of 128, at the trace's own times. The pool
 is the real actor, in this process, without slots ahead; a block is one granule.
 
-Columns: blocks that the pool has room for; the share of all asked blocks that were hits, of the
-pool, of an idealised LRU (each block of a prompt is touched in its order) and of an idealised LRU
+Columns: the capacity of the pool in blocks; the share of hits among all requested blocks, for the
+pool, for an idealised LRU (each block of a prompt is touched in order) and for an idealised LRU
 that touches the deepest block of a prompt first. `pool/LRU` is the first by the second.
 """
 
@@ -35,7 +35,7 @@ class RealPool:
     """The pool of a node, and one client of it."""
 
     def __init__(self, room: int) -> None:
-        """Make a pool of so many blocks."""
+        """Create a pool of this many blocks."""
         self.client = Origin(7, 1)
         self.pool = Pool(
             incarnation=Incarnation(1),
@@ -86,7 +86,7 @@ def rows(requests: Sequence[Prompt], rooms: Sequence[int]) -> Iterator[tuple[int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one row a size."""
+    """Print one row per size."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=__doc__)
     parser.add_argument("trace", type=Path)

@@ -1,6 +1,6 @@
-"""Print what it costs to hand a message from one actor to the next, in three ways (ADR 0010).
+"""Print the cost of passing a message from one actor to the next, in three ways (ADR 0010).
 
-As a node does it, through a mailbox; encoded and decoded on the way; over an inproc nng socket.
+Through a mailbox, like a node; encoded and decoded; over an inproc nng socket.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What SGLang's v2 interface costs beside v1, for the same number of pages and bytes.
+"""The cost of SGLang's v2 interface compared with v1, for the same number of pages and bytes.
 
     PYTHONPATH=src ~/.cache/peercache/sglang-0.5.23/bin/python benchmarks/hybrid.py [--json]
 
@@ -27,18 +27,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = 128
 PAGE_TOKENS = 64
 ROUNDS = 120
-"""A machine that other programs use too gives both their quiet moments in so many."""
+"""On a shared machine this many rounds include quiet moments for both."""
 
 
 def hashes(name: str, count: int) -> list[str]:
-    """Return keys of the form that SGLang's are."""
+    """Return keys in the form of SGLang's."""
     return [hashlib.sha256(f"{name}/{i}".encode()).hexdigest() for i in range(count)]
 
 
 def in_turns(v1: Callable[[int], bool], v2: Callable[[int], bool]) -> dict[str, float]:
     """Return the median microseconds of each, taken in turns, and their ratios; all must succeed.
 
-    `cpu`: of all threads of this process, the embedded node's too; other programs change it less.
+    `cpu`: that of all threads of this process, including the embedded node; other programs affect
+    it less.
     """
     times: list[list[float]] = [[], []]
     spent: list[list[float]] = [[], []]
@@ -111,7 +112,7 @@ def measure(layer_num: int) -> dict[str, dict[str, float]]:
                     lambda n: whole(store.batch_set_v2(transfers(hashes(f"v2-{n}", half)))),
                 )
             }
-            # Those of the sets may be evicted by now.
+            # The pages of the sets may be evicted by now.
             keys, halves = hashes("v1", PAGES), hashes("v2", half)
             assert all(store.batch_set_v1(keys, everything))
             assert all(store.batch_set_v1(halves, some))

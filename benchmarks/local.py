@@ -35,12 +35,12 @@ from peercache.model.keys import KEY_BYTES
 from peercache.wire.messages.directory import Located, Lookup
 
 ROUNDS = 3
-"""Each figure is the median of so many, taken in turn with its limit: machines are noisy."""
+"""Each figure is the median of this many, in turn with its limit: machines are noisy."""
 
 RTT_TRIPS = 500
 
 ASK_S = 5.0
-"""How long one question of the control plane may take."""
+"""How long one request of the control plane may take."""
 
 SMALL_POOL_BYTES = 64 * 2**20
 
@@ -68,7 +68,7 @@ ROWS = (
 
 @attrs.frozen
 class Plan:
-    """What is measured, over which fabric, for how long each time; tls: and what TLS costs."""
+    """What to measure, over which fabric, for how long each time; tls: also the cost of TLS."""
 
     fabric: str
     work: WorkingSet
@@ -206,7 +206,7 @@ class _Measuring:
         self._wrong_bytes += read["wrong_bytes"]
 
     def _control(self) -> None:
-        """Measure exists, and the control plane beside a get over tcp and beside a raw stream."""
+        """Measure exists, and the control plane during a get over tcp and during a raw stream."""
         seconds = self._plan.seconds
         self._sample("limit_rtt_us", _rtt_us(self._nodes["a"]))
         self._sample("exists_cold_us", self._engine.do("exists", client="cold")["us"])
@@ -292,7 +292,7 @@ def _rtt_us(node: NodeProcess) -> float:
 
 def _question_s(client: Client) -> float:
     """Ask the home node's directory for one page; return how long it took."""
-    wiring = client._wiring  # noqa: SLF001 - the question alone, nothing of what a call adds
+    wiring = client._wiring  # noqa: SLF001 - only the request, without the overhead of a call
     home = wiring.home.tie.attached
     if home is None:
         raise PeerCacheError("the home node was lost")
@@ -300,14 +300,14 @@ def _question_s(client: Client) -> float:
     started = time.perf_counter()
     answer = wiring.asker.ask(question, time.monotonic() + ASK_S)[0]
     took_s = time.perf_counter() - started
-    # No answer counts as one that took all the time; any other answer measures no directory.
+    # No answer counts as the full time; any other answer does not measure the directory.
     if answer is not None and not isinstance(answer, Located):
         raise PeerCacheError(f"the home node answered {answer}")
     return took_s
 
 
 def _await_populated() -> None:
-    """Wait for the page tables that a new client has the kernel make: a second, once."""
+    """Wait until the kernel has made the page tables of a new client: a second, once."""
     for thread in threading.enumerate():
         if thread.name == POPULATING:
             thread.join(READY_TIMEOUT_S)
@@ -320,7 +320,7 @@ def require_plotting() -> None:
 
 
 def draw(path: str, fabric: str, by_page_bytes: Sequence[tuple[int, Figures]]) -> None:
-    """Draw throughput over page size beside the limits into a PNG."""
+    """Draw throughput over page size, with the limits, into a PNG."""
     import matplotlib as mpl  # noqa: PLC0415 - an extra that only this needs
 
     mpl.use("Agg")

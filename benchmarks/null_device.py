@@ -1,4 +1,4 @@
-"""An RDMA device that completes at once and moves generation words only, so that time is our own.
+"""An RDMA device that completes at once and only moves generation words, to measure our own time.
 
 It has the names of pyverbs that the fabric uses, so that the fabric runs unchanged over it, on a
 machine without RDMA too.
@@ -30,7 +30,7 @@ from peercache.wire.messages.session import ChannelOpened, OpenChannel
 
 READS_AT_ONCE = 16
 SEALS_ADDRESS = 2**50
-"""Where a peer's words lie; below it lie its pages."""
+"""Address of a peer's words; its pages are below."""
 
 _PORT = Port(
     "instant", 1, "ACTIVE", ETHERNET, "CA", 0, 100.0, (Gid(0, bytes(10) + b"\xff" * 6, ROCE_V2),)
@@ -38,7 +38,7 @@ _PORT = Port(
 
 
 def instant_fabric(*, page_bytes: int, granule: int, seals: Seals) -> RdmaFabric:
-    """Return a fabric whose every peer publishes `page_bytes` of pages, and answers at once.
+    """Return a fabric on which every peer publishes `page_bytes` of pages, and answers at once.
 
     seals: of every granule.
     """
@@ -66,7 +66,7 @@ class InstantRail:
     """A rail without a device."""
 
     def __init__(self, seals: Seals) -> None:
-        """Open nothing; a READ of words brings these."""
+        """Open nothing; a READ of words returns these seals."""
         self.verbs = _verbs(seals)
         self.chosen = Chosen(_PORT, _PORT.gids[0])
         self.name = _PORT.name

@@ -1,19 +1,19 @@
-"""`python -m benchmarks.overlap`: how long it takes to tell where a prompt of 32k tokens lies.
+"""`python -m benchmarks.overlap`: how long it takes to find out where a prompt of 32k tokens is.
 
-16 nodes hold the prompt, each a longer beginning than the one before. In one process and in turns:
+16 nodes hold the prompt, each a longer prefix than the one before. In one process and in turns:
 
     keys_us       page keys of the prompt's tokens (numpy, pages of 64)
-    lookup_us     beside it: the directory's own Lookup of these keys, which tells of 8 holders
-    shard_us      the overlap where one node owns all records, as on up to 8 hosts
-    nodes_us      where 16 hosts own them, two each: asked with real messages. All 16 nodes work on
-                  the one thread of this process, one after the other.
+    lookup_us     for comparison: the directory's own Lookup of these keys, which returns 8 holders
+    shard_us the overlap if one node owns all records, as on up to 8 hosts nodes_us if 16 hosts own
+    them, two each: with real messages. All 16 nodes run on the one thread of this process, one
+    after another.
     gpu_us        the same prompt on the GPUs of 16 engines, in blocks of 16 tokens
     rest_us       the whole answer to a JSON question, of shard_us's cluster; without HTTP
     packed_us     the same, with the tokens as base64
     http_us, http_packed_us
                   both over HTTP: from before another process connects to when it has the answer
 
-Medians: of processor time, so a machine that does other work adds less; over HTTP of time.
+Medians of processor time, which depends less on other work of the machine; over HTTP of real time.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Cluster:
             )
 
     def perform(self, sender: int, effect: Effect) -> None:
-        """Carry a message to its node, as bytes."""
+        """Deliver a message to its node, as bytes."""
         assert isinstance(effect, Send), effect
         target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
         raw = encode(Envelope(sender, target, effect.message), cluster=CLUSTER)
@@ -168,10 +168,10 @@ async def measured(rounds: int) -> dict[str, float]:
             nursery.start_soon(broker.run)
         await trio.lowlevel.checkpoint()
         for cluster in (alone, spread):
-            told = await cluster.nodes[1].overlap(keys)
-            runs = dict(zip(told.holders, told.run().tolist(), strict=True))
+            reply = await cluster.nodes[1].overlap(keys)
+            runs = dict(zip(reply.holders, reply.run().tolist(), strict=True))
             assert runs == {n: len(keys) * n // NODES for n in range(1, NODES + 1)}, runs
-            assert told.whole
+            assert reply.whole
         for _ in range(rounds):
             for name, call in calls.items():
                 begun = time.thread_time()
@@ -184,7 +184,7 @@ async def measured(rounds: int) -> dict[str, float]:
 
 
 async def over_http(index: PrefixIndex, body: bytes, rounds: int) -> list[float]:
-    """Serve the index as a node does, without its rights; return what each answer took."""
+    """Serve the index like a node, without access checks; return the time of each answer."""
     access: Any = SimpleNamespace(ssl_context=None, refusal=lambda *_: "")
     application = Starlette(routes=index.routes())
     serve = partial(serve_http, "127.0.0.1", 0, application=application, access=access)
@@ -208,8 +208,8 @@ def ask_often(address: str, body: bytes, rounds: int) -> list[float]:
             connection.sendall(raw)
             answer = b"".join(iter(partial(connection.recv, 2**16), b""))
         took.append(time.perf_counter() - begun)
-        told = json.loads(answer.partition(b"\r\n\r\n")[2])
-        assert (told["stored_tokens"], len(told["nodes"])) == (TOKENS, NODES), told
+        reply = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert (reply["stored_tokens"], len(reply["nodes"])) == (TOKENS, NODES), reply
     return took
 
 

@@ -44,9 +44,9 @@ OWNER = Member(
 
 
 def own_time_us() -> dict[str, float]:
-    """Return the processor's time a page of a batch of BATCH: of a get, and of its fabric alone.
+    """Return the processor time per page of a batch of BATCH: of a get, and of its fabric alone.
 
-    Pages that follow each other on both sides become few READs; of scattered ones each is its own.
+    Consecutive pages on both sides become few READs; each scattered page is one READ.
     """
     total = BATCH * PAGE_BYTES
     target = np.zeros(2 * total, np.uint8)
@@ -74,7 +74,7 @@ class Batch:
     def __init__(
         self, fabric: RdmaFabric, target: npt.NDArray[np.uint8], seals: Seals, places: U64
     ) -> None:
-        """Have every record in the cache, as after an exists, and the seals that fit them."""
+        """Put every record into the cache, as after an exists, and set matching seals."""
         offsets = places * np.uint64(PAGE_BYTES)
         lengths = np.full(BATCH, PAGE_BYTES, np.uint64)
         self._fabric = fabric
@@ -123,7 +123,7 @@ class Batch:
             return outcome
 
     def get_us(self) -> float:
-        """Return the processor's µs a page of a get; asserts that all pages were hits."""
+        """Return the processor µs per page of a get; asserts that all pages were hits."""
         self.commit()
         assert self.get().hits.all()
         best = float("inf")
@@ -136,7 +136,7 @@ class Batch:
         return best / READS / BATCH * 1e6
 
     def read_us(self) -> float:
-        """Return the processor's µs a page of the fabric's part alone."""
+        """Return the processor µs per page of the fabric's part alone."""
         best = float("inf")
         for _ in range(TURNS):
             started = time.thread_time()

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.peers`: PeerCache beside the other stores that install on this machine.
+"""`python -m benchmarks.peers`: PeerCache compared with other stores that install on this machine.
 
 Three nodes and three engines of each store are processes of their own on one machine. The stores
-take turns at each step, in an order that rotates, and the machine's memory copy is measured in
-the same rounds: so what slows the machine for a while slows all of them. Every byte that a get
+take turns at each step, in an order that rotates, and the machine's memory copy is measured in the
+same rounds: so a temporary slowdown of the machine affects all of them. Every byte that a get
 returns is compared with what was set.
 
 `make peers` keeps the figures for the documentation.
@@ -47,19 +47,19 @@ MIB = 2**20
 OURS = "ours"
 
 ASKED_PAGE_BYTES = 16 * 1024
-"""Pages whose bytes do not matter, because they are only looked up."""
+"""Size of pages that are only looked up, so that their bytes do not matter."""
 
 HUNG_S = 15.0
-"""A call beside a dead or stopped node that takes longer is not waited for."""
+"""The longest wait for a call with a dead or paused node."""
 
 TURN_S = 0.2
-"""How often a set, an exists and a get are made beside one, at most."""
+"""The shortest time between rounds of set, exists and get with such a node."""
 
 BUSY_ROUNDS = 3
-"""Each takes seconds, whatever it measures."""
+"""Each takes seconds."""
 
 FAULT_S = 15.0
-"""How long the turns beside a dead or stopped node may take, the last call apart."""
+"""How long the turns with a dead or paused node may take, without the last call."""
 
 POOL_MIN_BYTES = 64 * MIB
 """Mooncake refuses segments that are much smaller."""
@@ -67,7 +67,7 @@ POOL_MIN_BYTES = 64 * MIB
 
 @attrs.frozen
 class Plan:
-    """How much is measured. calls: of each exists; known_calls: with keys that are stored."""
+    """How much to measure. calls: of each exists; known_calls: with keys that are stored."""
 
     sizes: tuple[Size, ...]
     asked: Size
@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def known_calls(self) -> int:
-        """Batches of 128 keys that the pages of `asked` make up."""
+        """The number of batches of 128 keys in the pages of `asked`."""
         return min(self.calls, self.asked.total_bytes // self.asked.page_bytes // 128)
 
 
 def full_plan() -> Plan:
-    """Return what the documentation shows: some nine minutes."""
+    """Return the plan of the documentation: about nine minutes."""
     total = 256 * MIB
     shapes = ((MIB, 32), (MIB, 128), (128 * 1024, 32), (64 * 1024, 128))
     return Plan(
@@ -95,7 +95,7 @@ def full_plan() -> Plan:
 
 
 def quick_plan() -> Plan:
-    """Return enough to see that everything works; its figures mean nothing."""
+    """Return a small plan, to test that everything works; its figures are meaningless."""
     return Plan(
         sizes=(Size(64 * 1024, 32, 8 * MIB),), asked=Size(ASKED_PAGE_BYTES, 128, 4 * MIB),
         rounds=1, calls=10, fault_rounds=1, fault_turns=3, busy_s=0.5,
@@ -112,23 +112,23 @@ class Samples:
     short: dict[str, dict[str, list[float]]] = attrs.Factory(dict)
 
     def add(self, row: str, column: str, figure: float) -> None:
-        """Keep the figure of a round."""
+        """Record the figure of a round."""
         self.figures.setdefault(row, {}).setdefault(column, []).append(figure)
 
     def add_share(self, row: str, column: str, answer: dict[str, Any]) -> None:
-        """Keep which share of the pages was stored, found or fetched."""
+        """Record which share of the pages was stored, found or fetched."""
         self.wrong[column] = self.wrong.get(column, 0) + answer.get("wrong", 0)
         share = answer["done"] / max(1, answer["pages"])
         self.short.setdefault(row, {}).setdefault(column, []).append(share)
 
     def problem(self, text: str) -> None:
-        """Keep what went wrong, once."""
+        """Record a problem, once."""
         if text not in self.problems:
             self.problems.append(text)
             tell(text)
 
     def summary(self) -> dict[str, Any]:
-        """Return the median of each figure, its least and greatest, and the share of the pages."""
+        """Return the median, minimum and maximum of each figure, and the share of the pages."""
         rows: dict[str, Any] = {}
         for row, columns in self.figures.items():
             rows[row] = {
@@ -144,7 +144,7 @@ class Samples:
 
 
 def column(cluster: Cluster, fabric: str = "") -> str:
-    """Return the column of a store: ours has one for each fabric that it reads by."""
+    """Return the column of a store: ours has one for each fabric."""
     return f"{OURS} {fabric}" if fabric else cluster.store
 
 
@@ -152,13 +152,13 @@ class Measuring:
     """One run: a plan, the stores that take turns, and what was measured."""
 
     def __init__(self, plan: Plan, stores: list[str], folder: Path) -> None:
-        """Begin without figures."""
+        """Start without figures."""
         self.plan, self.stores, self.folder = plan, list(stores), folder
         self.samples = Samples()
         self.seconds: dict[str, float] = {}
-        """What each part took."""
+        """The duration of each part."""
         self._counts = False
-        """Whether the round is measured, and not the one that warms up."""
+        """Whether the round is measured, not a warm-up."""
 
     def run(self, parts: tuple[str, ...]) -> None:
         """Measure these parts."""
@@ -197,7 +197,7 @@ class Measuring:
         return self.stores[first:] + self.stores[:first]
 
     def _start(self, store: str, size: Size, more_bytes: int = 0) -> Cluster | None:
-        # Nine batches of 128 MiB: of a smaller pool an eighth is less than slots ahead take.
+        # Nine batches of 128 MiB: slots ahead take more than an eighth of a smaller pool.
         pool_bytes = max(POOL_MIN_BYTES, size.total_bytes * 9 // 2 + more_bytes)
         try:
             return start(store, size, pool_bytes, self.folder)
@@ -264,7 +264,7 @@ class Measuring:
             self._rate(f"set full {size.name}", column(cluster), size, answer)
 
     def _rate(self, row: str, name: str, size: Size, answer: dict[str, Any]) -> None:
-        """Keep the rate of the median call; pages that were refused or missed do not count."""
+        """Record the rate of the median call; pages that were refused or missed do not count."""
         if self._counts:
             done = answer["done"] / max(1, answer["pages"])
             median_s = statistics.median(answer["seconds"])
@@ -318,18 +318,18 @@ class Measuring:
             self.samples.add("served busy", column(cluster), served["gb_s"])
         del size
 
-    # --- beside a node that died, or is paused -------------------------------------------------
+    # --- with a node that died, or is paused ------------------------------------------------------
 
     def _beside(self, fault: str, store: str) -> None:
         size = attrs.evolve(self._first_size(), total_bytes=self._first_size().total_bytes // 4)
-        # What is set meanwhile evicts nothing that is read.
+        # Sets in the meantime do not evict pages that are read.
         cluster = self._start(store, size, self.plan.fault_turns * size.batch_bytes)
         if cluster is None:
             return
         try:
             kept = cluster.next_generation()
             cluster.writer.do("set", generation=kept)
-            for fabric in cluster.fabrics:  # What is slow the first time is not the fault's.
+            for fabric in cluster.fabrics:  # A slow first call is not caused by the fault.
                 cluster.reader.do("get", generation=kept, fabric=fabric)
             cluster.reader.do("exists_unknown", calls=10)
             cluster.third_node(FAULTS[fault])
@@ -341,7 +341,7 @@ class Measuring:
             cluster.close()
 
     def _call_beside(self, fault: str, cluster: Cluster, size: Size, kept: int) -> None:
-        """Set, get and ask in turn for some seconds after the fault; keep the longest calls."""
+        """Set, get and ask in turn for some seconds after the fault; record the longest calls."""
         name = column(cluster)
         answers: dict[str, list[dict[str, Any]]] = {"set": [], "get": [], "exists": []}
         until = time.monotonic() + FAULT_S

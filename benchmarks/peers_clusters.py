@@ -1,7 +1,7 @@
 """The clusters of `benchmarks.peers`: three nodes of one store, and three engines that use them.
 
 The first engine writes, the second one reads, and the third node is the one that is killed or
-stopped. Only processes that were started here are signalled, each by its own pid.
+paused. Only processes that were started here are signalled, each by its own pid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ START_S = 30.0
 
 
 class StoreFailed(PeerCacheError):
-    """A store did not start, or did not do what was asked."""
+    """A store did not start, or did not do what was requested."""
 
 
 class Overdue(StoreFailed):
@@ -44,7 +44,7 @@ class Overdue(StoreFailed):
 
 @attrs.frozen
 class Size:
-    """Pages of a size, in batches, and the bytes of the working set that they make up."""
+    """Page size, batch size, and the bytes of the working set."""
 
     page_bytes: int
     batch: int
@@ -57,14 +57,14 @@ class Size:
 
     @property
     def name(self) -> str:
-        """The size as tables show it."""
+        """The size as shown in tables."""
         mib = self.page_bytes / 2**20
         page = f"{mib:g} MiB" if mib >= 1 else f"{self.page_bytes // 1024} KiB"
         return f"{self.batch} x {page}"
 
 
 class Engine:
-    """A process in a store's environment that does what peers_engine says."""
+    """A process in a store's environment that runs peers_engine."""
 
     def __init__(self, python: str, environ: dict[str, str], log: Path) -> None:
         """Start it."""
@@ -93,7 +93,7 @@ class Engine:
         return self.finish(limit_s)
 
     def begin(self, action: str, **arguments: Any) -> None:
-        """Call a method, and do not wait."""
+        """Call a method without waiting."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([action, arguments]).encode() + b"\n")
@@ -102,7 +102,7 @@ class Engine:
             raise StoreFailed(self._ended()) from None
 
     def finish(self, limit_s: float = ANSWER_S) -> Any:
-        """Return the answer to what was begun."""
+        """Return the answer to a call of `begin`."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         until = time.monotonic() + limit_s
@@ -121,12 +121,12 @@ class Engine:
         return answer["answer"]
 
     def signal(self, number: int) -> None:
-        """Stop, continue or kill it."""
+        """Pause, continue or kill it."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def close(self, *, gently: bool = True) -> None:
-        """End it: by its own close, or at once."""
+        """End it: by its own close, or by a kill."""
         try:
             if gently and self._process.poll() is None:
                 self.do("close", limit_s=END_S)
@@ -139,7 +139,7 @@ class Engine:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # What was written for a process that has ended.
+                with suppress(OSError):  # Data that was written for a process that has ended.
                     pipe.close()
 
     def _ended(self) -> str:
@@ -150,7 +150,7 @@ class Engine:
 
 @attrs.define(eq=False)
 class Cluster:
-    """Three nodes of a store and three engines. capacity: the bytes that fill what a set fills."""
+    """Three nodes of a store and three engines. capacity: the bytes that a set can fill."""
 
     store: str
     fabrics: tuple[str, ...]
@@ -160,21 +160,21 @@ class Cluster:
     end: Callable[[], None]
     generation: int = 0
     is_hung: bool = False
-    """A call is overdue, so nothing more can be asked."""
+    """Whether a call is overdue, so that no more calls are possible."""
 
     @property
     def writer(self) -> Engine:
-        """The engine that sets, at home with the first node."""
+        """The engine that sets, with the first node as home."""
         return self.engines[0]
 
     @property
     def reader(self) -> Engine:
-        """The engine that gets and asks, at home with the second node."""
+        """The engine that gets and asks, with the second node as home."""
         return self.engines[1]
 
     @property
     def third(self) -> Engine:
-        """The engine at home with the third node."""
+        """The engine with the third node as home."""
         return self.engines[2]
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Cluster:
         self.end()
 
     def next_generation(self) -> int:
-        """Return the number of pages that were never set."""
+        """Return a generation number of which no page was set."""
         self.generation += 1
         return self.generation
 
@@ -314,7 +314,7 @@ STARTS: dict[str, Callable[[Size, int, Path], Cluster]] = {
 
 
 def version(store: str) -> str:
-    """Return a store's version, its environment made if it is not there. Raises NotInstalled."""
+    """Return a store's version; create its environment if it is missing. Raises NotInstalled."""
     return "" if store == "ours" else environment(store).version
 
 
@@ -355,7 +355,7 @@ def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError as error:  # noqa: PERF203 - it waits between tries
+        except OSError as error:  # noqa: PERF203 - it waits between attempts
             if process.poll() is not None or time.monotonic() > until:
                 raise StoreFailed(f"a server did not start: {error}") from None
             time.sleep(0.05)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 ASKED = 128
-"""Keys of one exists: what SGLang asks at once."""
+"""Keys of one exists, as SGLang calls it."""
 
 POISON = 0xA5
 START_S = 30.0
@@ -42,7 +42,7 @@ class Ours:
         self._clients = {
             fabric: client.open(fabric=fabric, **settings) for fabric in ("shm", "tcp")
         }
-        # The kernel makes the page tables of the home node's memory meanwhile: a second, once.
+        # Meanwhile the kernel makes the page tables of the home node's memory: a second, once.
         for thread in threading.enumerate():
             if thread.name == home.POPULATING:
                 thread.join(START_S)
@@ -53,17 +53,17 @@ class Ours:
         return self._runs.regular(np.array(addresses, np.uint64), sizes, len(addresses))
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
-        """Store pages; say which are stored."""
+        """Store pages; return which are stored."""
         stored: list[bool] = self._clients["shm"].batch_set_from(keys, places)
         return stored
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
-        """Fetch pages into their places; say which came."""
+        """Fetch pages into their places; return which arrived."""
         hits: list[bool] = self._clients[fabric].batch_get_into(keys, places)
         return hits
 
     def exists(self, keys: list[str], fabric: str = "shm") -> int:
-        """Return how many leading keys are known, as SGLang asks."""
+        """Return how many leading keys are known, as in SGLang."""
         return int(self._clients[fabric].batch_exists(keys))
 
     def contains(self, keys: list[str]) -> int:
@@ -103,11 +103,11 @@ class Mooncake:
         return addresses, [page_bytes] * len(addresses)
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
-        """Store pages; say which are stored."""
+        """Store pages; return which are stored."""
         return [status == 0 for status in self._store.batch_put_from(keys, *places)]
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
-        """Fetch pages into their places; say which came."""
+        """Fetch pages into their places; return which arrived."""
         del fabric
         sizes = places[1]
         return [
@@ -132,7 +132,7 @@ class Mooncake:
 
 
 class _HostPool:
-    """What the public PeerCache asks of SGLang's host pool: its buffer, and where pages are."""
+    """The part of SGLang's host pool that the public PeerCache uses: buffer and addresses."""
 
     def __init__(self, memory: Bytes) -> None:
         self.kv_buffer = self
@@ -158,7 +158,7 @@ class PublicPeerCache:
         """Join, and wait until the ring has all nodes."""
         kind = importlib.import_module("peercache.store").PeerCacheStore
         shape = type("Shape", (), {"tp_rank": 0, "tp_size": 1, "is_mla_model": True})()
-        # One object a page, as the other stores have it.
+        # One object per page, as in the other stores.
         shape.extra_config = {
             "discovery_addr": settings["discovery"], "protocol": "tcp",
             "local_hostname": "127.0.0.1", "rdma_bind_host": "127.0.0.1",
@@ -180,12 +180,12 @@ class PublicPeerCache:
     places = Mooncake.places
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
-        """Store pages; say which are stored."""
+        """Store pages; return which are stored."""
         stored: list[bool] = self._store.batch_set_v1(keys, places)
         return stored
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
-        """Fetch pages into their places; say which came."""
+        """Fetch pages into their places; return which arrived."""
         del fabric
         hits: list[bool] = self._store.batch_get_v1(keys, places)
         return hits
@@ -242,7 +242,7 @@ class Redis:
                     server.connection_pool.disconnect()
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
-        """Store pages; say which are stored."""
+        """Store pages; return which are stored."""
         stored = [False] * len(keys)
 
         def ask(server: Any, share: list[int]) -> None:
@@ -254,7 +254,7 @@ class Redis:
         return stored
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
-        """Fetch pages into their places; say which came."""
+        """Fetch pages into their places; return which arrived."""
         del fabric
         hits = [False] * len(keys)
 
@@ -303,10 +303,10 @@ STORES: dict[str, type[Any]] = {
 
 
 class Engine:
-    """Memory with pages of known content, and what an engine does with a store."""
+    """Memory with pages of known content, and an engine's calls of a store."""
 
     def __init__(self) -> None:
-        """Begin without a store."""
+        """Start without a store."""
         self._store: Any = None
         self._source: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._target: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -326,7 +326,7 @@ class Engine:
         self._store = STORES[store](settings, memory)
 
     def await_nodes(self, count: int) -> None:
-        """Wait until the store knows all its nodes, if it can say so."""
+        """Wait until the store knows all its nodes, if it can report that."""
         if hasattr(self._store, "await_nodes"):
             self._store.await_nodes(count)
 
@@ -444,7 +444,7 @@ class Engine:
         return [range(begin, min(begin + self._batch, pages)) for begin in chosen]
 
     def _keys(self, generation: int, numbers: range) -> list[str]:
-        """Return keys that follow from their numbers, in the form of SGLang's: 64 hex digits."""
+        """Return keys derived from their numbers, in the form of SGLang's: 64 hex digits."""
         text = f"{os.getppid()}/{os.getpid() if generation < 0 else 0}/{generation}/"
         return [hashlib.sha256(f"{text}{number}".encode()).hexdigest() for number in numbers]
 
@@ -460,14 +460,16 @@ class Engine:
         pages[:, -1] = marks
 
     def _wrong_pages(self, hits: list[int]) -> int:
-        """Count the hits whose bytes are not all what was set."""
+        """Count the hits with bytes that differ from what was set."""
         shape = (-1, self._page_bytes // 8)
         source, target = self._source.reshape(shape), self._target.reshape(shape)
         return sum(not np.array_equal(source[page], target[page]) for page in hits)
 
 
 def main() -> None:
-    """Obey until the input ends. Only answers go to the standard output that the driver reads."""
+    """Execute commands until the input ends. Only answers go to the standard output that the driver
+    reads.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine = Engine()
@@ -482,6 +484,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # This folder's modules are not the store's.
+    # The modules of this folder do not belong to the store.
     sys.path.pop(0)
     main()

@@ -1,7 +1,7 @@
-"""Environments of the stores that PeerCache is measured beside, each with pinned versions.
+"""Environments of the stores that PeerCache is compared with, each with pinned versions.
 
-They are in the user's cache folder, outside the checkout, and are made once. Shared libraries that
-the machine lacks come from Debian's packages, unpacked beside the environment and not installed.
+They are in the user's cache folder, outside the checkout, and are created once. Missing shared
+libraries come from Debian's packages, unpacked next to the environment and not installed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import attrs
 INSTALL_TIMEOUT_S = 600.0
 
 STAMP = ".installed"
-"""Holds the versions of an environment that is complete."""
+"""The file with the versions of a complete environment."""
 
 
 @attrs.frozen
 class Recipe:
-    """What a store needs: packages of PyPI, and files that Debian's packages bring if missing.
+    """The requirements of a store: packages of PyPI, and files of Debian's packages if missing.
 
-    needs: a library or command, and the packages to unpack where the machine does not have it.
-    shown: the package whose version names the store, of PyPI or Debian.
+    needs: a library or command, and the packages to unpack if the machine does not have it. shown:
+           the package of PyPI or Debian with the version to show.
     """
 
     wheels: tuple[str, ...]
@@ -78,7 +78,7 @@ class NotInstalled(Exception):
 
 @attrs.frozen
 class Environment:
-    """An environment that is complete. environ: the variables its programs start with."""
+    """A complete environment. environ: the variables of its programs."""
 
     name: str
     folder: Path
@@ -102,7 +102,7 @@ class Environment:
 
 
 def environment(name: str) -> Environment:
-    """Return the environment of one of RECIPES, made first if it is not there.
+    """Return the environment of one of RECIPES, created first if it is missing.
 
     Raises NotInstalled with the installer's last line.
     """
@@ -126,14 +126,14 @@ def environment(name: str) -> Environment:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time make an environment."""
+    """Let only one process at a time create an environment."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _make(folder: Path, recipe: Recipe) -> str:
-    """Make an environment; return the version of what it shows."""
+    """Create an environment; return the version to show."""
     venv.create(folder, with_pip=True)
     pip = (str(folder / "bin" / "python"), "-m", "pip")
     _run(*pip, "install", "-q", "--disable-pip-version-check", *recipe.wheels)
@@ -198,8 +198,8 @@ def _run(*command: str, cwd: Path | None = None, environ: dict[str, str] | None 
 
 
 def _last_line(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    output = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
+    text = output.decode(errors="replace") if isinstance(output, bytes) else str(output)
     return next(
         (line for line in reversed(text.splitlines()) if line.strip()), type(error).__name__
     )

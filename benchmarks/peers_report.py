@@ -38,7 +38,7 @@ class Row:
 
 
 def moving_rows(figures: Figures) -> list[Row]:
-    """Return what is set and read, in GB/s."""
+    """Return the rows of sets and gets, in GB/s."""
     rows = []
     for size in figures["sizes"]:
         name = size["name"]
@@ -86,7 +86,7 @@ def others(figures: Figures) -> list[str]:
 
 
 def best_other(row: Row, figures: Figures) -> float | None:
-    """Return the best median of the other stores that did what they were asked."""
+    """Return the best median of the other stores that answered for enough pages."""
     cells = figures["rows"].get(row.name, {})
     medians: list[float] = [
         cells[store]["median"]
@@ -155,7 +155,7 @@ def table(figures: Figures, rows: list[Row], head: str, *, copy: bool = False) -
 
 
 def tables(figures: Figures) -> list[tuple[str, list[list[str]]]]:
-    """Return every table with the sentence that stands above it."""
+    """Return every table with the sentence above it."""
     return [
         (
             "Rates; more is better.",
@@ -177,7 +177,7 @@ def tables(figures: Figures) -> list[tuple[str, list[list[str]]]]:
 
 
 def setting(figures: Figures) -> str:
-    """Return a sentence that says what was measured, and where."""
+    """Return a sentence about what was measured, and where."""
     versions = ", ".join(
         f"{TITLES[store].replace('`', '')} {figures['versions'][store]}"
         for store in others(figures)
@@ -191,7 +191,7 @@ def setting(figures: Figures) -> str:
 
 
 def remarks(figures: Figures) -> list[str]:
-    """Return what was not measured, and what went wrong, a sentence each."""
+    """Return what was not measured, and the problems, one sentence each."""
     lines = [f"{name}: not measured; {why}." for name, why in figures["missing"].items()]
     lines += [f"{problem.splitlines()[0]}." for problem in figures["problems"]]
     wrong = {name: count for name, count in figures["wrong_pages"].items() if count}
@@ -207,7 +207,7 @@ def remarks(figures: Figures) -> list[str]:
 
 
 def text(figures: Figures) -> str:
-    """Return what a terminal shows."""
+    """Return the text for a terminal."""
     parts = [setting(figures)]
     for caption, lines in tables(figures):
         if len(lines) == 1:
@@ -247,7 +247,7 @@ def _bars(figures: Figures, row: Row) -> list[tuple[str, float]]:
 
 
 def _picture(figures: Figures, rows: list[Row], title: str, unit: str) -> str:
-    """Return an SVG with a group of bars a row; all bars have one scale."""
+    """Return an SVG with a group of bars per row; all bars have the same scale."""
     groups = [(row, _bars(figures, row)) for row in rows]
     greatest = max((value for _, bars in groups for _, value in bars), default=1.0)
     scale = (WIDTH - LEFT - 110) / greatest
@@ -289,7 +289,7 @@ def _picture(figures: Figures, rows: list[Row], title: str, unit: str) -> str:
 
 
 def rates_picture(figures: Figures) -> str:
-    """Return an SVG of what is read and set, for the first and the last size."""
+    """Return an SVG of the rates of set and get, for the first and the last size."""
     names = {figures["sizes"][0]["name"], figures["sizes"][-1]["name"]}
     rows = [
         row for row in moving_rows(figures) if any(row.name.endswith(f" {name}") for name in names)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.rdma`: READs of our fabric, a bare loop of pyverbs, and ib_read_bw.
 
 The fabric and the bare loop read the same pages over the same devices in turns, so that a busy host
-slows both. The best turn of each counts.
+affects both. The best turn of each counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PERFTEST_START_S = 20.0
 """How long the server of ib_read_bw may take until it listens."""
 PERFTEST_LOOK_S = 0.05
 PERFTEST_TRIES = 3
-"""ib_read_bw gives no figure where the processor's frequency looks unsteady to it."""
+"""ib_read_bw reports no figure if the processor's frequency seems unsteady."""
 _LISTEN = "0A"
 
 Figures = dict[str, float]
@@ -63,13 +63,13 @@ class RdmaPlan:
 
 
 def run_rdma(plan: RdmaPlan, tell: Callable[[str], None]) -> tuple[Figures, list[str]]:
-    """Return the figures, and what could not be measured: a sentence each."""
+    """Return the figures, and what could not be measured, one sentence each."""
     figures: Figures = {}
     problems: list[str] = []
     for page_bytes in plan.page_bytes:
         tell(f"pages of {page_bytes >> 10} KiB")
         try:
-            found = _beside_bare_loop(plan, page_bytes)
+            found = _next_to_bare_loop(plan, page_bytes)
         except LoopbackFailed as failed:
             problems.append(str(failed))
             break
@@ -85,7 +85,7 @@ def run_rdma(plan: RdmaPlan, tell: Callable[[str], None]) -> tuple[Figures, list
     return figures, problems
 
 
-def _beside_bare_loop(plan: RdmaPlan, page_bytes: int) -> Figures:
+def _next_to_bare_loop(plan: RdmaPlan, page_bytes: int) -> Figures:
     pages = plan.total_bytes // page_bytes
     batch = min(pages, BATCH_MAX)
     pages = pages // batch * batch
@@ -191,7 +191,7 @@ def _listens(port: int) -> bool:
 
 
 def perftest_gb_s(output: str, page_bytes: int) -> float:
-    """Return the average bandwidth out of perftest's table, in GB/s; 0 where there is none."""
+    """Return the average bandwidth from perftest's table, in GB/s; 0 if there is none."""
     row = rf"^\s*{page_bytes}\s+\d+\s+[\d.]+\s+([\d.]+)"
     match = re.search(row, output, re.MULTILINE)
     # Its "MB/sec" are mebibytes.
@@ -200,17 +200,17 @@ def perftest_gb_s(output: str, page_bytes: int) -> float:
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = (done.stdout + done.stderr).splitlines()
-    told = [line.strip() for line in lines if any(letter.isalpha() for letter in line)]
-    return told[-1] if told else f"exit status {done.returncode}"
+    kept = [line.strip() for line in lines if any(letter.isalpha() for letter in line)]
+    return kept[-1] if kept else f"exit status {done.returncode}"
 
 
 @final
 class BareLoop:
-    """The loop that PeerCache is measured against: chained READs, and a wait for the last of them.
+    """The loop with which PeerCache is compared: chained READs, and a wait for the last of them.
 
-    It posts a batch with one doorbell, over one queue pair. It reads no seals, knows no
-    deadline, and raises on a failure. It waits for the event of the completion, as the fabric
-    does: a spinning loop would take the processor that a software device needs, and be slower.
+    It posts a batch with one doorbell, over one queue pair. It reads no seals, has no deadline, and
+    raises on a failure. It waits for the event of the completion, as the fabric does: a spinning
+    loop would take the processor that a software device needs, and be slower.
     """
 
     def __init__(self, loop: Loopback, batch: int) -> None:
@@ -264,7 +264,7 @@ class BareLoop:
         event.register(completions.descriptor, select.POLLIN)
         while not (found := completions.take()):
             completions.arm()
-            # A completion before the queue was armed makes no event.
+            # A completion before the queue was armed creates no event.
             if found := completions.take():
                 break
             if event.poll():
@@ -299,7 +299,7 @@ def _connect(one: tuple[Rail, QueuePair], other: tuple[Rail, QueuePair]) -> None
 
 
 def rdma_table(figures: Figures, sizes: Sequence[int]) -> str:
-    """Return what READs did beside the bare loop, a line a page size."""
+    """Return READs compared with the bare loop, one line per page size."""
     lines = []
     for size in sizes:
         name = f"{size >> 10}k"

@@ -1,4 +1,4 @@
-"""What TLS costs: a cluster with certificates, and a bare stream of Python's `ssl`."""
+"""The cost of TLS: a cluster with certificates, and a bare stream of Python's `ssl`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from peercache.trust.authority import CA_CERTIFICATE, Authority
 from peercache.trust.identity import CertificateRole, Identity
 
 LIFETIME = dt.timedelta(days=30)
-"""Shorter ones are warned about in the log."""
+"""Shorter ones cause warnings in the log."""
 
 SEND_BYTES = 512 * 2**10
 RECEIVE_BYTES = 256 * 2**10
-"""What the fabric's own loops send and receive at once (`fabric/tcp/_tls.c`)."""
+"""The sizes of the fabric's own sends and receives (`fabric/tcp/_tls.c`)."""
 
 Settings = dict[str, str]
 
 
 @final
 class Secured:
-    """The certificates of one cluster, for as long as a benchmark runs."""
+    """The certificates of one cluster, for the time of a benchmark."""
 
     def __init__(self, folder: Path, cluster: str) -> None:
-        """Make them in a new folder."""
+        """Create them in a new folder."""
         self.cluster = cluster
         self._folder = folder
         self._authority = Authority.create(folder, cluster, LIFETIME)
 
     def node(self, name: str) -> Settings:
-        """Return the settings of a node, as flags have them."""
+        """Return the settings of a node, in the form of flags."""
         settings = self._issue(CertificateRole.NODE, name)
         return {key.replace("_", "-"): value for key, value in settings.items()}
 
@@ -78,7 +78,7 @@ class _Bare:
         self._stream.sendall(self._outgoing.read())
 
     def receive(self, into: memoryview) -> int:
-        """Return how many bytes came: those of one record at most."""
+        """Return how many bytes arrived: at most those of one record."""
         while not (count := self._decrypt(into)):
             self._receive()
         return count

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.set_pages`: how fast pages are set, beside the memory copy of the same run.
+"""`python -m benchmarks.set_pages`: the speed of sets, compared with memory copies of the same run.
 
-Every figure is the median of sets that alternate with copies of the same bytes, so that a machine
-that is slower for a while slows both. A second column has the fastest fifth of both: on a machine
-that others use, it says more. What was set is read back and compared, outside the timed part.
+Every figure is the median of sets that alternate with copies of the same bytes, so that a
+temporarily slower machine affects both. A second column has the fastest fifth of both: on a shared
+machine, it is more meaningful. Pages are read back and compared, outside the timed part.
 
-Nodes are processes on this machine. By default each owns the record of every page, as the nodes of
-so many hosts do: a set waits for all of them.
+Nodes are processes on this machine. By default each owns the record of every page, as on up to 8
+hosts: a set waits for all of them.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ SIZES = (WorkingSet(MIB, 256, 128), WorkingSet(MIB, 64, 32), WorkingSet(64 * KIB
 
 FRESH_BYTES = FULL_BYTES = 9 * 128 * MIB
 SMALL_BYTES = 16 * MIB
-"""Pools: of those that are set into, and of nodes that only own records. An eighth of a pool may be
-reserved ahead: smaller ones have no room for the portions of two large batches, and larger ones, as
-engines have, are no faster."""
+"""Pool sizes: of nodes that are set into, and of nodes that only own records. An eighth of a pool
+may be reserved ahead: smaller ones have no room for the portions of two large batches, and larger
+ones, as engines have, are no faster."""
 
 SETTLED_S = 2.5
-"""After which a new client has populated its page tables."""
+"""Time until a new client has populated its page tables."""
 
 WHOLE_BYTES = 2**62
-"""Least bytes of a portion, so that there is one."""
+"""The minimum size of a portion, so that there is only one."""
 
 STOPPED_SETS = 6
-"""Sets that follow the first one after a node was stopped, before it counts as dead."""
+"""Sets after the first one while a node is paused, before it counts as dead."""
 
 VARIANTS = ("", "one portion", "no slots ahead")
-"""Rows with a part taken out, which alternate with the others: what that part is worth."""
+"""Rows without one part, which alternate with the others, to measure the benefit of that part."""
 
 STEPS = ("reserve_step_ms", "copy_step_ms", "commit_step_ms", "other_step_ms")
 
@@ -72,7 +72,7 @@ class Row:
     missed: float = 0.0
 
     def figures(self, batch_bytes: int) -> dict[str, float]:
-        """Return what is printed of it."""
+        """Return the figures to print."""
         found = {
             "set_ms": at(self.sets, 0.5) * 1e3,
             "copy_ms": at(self.copies, 0.5) * 1e3,
@@ -89,7 +89,7 @@ class Row:
 
 
 def at(values: list[float], share: float) -> float:
-    """Return the value that `share` of the others do not exceed."""
+    """Return the value that this share of the values does not exceed."""
     return limits.percentile(values, share)
 
 
@@ -97,7 +97,7 @@ class Steps:
     """How long each step of a set took, in the thread that waits for it."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start without times."""
         self.took: dict[str, float] = {}
         self._names: dict[int, str] = {}
 
@@ -134,7 +134,7 @@ class Steps:
                 setattr(owner, name, right)
 
     def take(self, total_s: float) -> dict[str, float]:
-        """Return the steps since the last time; what is left of `total_s` is the call's own."""
+        """Return the steps since the last call; the rest of `total_s` is the call's own time."""
         took, self.took = self.took, {}
         return {**took, "other_step_ms": total_s - sum(took.values())}
 
@@ -154,7 +154,7 @@ class Steps:
 
 
 class Cluster:
-    """Nodes, and an engine of each size with a client at the fresh and at the full one."""
+    """Nodes, and an engine of each size with a client at the fresh and at the full node."""
 
     def __init__(self, processes: NodeProcesses, count: int, replicas: str) -> None:
         """Start `count` nodes and wait until they see each other."""
@@ -170,7 +170,7 @@ class Cluster:
         self.replicas = replicas or count
 
     def engine(self, work: WorkingSet) -> Engine:
-        """Return an engine whose clients are settled, and fill the full pool with its pages."""
+        """Return an engine with settled clients, and fill the full pool with its pages."""
         engine = Engine(work)
         for pool in ("fresh", "full"):
             engine.open(
@@ -197,7 +197,7 @@ class Cluster:
 
 @attrs.frozen
 class Run:
-    """One run: its rounds, what it prints, and what it has found. wrong_bytes: of all rows."""
+    """One run: its rounds, its output, and its results. wrong_bytes: the sum over all rows."""
 
     rounds: int
     say: Callable[[str], None]
@@ -223,7 +223,7 @@ class Run:
                 keys = engine.new_keys()
                 with varied(engine.clients[pool], variant):
                     if len(self.variants) > 1:
-                        # The row before left slots ahead, or none: not this one's.
+                        # The row before may have left slots ahead, which do not belong to this row.
                         self.one_set(engine, pool, engine.new_keys(), work.batches()[0], Row(""))
                     for some in work.batches():
                         self.one_set(engine, pool, keys, some, row)
@@ -237,7 +237,7 @@ class Run:
         engine.close()
 
     def measure_stopped(self, cluster: Cluster, work: WorkingSet) -> None:
-        """Measure sets while one of the owners is stopped, and the first of them by itself."""
+        """Measure sets while one of the owners is paused, the first of them separately."""
         engine = cluster.engine(work)
         name = f"{work.batch} x {work.page_bytes // KIB} KiB, {cluster.count} nodes, one stopped"
         first, then = Row(f"{name}, first set"), Row(f"{name}, fresh")
@@ -321,7 +321,7 @@ def measure_all(
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """Return the rows as people read them."""
+    """Return the rows as readable text."""
     head = f"{'ms':<62}{'set':>8}{'copy':>8}{'ratio':>8}{'fastest':>9}{'p99':>8}"
     lines = [head + "".join(f"{step.removesuffix('_step_ms'):>9}" for step in STEPS)]
     for name, row in rows.items():

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.tax`: what a node that serves pages takes from a Python-bound thread.
+"""`python -m benchmarks.tax`: how much a node that serves pages slows a Python-bound thread.
 
 The engine's thread is pinned to one processor and every other thread to the others, also the node's
-threads in the engine's process. So the loss is that of the interpreter's lock, and not of a fight
-for cores. What remains of that fight (caches, memory, interrupts) is measured beside it: a raw
-stream of the same rate between two threads of another process.
+threads in the engine's process. So the loss is caused by the GIL, not by competition for cores. The
+remaining competition (caches, memory, interrupts) is measured separately: a raw stream of the same
+rate between two threads of another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peercache.errors import ConfigError, PeerCacheError
 
 ROUNDS = 5
 SERVED_GB_S = 1.0
-"""What the node serves over tcp meanwhile: a tenth of a 100 Gbit/s link."""
+"""The rate that the node serves over tcp meanwhile: a tenth of a 100 Gbit/s link."""
 
 SETTLE_S = 0.5
 
@@ -40,7 +40,7 @@ class TaxEngine(Engine):
     def spin(self, *, seconds: float) -> float:
         """Return the turns a second of a Python loop, without the time it waited for a processor.
 
-        That time is what other processes of the machine took, not the node.
+        That time was used by other processes of the machine, not by the node.
         """
         count = 0
         waited_s = _waited_s()
@@ -49,7 +49,7 @@ class TaxEngine(Engine):
             for _ in range(1000):
                 count += 1
             now_s = time.perf_counter()
-        # What it took, and not what was asked for: the last turns may have waited for long.
+        # The real time, not the requested one: the last turns may have waited for long.
         return count / (now_s - began_s - (_waited_s() - waited_s))
 
     def get_paced(self, client: str, *, seconds: float) -> float:
@@ -81,7 +81,7 @@ class TaxEngine(Engine):
 
 
 def _waited_s() -> float:
-    """Return how long this thread has waited for a processor, 0 where the kernel does not tell."""
+    """Return how long this thread has waited for a processor, 0 if the kernel hides it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -89,7 +89,7 @@ def _waited_s() -> float:
 
 
 def run_tax(work: WorkingSet, seconds: float, progress: Callable[[str], None]) -> dict[str, float]:
-    """Measure the embedded and the standalone shape; return shares of the thread's speed lost."""
+    """Measure an embedded and a standalone node; return the lost shares of the thread's speed."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("bench", "wants two processors: one for the engine, one for the rest")
@@ -119,7 +119,7 @@ def _measure(work: WorkingSet, seconds: float, shape: str, cores: list[int]) -> 
             reader.do("open", name="tcp", settings={**shared, "home": node.home, "fabric": "tcp"})
             reader.do("adopt", client="tcp")
             # Now the node's threads exist. A process's first thread has its number.
-            _pin(engine.pid, cores[1:], besides=engine.pid)
+            _pin(engine.pid, cores[1:], other_than=engine.pid)
             os.sched_setaffinity(engine.pid, cores[:1])
             return _in_rounds(seconds, shape, engine, reader)
 
@@ -132,11 +132,11 @@ def _in_rounds(
     served: list[float] = []
     for _ in range(ROUNDS):
         alone = engine.do("spin", seconds=seconds)
-        beside, rate = _spin_beside(seconds, engine, reader, "get_paced", client="tcp")
-        lost.append(1 - beside / alone)
+        spun, rate = _spin_next_to(seconds, engine, reader, "get_paced", client="tcp")
+        lost.append(1 - spun / alone)
         served.append(rate)
-        beside, _ = _spin_beside(seconds, engine, reader, "stream_paced")
-        floor.append(1 - beside / alone)
+        spun, _ = _spin_next_to(seconds, engine, reader, "stream_paced")
+        floor.append(1 - spun / alone)
     return {
         f"tax_{shape}": statistics.median(lost),
         f"tax_{shape}_floor": statistics.median(floor),
@@ -144,7 +144,7 @@ def _in_rounds(
     }
 
 
-def _spin_beside(
+def _spin_next_to(
     seconds: float, engine: EngineProcess, reader: EngineProcess, action: str, **arguments: str
 ) -> tuple[float, float]:
     """Let the engine compute while the reader is busy; return its speed and the reader's rate."""
@@ -163,10 +163,10 @@ def _spin_beside(
     return speed, rates[0]
 
 
-def _pin(process: int, cores: list[int], *, besides: int = 0) -> None:
+def _pin(process: int, cores: list[int], *, other_than: int = 0) -> None:
     """Let every thread of a process but one run on these processors only."""
     for thread in Path(f"/proc/{process}/task").iterdir():
-        if int(thread.name) != besides:
+        if int(thread.name) != other_than:
             os.sched_setaffinity(int(thread.name), cores)
 
 
@@ -177,7 +177,7 @@ def _pin(process: int, cores: list[int], *, besides: int = 0) -> None:
 @click.option("--seconds", type=float, default=2.0, show_default=True)
 @json_option
 def tax(page_bytes: int, batch: int, pages: int, seconds: float, *, as_json: bool) -> None:
-    """Measure what serving pages takes from a Python-bound thread, embedded and standalone."""
+    """Measure how much serving pages slows a Python-bound thread, embedded and standalone."""
     figures = run_tax(WorkingSet(page_bytes, pages, batch), seconds, tell)
     if as_json:
         print_json(figures)

@@ -23,13 +23,13 @@ NEW_TOKENS = 8
 FLUSH_S = 60.0
 
 HOST_RATIO = 8.0
-"""Tokens of the host pool beside those of the device: no prompt is evicted there."""
+"""Ratio of host pool to device pool in tokens: no prompt is evicted from the host."""
 
 CALLS_FILE = "TTFT_CALLS"
 """Environment: the file of the calls of the engine's store."""
 
 ZERO_SUFFIX = ".zero"
-"""A file of this name beside that of the calls makes every page zero that is read from then on."""
+"""A file of this name next to that of the calls makes every page zero that is read from then on."""
 
 STORAGE = {
     "hicache_storage_prefetch_policy": "wait_complete",
@@ -39,14 +39,14 @@ STORAGE = {
 
 
 def generate(engine: Any, input_ids: list[int]) -> dict[str, Any]:
-    """Generate greedily; return tokens, what was cached, and the times."""
+    """Generate greedily; return the tokens, how many were cached, and the times."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     asked_s = time.monotonic()
     pieces = engine.generate(input_ids=input_ids, sampling_params=sampling, stream=True)
     last = next(pieces)
     first_s = time.monotonic()
     for piece in pieces:
-        last = piece  # it has all that was generated so far
+        last = piece  # it contains all tokens generated so far
     tokens = last["output_ids"]
     assert len(tokens) == NEW_TOKENS, tokens
     cached = last["meta_info"].get("cached_tokens_details")
@@ -54,11 +54,11 @@ def generate(engine: Any, input_ids: list[int]) -> dict[str, Any]:
 
 
 def attach(engine: Any, extra_config: dict[str, Any]) -> None:
-    """Put another storage backend in the place of the one that is attached."""
+    """Replace the attached storage backend."""
     manager, run = engine.tokenizer_manager, engine.loop.run_until_complete
     detached = run(manager.detach_hicache_storage())
     assert detached.success, detached.message
-    # SGLang has the settings under these names in its options, without `extra_config_json`.
+    # SGLang's options have the settings under these names, without `extra_config_json`.
     attached = run(
         manager.attach_hicache_storage(
             **STORAGE, hicache_storage_backend_extra_config_json=json.dumps(extra_config)
@@ -68,13 +68,13 @@ def attach(engine: Any, extra_config: dict[str, Any]) -> None:
 
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what one request wants."""
+    """Execute one request."""
     if "input_ids" in request:
         return generate(engine, request["input_ids"])
     if "attach" in request:
         attach(engine, request["attach"])
     if "flush" in request:
-        # It waits for what is still on its way.
+        # It waits for pending operations.
         flush = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_S)
         flushed = engine.loop.run_until_complete(flush)
         assert flushed.success, flushed.message
@@ -96,7 +96,7 @@ def main(model: str, extra_config: str, device_tokens: str, replies: Any) -> Non
         max_running_requests=2,
         chunked_prefill_size=int(device_tokens),
         disable_overlap_schedule=True,
-        sleep_on_idle=True,  # else each idle engine takes one processor
+        sleep_on_idle=True,  # otherwise each idle engine uses one processor
         skip_tokenizer_init=True,
         random_seed=0,
         enable_cache_report=True,

@@ -45,7 +45,7 @@ def _ms(seconds: float) -> str:
 
 
 def times(figures: Figures) -> list[list[str]]:
-    """Return rows: where the tokens come from, milliseconds, and two ratios."""
+    """Return rows: the source of the tokens, milliseconds, and two ratios."""
     rows = []
     for name, label in CASES:
         lines = [(label, figures[name])]
@@ -67,7 +67,7 @@ def steps(figures: Figures) -> list[list[str]]:
 
 
 def setting(figures: Figures) -> str:
-    """Return a sentence that says what was measured."""
+    """Return a sentence about what was measured."""
     shape = figures["shape"]
     return (
         f"Prompts of {figures['prompt_tokens']:,} tokens, of which {figures['cached_tokens']:,} "
@@ -82,7 +82,7 @@ def setting(figures: Figures) -> str:
 
 
 def text(figures: Figures) -> str:
-    """Return what a terminal shows."""
+    """Return the text for a terminal."""
     lines = [setting(figures), ""]
     lines += [f"{'tokens come from':<56} {'ms':>9} {'/ host':>7} {'cold /':>7}"]
     lines += [f"{row[0]:<56} {row[1]:>9} {row[2]:>7} {row[3]:>7}" for row in times(figures)]
@@ -113,7 +113,7 @@ OURS, THEIRS = "#d9480f", "#9aa5b1"
 
 
 def picture(figures: Figures) -> str:
-    """Return an SVG: one bar a case, with PeerCache's share of the time in another colour."""
+    """Return an SVG: one bar per case, with PeerCache's share of the time in another colour."""
     scale = (WIDTH - LEFT - 90) / figures["cold_s"]
     parts = []
     for number, (name, label) in enumerate(CASES):

@@ -1,11 +1,11 @@
-"""What the schedulers of `benchmarks.ttft_sglang` load as their storage backend.
+"""The storage backend that the schedulers of `benchmarks.ttft_sglang` load.
 
 TimedStore is PeerCacheStore with a file of its calls, one JSON line each: {"call", "pages", "hits",
 "begun_s", "ended_s"}, in seconds of the monotonic clock, which all processes of a host share.
 
-Its import also makes SGLang's `torch_native` attention compute the new rows only. By itself that
-backend computes the rows of all cached tokens again and drops them, which no GPU backend does: half
-of a cold prompt's time, whatever was cached.
+Its import also makes SGLang's `torch_native` attention compute only the new rows. Without that, the
+backend computes the rows of all cached tokens again and drops them, which no GPU backend does: that
+takes half of a cold prompt's time, even if pages were cached.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Answer = TypeVar("Answer")
 
 
 class TimedStore(PeerCacheStore):
-    """PeerCacheStore that notes when its calls begin and end."""
+    """A PeerCacheStore that records the begin and end of its calls."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Open the file of the calls, beside what PeerCacheStore does."""
+        """Open the file of the calls, in addition to what PeerCacheStore does."""
         super().__init__(*arguments, **options)
         name = os.environ[CALLS_FILE]
         self._calls = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._zero = Path(name + ZERO_SUFFIX)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the pool, after a touch of all its memory.
+        """Register the pool, after touching all its memory.
 
         On a GPU host this memory is pinned and never faults. The stand-in for a CPU only allocates
         it, and would fault once for each 4 KiB within the time to first token.
@@ -101,7 +101,7 @@ def extend_new_rows(
     *more: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend like SGLang's own method; of one request behind cached tokens only in the new rows.
+    """Attend like SGLang's own method; for one request with cached tokens only in the new rows.
 
     query, output: (new tokens, heads, head size). The caches: (tokens, KV heads, head size).
     """
@@ -113,7 +113,7 @@ def extend_new_rows(
         return answer
     prefix, whole = int(extend_prefix_lens[0]), int(seq_lens[0])
     tokens = req_to_token[req_pool_indices[0], :whole]
-    # Row i stands behind `prefix + i` others.
+    # Row i comes after `prefix + i` others.
     mask = torch.ones(whole - prefix, whole, dtype=torch.bool).tril(prefix)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query.movedim(0, 1).unsqueeze(0),

@@ -3,17 +3,16 @@
     PYTHONPATH=src ~/.cache/peercache/sglang-0.5.23/bin/python -m benchmarks.ttft_sglang \
         [--json] [--quick] [--rounds 3]
 
-Two SGLang engines on the CPU, each at home with a node of its own. The first one computes prompts
-and stores their pages: `cold`. It ends, and the second one answers the same prompts, which it has
-never seen, from the first one's node: `warm`, over tcp and then, with a store that is attached
-again, over shared memory. Its device holds one prompt, so each prompt evicts the one before it to
-the engine's own host memory, and asking for that one again gives `host memory`.
+Two SGLang engines on the CPU, each with a home node of its own. The first one computes prompts and
+stores their pages: `cold`. It ends, and the second one answers the same prompts, which it has never
+seen, from the first one's node: `warm`, over tcp and then, with a store that is attached again,
+over shared memory. Its device holds one prompt, so each prompt evicts the one before it to the
+engine's own host memory, and asking for that one again gives `host memory`.
 
-A time is that from the request to the first of the streamed tokens. All tokens must be equal in
-all cases, and all tokens that are cached must come from where they should. At the end pages are
-zeroed as they are read: the tokens must change, or their being equal would mean nothing.
-Needs the environment of tests/integration/install_sglang.sh. `make ttft` refreshes the
-documentation by this.
+A time is measured from the request to the first streamed token. All tokens must be equal in all
+cases, and all cached tokens must come from the expected source. At the end pages are zeroed as they
+are read: the tokens must change, otherwise their equality would be meaningless. Needs the
+environment of tests/integration/install_sglang.sh. `make ttft` updates the documentation with this.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from tests.integration.processes import Child, StandaloneNode
 from tests.integration.tiny_llama import CONFIG, write_tiny_llama
 
 VALUE_BYTES = 2
-"""Of one number of the KV, in bfloat16."""
+"""Bytes of one number of the KV, in bfloat16."""
 
 START_S = 900.0
 STORED_WITHIN_S = 120.0
 WARM_UP_TOKENS = 200
-"""Of a first prompt that is not timed. SGLang asks its storage for no prompt of less than 256."""
+"""Tokens of a first prompt that is not timed. SGLang stores none of less than 256."""
 
 FABRICS = ("tcp", "shm")
 
 
 @attrs.frozen
 class Case:
-    """What is measured.
+    """A benchmark case.
 
-    sizes:         what the model's config.json has instead of the small one's.
+    sizes:         fields of the model's config.json that replace those of the small one.
     prompt_tokens: all but the last page can be cached.
     """
 
@@ -62,7 +61,7 @@ class Case:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What is in the model's config.json."""
+        """The model's config.json."""
         return {**CONFIG, **self.sizes}
 
     @property
@@ -79,11 +78,11 @@ class Case:
 
     @property
     def device_tokens(self) -> int:
-        """Room of the engine's device pool: one prompt and what it generates, not two."""
+        """Room of the engine's device pool: one prompt and its generated tokens, not two."""
         return self.prompt_tokens + 4 * PAGE_TOKENS
 
     def prompt(self, number: int) -> list[int]:
-        """Return token ids that are no special ones."""
+        """Return token ids without special tokens."""
         return random.Random(number).choices(  # noqa: S311 - equal every time
             range(3, self.shape["vocab_size"]), k=self.prompt_tokens
         )
@@ -102,19 +101,19 @@ FULL = Case(
 )
 """The proportions of Llama 3: four query heads a KV head, of 128. Pages of 512 KiB.
 
-They decide how much there is to move for what there is to compute: with a KV head for each query
-head, as few models have it, that is four times as much.
+They determine the ratio of bytes to move to work to compute: with one KV head per query head, as in
+few models, it is four times as much.
 """
 
 QUICK = Case({}, prompt_tokens=1024)
-"""For tests: small, and its figures mean nothing."""
+"""For tests: small, with meaningless figures."""
 
 
 @attrs.frozen
 class Reply:
-    """What an engine answered.
+    """The answer of an engine.
 
-    first_s: from the request to the first token. steps: the seconds of what happened in that time.
+    first_s: from the request to the first token. steps: the seconds of each step in that time.
     """
 
     first_s: float
@@ -137,7 +136,7 @@ class Reply:
 
 
 class Engine:
-    """One engine, at home with a node."""
+    """One engine with a home node."""
 
     def __init__(self, model: Path, case: Case, node: StandaloneNode, fabric: str) -> None:
         """Start it; `wait` returns when it answers."""
@@ -161,7 +160,7 @@ class Engine:
         }
 
     def __enter__(self) -> Engine:
-        """Return it."""
+        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,17 +178,17 @@ class Engine:
         self._child.ask({"attach": self._storage(fabric)})
 
     def zero_what_is_read(self) -> None:
-        """Forget all prompts, and make every page zero that is read from now on."""
+        """Forget all prompts, and zero every page that is read from now on."""
         self._child.ask({"flush": True})
         self._calls.with_name(self._calls.name + ZERO_SUFFIX).touch()
 
     def ask(self, prompt: list[int]) -> Reply:
-        """Return what it answers to a prompt."""
+        """Return its answer to a prompt."""
         answer = self._child.ask({"input_ids": prompt})
         return Reply.of(answer, self._noted())
 
     def wait_until_stored(self, pages: int) -> None:
-        """Wait until its store holds so many pages of it."""
+        """Wait until its store holds this many pages of it."""
         until = time.monotonic() + STORED_WITHIN_S
         while sum(call["hits"] for call in self._noted() if call["call"] == "set") < pages:
             assert time.monotonic() < until, "the first engine's pages were not stored"
@@ -215,7 +214,7 @@ def require_source(reply: Reply, source: str, case: Case) -> None:
 
 
 def answered(reply: Reply, cold: Reply, source: str, case: Case) -> Reply:
-    """Return a reply that came from where it should, with the tokens of the cold one."""
+    """Return a reply after checking its source, and that its tokens equal those of the cold one."""
     require_source(reply, source, case)
     assert reply.tokens == cold.tokens, f"{source}: {reply.tokens}, computed were {cold.tokens}"
     return reply
@@ -244,7 +243,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             for prompt in prompts:
                 cold.append(writer.ask(prompt))
                 assert not any(cold[-1].cached.values())
-                # The next prompt shall have the processors for itself.
+                # The next prompt must have the processors for itself.
                 writer.wait_until_stored(len(cold) * pages)
         warm: dict[str, list[Reply]] = {fabric: [] for fabric in FABRICS}
         host: list[Reply] = []
@@ -267,7 +266,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 def figures(
     case: Case, cold: list[Reply], warm: dict[str, list[Reply]], host: list[Reply]
 ) -> dict[str, Any]:
-    """Return what the JSON has. The first prompt of each store stands beside the medians."""
+    """Return the JSON object. The first prompt of each store is in addition to the medians."""
     cold_s = median(each.first_s for each in cold)
     host_s = median(each.first_s for each in host)
     later = {fabric: replies[1:] for fabric, replies in warm.items()}

@@ -1,4 +1,4 @@
-"""Counts how far a call walks through the package: the files it enters, and its moves between them.
+"""Counts the path of a call through the package: the files it enters, and its moves between them.
 
     python benchmarks/walk.py [--json] [--show CASE]
 
@@ -7,20 +7,20 @@ The script starts real nodes and clients. Its first table traces one call each w
 table counts the files that a call or a join enters in all threads of all processes: the client's,
 its home node's, the owners'.
 
-file:  a file of `peercache` in which the call executes a function. Code that a library makes while
-       it runs (`<attrs generated ...>`) is in no file and does not count, nor does what a thread
+file:  a file of `peercache` in which the call executes a function. Code that a library generates at
+       run time (`<attrs generated ...>`) is in no file and does not count, nor does what a thread
        of nng calls.
 move:  execution passes from one file of the package to another: a call, a return, and each resume
        and yield of a generator. A function of another library in between is passed over. The
        entry into the package and the return to the caller do not count.
 
 warm:  the client knows where the pages are. cold: its location cache is empty, its connections
-stand. Each case is called 20 times, and its shortest walk is shown: an answer that is late makes a
-walk longer by a wait, and none makes it shorter.
+       exist. Each case is called 20 times, and its shortest walk is shown: a late answer adds a
+       wait to a walk, and nothing makes it shorter.
 
 In the second table a file counts if every repetition enters it: heartbeats and other work of idle
-processes fall into some of the intervals, never into all. `idle` says how many of these files an
-idle interval of a heartbeat enters too. They count, because the call enters them as well. The
+processes fall into some of the intervals, never into all. `idle` is the number of these files that
+an idle interval of a heartbeat enters, too. They count, because the call also enters them. The
 nodes of this table keep their memory in different folders, as on different hosts, and each record
 has one owner, so that a client reads some from the table of its host and asks the other node for
 the rest. A join begins as a new node, which is running, first reaches an address of the cluster,
@@ -58,7 +58,7 @@ PAGES = 16
 PAGE_BYTES = 128 * 1024
 
 CALLS = 20
-"""Calls of one case. On a busy machine most have to wait somewhere, and a few walk straight."""
+"""Calls of one case. On a busy machine most have to wait somewhere, and only a few do not."""
 
 LARGE_CALLS = 10
 LARGE_PAGES = 128
@@ -66,18 +66,18 @@ LARGE_BYTES = 1024 * 1024
 
 JOINS = 3
 JOINED = "model/hash_ring.py"
-"""A node that has entered this file has made the ring of its new view."""
+"""A node that has entered this file has built the ring of its new view."""
 
 IDLE_S = 1.5
 """Longer than the time between two heartbeats."""
 
 AS_NODE = "--as-node"
-"""As first argument: run a node that notes which files it enters."""
+"""As first argument: run a node that records which files it enters."""
 
 
 @attrs.define
 class Walk:
-    """Where one call went. steps: the files in the order in which execution came to them."""
+    """The path of one call. steps: the files in the order in which execution reached them."""
 
     steps: list[str] = attrs.field(factory=list)
 
@@ -92,7 +92,7 @@ class Walk:
         return len(self.steps) - 1
 
     def reach(self, file: str) -> None:
-        """Note where execution is now."""
+        """Record the file that execution has reached."""
         if not self.steps or self.steps[-1] != file:
             self.steps.append(file)
 
@@ -120,7 +120,7 @@ def walk_of(call: Callable[[], object]) -> Walk:
 
 
 def file_of(frame: FrameType) -> str:
-    """Return the file of the package that a frame executes, "" where it is none."""
+    """Return the file of the package that a frame executes, "" if it is not of the package."""
     name = frame.f_code.co_filename
     return name[len(PACKAGE) :] if name.startswith(PACKAGE) else ""
 
@@ -145,24 +145,24 @@ def shortest(prepare: Callable[[], Callable[[], list[bool]]]) -> Walk:
 
 
 class Entered:
-    """The files that this process enters while it notes them, in every thread of Python."""
+    """The files that this process enters while it records them, in every thread of Python."""
 
     def __init__(self) -> None:
-        """Note nothing yet."""
+        """Start without recording."""
         self.is_noting = False
         self.files: set[str] = set()
 
     def follow(self) -> None:
-        """Look at each call of this thread, and of those that begin from now on."""
+        """Trace each call of this thread, and of those that start from now on."""
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def begin(self) -> None:
-        """Note files from now on."""
+        """Start to record files."""
         self.files, self.is_noting = set(), True
 
     def end(self) -> set[str]:
-        """Note no more; return the files entered since `begin`."""
+        """Stop recording; return the files entered since `begin`."""
         self.is_noting = False
         return self.files
 
@@ -174,7 +174,7 @@ class Entered:
 
 
 def run_as_node(arguments: list[str]) -> int:
-    """Run a node; a line on stdin begins to note files, ends it, or asks for those so far."""
+    """Run a node; a line on stdin starts or stops recording, or requests the files so far."""
     entered = Entered()
 
     def obey() -> None:
@@ -202,11 +202,11 @@ class Process:
         self.ready: dict[str, str] = self._line()
 
     def begin(self) -> None:
-        """Note files from now on."""
+        """Start to record files."""
         self._ask("begin")
 
     def end(self) -> set[str]:
-        """Note no more; return the files entered since `begin`."""
+        """Stop recording; return the files entered since `begin`."""
         return self._ask("end")
 
     def entered(self) -> set[str]:
@@ -295,14 +295,14 @@ def cases() -> dict[str, Walk]:
 
 @attrs.frozen
 class Reach:
-    """The files that a call enters in all processes. idle: those that idle processes enter too."""
+    """The files that a call enters in all processes. idle: those that idle processes also enter."""
 
     files: set[str]
     idle: set[str]
 
 
 class Cluster:
-    """Nodes that note the files they enter, in memory of their own; and a client's process."""
+    """Nodes that record the files they enter, with separate memory; and a client's process."""
 
     def __init__(self, stack: ExitStack) -> None:
         """Start the first node."""
@@ -330,7 +330,7 @@ class Cluster:
                 self._nodes.remove(process)
 
     def client(self, home: Process, **settings: Any) -> Client:
-        """Open a client, whose view has every node."""
+        """Open a client with every node in its view."""
         client = Client.open(
             cluster=self._name, home=home.ready["home"], op_timeout_s=20.0, **settings
         )
@@ -348,7 +348,7 @@ class Cluster:
         return self._own.end().union(*(each.end() for each in self._nodes))
 
     def reach_of(self, calls: Sequence[Callable[[], list[bool]]]) -> Reach:
-        """Return the files that each of these calls enters, if it has every page."""
+        """Return the files that each of these calls enters, if it returns every page."""
         found = []
         for call in calls:
             answers: list[list[bool]] = []
@@ -359,7 +359,7 @@ class Cluster:
         return self.with_idle(set.intersection(*found))
 
     def with_idle(self, files: set[str]) -> Reach:
-        """Look which of these files idle processes enter too."""
+        """Find out which of these files idle processes also enter."""
         return Reach(files, files & self.entered_by(lambda: time.sleep(IDLE_S)))
 
     def join(self) -> set[str]:
@@ -381,7 +381,7 @@ class Cluster:
 
 
 def forward(source: socket.socket, target: socket.socket) -> None:
-    """Send what comes from one connection along another, until either ends."""
+    """Forward data from one connection to another, until either ends."""
     with source, target:
         try:
             while data := source.recv(65536):
@@ -391,7 +391,7 @@ def forward(source: socket.socket, target: socket.socket) -> None:
 
 
 def cases_of_all() -> dict[str, Reach]:
-    """Return what each case enters in all processes."""
+    """Return the files that each case enters in all processes."""
     with ExitStack() as stack:
         cluster = Cluster(stack)
         joined = set.intersection(*(cluster.join() for _ in range(JOINS)))
@@ -413,7 +413,7 @@ def cases_of_all() -> dict[str, Reach]:
         def fetched() -> list[bool]:
             return reader.batch_get(known, buffers)
 
-        # The first calls make connections, and have the pool in memory. A new owner may be behind.
+        # The first calls make connections, and fault in the pool. A new owner may be behind.
         assert all(writer.batch_set(known, pages[:PAGES])), "the pool has room"
         while not all(fetched()):
             time.sleep(0.1)

@@ -1,12 +1,12 @@
-"""What zstd makes of KV pages that SGLang's CPU engine computed: ratio and speed by level.
+"""zstd on KV pages that SGLang's CPU engine computed: ratio and speed by level.
 
     PYTHONPATH=src ~/.cache/peercache/sglang-0.5.23/bin/python -m benchmarks.zstd_pages [--json]
 
 The engine stores the pages of a few prompts with SGLang's own file backend. Each page then goes
 through the codec of `peercache.connector.folder_store`, in one thread: bytes before by bytes after,
 and bytes of the page by second. The model has the proportions of a Llama 3 layer and random
-weights: a trained model's numbers are less alike within a page or more, so measure your own too.
-Needs the environment of tests/integration/install_sglang.sh.
+weights: the numbers of a trained model may be more or less similar within a page, so measure your
+own, too. Needs the environment of tests/integration/install_sglang.sh.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STORAGE = {
     "class_name": "HiCacheFile",
     "interface_v1": 0,
 }
-"""SGLang's file backend, as `benchmarks.ttft_engine` loads a backend."""
+"""The configuration of SGLang's file backend, for `benchmarks.ttft_engine`."""
 
 
 def pages_of_an_engine() -> list[bytes]:

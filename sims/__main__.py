@@ -17,7 +17,7 @@ from sims.start import Start
 from sims.swarm import draw, smaller
 
 LINES_SHOWN = 40
-"""Lines of the trace that are shown of a failure."""
+"""Lines of the trace that are shown for a failure."""
 
 PLANT = "plant this bug first; docs/explanation/simulation.md lists them"
 
@@ -75,10 +75,10 @@ def _start(args: argparse.Namespace) -> int:
     try:
         report = start.play(at_most_s=args.within, deaths=True)
     except AssertionError as error:
-        _say(f"seed {args.seed}: {error}")
+        _print(f"seed {args.seed}: {error}")
         return 1
     for line in report.lines():
-        _say(line)
+        _print(line)
     return 0
 
 
@@ -88,26 +88,26 @@ def _crowd(args: argparse.Namespace) -> int:
         for pulls in (OFF, HOT, ALL)
     ]
     for line in table(reports):
-        _say(line)
+        _print(line)
     return 1 if any(report.missed for report in reports) else 0
 
 
 def _run(args: argparse.Namespace) -> int:
-    show = _say if args.trace else None
+    show = _print if args.trace else None
     if not args.digest:
-        _say(f"seed {args.seed}")
+        _print(f"seed {args.seed}")
         drawn = draw(stream(args.seed, "swarm"), args.seed)
         for line in (smaller(drawn) if args.small else drawn).lines():
-            _say(line)
+            _print(line)
     with planted_canary(args.canary):
         outcome = play(args.seed, show=show, change=smaller if args.small else None)
     if args.digest:
-        _say(outcome.digest)
+        _print(outcome.digest)
         return 0
     if not outcome.ok and not args.trace:
         for line in outcome.last_lines[-LINES_SHOWN:]:
-            _say(line)
-    _tell(outcome)
+            _print(line)
+    _show(outcome)
     return 0 if outcome.ok else 1
 
 
@@ -121,30 +121,30 @@ def _sweep(args: argparse.Namespace) -> int:
         seeds = itertools.chain(sweep.kept_seeds(), seeds)
     chosen = seeds if args.seeds is None else itertools.islice(seeds, args.seeds)
 
-    def tell(outcome: Outcome) -> None:
+    def show_outcome(outcome: Outcome) -> None:
         if not outcome.ok and not args.json:
-            _tell(outcome)
+            _show(outcome)
 
-    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, tell=tell)
-    _say(tally.as_json() if args.json else tally.summary())
+    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, tell=show_outcome)
+    _print(tally.as_json() if args.json else tally.summary())
     return 1 if tally.failures else 0
 
 
 def _canaries(args: argparse.Namespace) -> int:
-    return hunt_all(only=args.only, jobs=args.jobs, say=_say)
+    return hunt_all(only=args.only, jobs=args.jobs, say=_print)
 
 
-def _tell(outcome: Outcome) -> None:
-    _say(
+def _show(outcome: Outcome) -> None:
+    _print(
         f"seed {outcome.seed}: {outcome.checker or 'nothing found'} {outcome.detail}\n"
         f"  {outcome.messages} messages, {outcome.virtual_s:.1f} s of virtual time in "
         f"{outcome.wall_s:.1f} s, healed after {outcome.healed_s:.1f} s, digest {outcome.digest}"
     )
     if not outcome.ok:
-        _say(sweep.reproduce_line(outcome.seed))
+        _print(sweep.reproduce_line(outcome.seed))
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,8 +1,7 @@
-"""Questions of a simulated client: `net.requests.Asker` with simulated connections and waits.
+"""Requests of a simulated client: `net.requests.Asker` with simulated connections and waits.
 
-Production code decides which questions are retried, which answers count, and which peer is
-to blame
-(`net.requests`); here is what stands for nng's sockets and for the poll.
+Production code decides which requests are retried, which answers count, and which peer is to blame
+(`net.requests`); this module replaces nng's sockets and the poll.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from sims.places import Place
 CLUSTER = "sims"
 
 DIAL_S = 1.0
-"""How long one attempt to connect goes on."""
+"""How long one attempt to connect lasts."""
 
 
 class Connection:
-    """One dialled socket to one incarnation, as nng does it: dials again while it is lost."""
+    """One dialled socket to one incarnation, like nng's: redials while it is lost."""
 
     def __init__(self, url: str, fd: int, place: Place, network: Network) -> None:
         """Wait for `run`."""
@@ -46,7 +45,7 @@ class Connection:
         self._waiting: deque[bytes] = deque()
 
     def send(self, raw: bytes, /) -> bool:
-        """Send, or keep it until the connection has come about."""
+        """Send, or queue the message until it is connected."""
         if self._pipe is not None:
             self._network.send(self._pipe, TO_LISTENER, raw)
         elif len(self._waiting) < SEND_BUFFER_MESSAGES:
@@ -116,7 +115,7 @@ class SimAsker:
         on_unasked: Callable[[int, Message], None],
         nursery: Callable[[], trio.Nursery],
     ) -> None:
-        """Say `hello_for(peer)` on a new connection to `url_of(peer)`."""
+        """Send `hello_for(peer)` on a new connection to `url_of(peer)`."""
         self.breakers = breakers
         self._place = place
         self._network = network
@@ -143,7 +142,7 @@ class SimAsker:
         until: float,
         enough: Enough | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
+        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
         talk = self.talk()
         try:
             return await talk.ask(questions, until, enough)
@@ -162,7 +161,7 @@ class SimAsker:
             talk.end()
 
     def talk(self) -> Talk:
-        """Return a conversation of one call: what `net.requests.Talk` is to the bridge."""
+        """Return a conversation of one call, like `net.requests.Talk` for the bridge."""
         return Talk(self._connections, self._place)
 
     def _connect(self, url: str, _peer: int) -> Connection:
@@ -180,7 +179,7 @@ class Talk:
         place: Place,
         breakers: Breakers | None = None,
     ) -> None:
-        """Ask nothing yet."""
+        """Start without requests."""
         self._place = place
         self._poll = Poll()
         self._conversation = Conversation(
@@ -198,7 +197,7 @@ class Talk:
         until: float,
         enough: Enough | None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
+        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
         numbers = self._conversation.ask(questions, until, enough)
         await self._wait()
         return [self._conversation.answer(number) for number in numbers]
@@ -210,7 +209,7 @@ class Talk:
         return self._conversation.answer(number)
 
     async def collect(self, number: int, until: float) -> Message | None:
-        """Return the answer to a question, or None once the time is up."""
+        """Return the answer to a request, or None if there is none until `until`."""
         self._conversation.collect(number, until)
         await self._wait()
         return self._conversation.answer(number)
@@ -224,20 +223,20 @@ class Talk:
 
 
 class Poll:
-    """What `select.poll` is to sockets."""
+    """The equivalent of `select.poll`."""
 
     def __init__(self) -> None:
-        """Begin with no connections."""
+        """Start without connections."""
         self._watched: dict[int, Connection] = {}
         self._event = trio.Event()
 
     def register(self, connection: Connection) -> None:
-        """Wait for this one too."""
+        """Also wait for this one."""
         self._watched[connection.fd] = connection
         connection.wake = self._wake
 
     def unregister(self, connection: Connection) -> None:
-        """Wait for it no more."""
+        """Stop to wait for it."""
         del self._watched[connection.fd]
         connection.wake = _no_waiter
 

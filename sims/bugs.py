@@ -1,6 +1,6 @@
-"""The planted bugs: what is put in place of which method of production code.
+"""The planted bugs: replacements of methods of production code.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _early(right: Any) -> Any:
             return effects
         count = len(found.states)
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
-        *published, told = self._commit_open(origin, commit, found)
-        changed = RecordsChanged(told.fact.records, answers.NO_DROPS)
+        *published, last = self._commit_open(origin, commit, found)
+        changed = RecordsChanged(last.fact.records, answers.NO_DROPS)
         return [*effects, *published, TellPublisher(changed)]
 
     return grant
@@ -334,7 +334,7 @@ def _in_order_of_a_set(right: Any) -> Any:
     def next_owners(self: Any, is_available: Any, *, in_handover: bool) -> Any:
         found = right(self, is_available, in_handover=in_handover)
         names = {f"{peer:016x}" for peer in found}
-        # Only the first peer is asked at once.
+        # Only the first peer is asked.
         first = int(next(iter(names)), 16) if names else 0
         return {peer: keys for peer, keys in found.items() if peer == first}
 
@@ -343,7 +343,7 @@ def _in_order_of_a_set(right: Any) -> Any:
 
 def _late_is_over(right: Any) -> Any:
     def loaded(self: Promotions, fact: Any) -> Any:
-        # A late page is given up, and its slot with it.
+        # A late page is dropped, with its slot.
         outcomes = fact.outcomes.replace(bytes((DISK_LATE,)), bytes((DISK_UNTRIED,)))
         return right(self, attrs.evolve(fact, outcomes=outcomes))
 
@@ -377,7 +377,7 @@ def _stays_known(right: Any) -> Any:
 EVICTION_NOT_PUBLISHED: Patches = ((pool.Pool, "_end", _stays_known),)
 
 
-def _is_not_told(_: Any) -> Any:
+def _is_not_notified(_: Any) -> Any:
     def forgotten(self: Any, keys: bytes) -> Any:
         del self, keys
         return []
@@ -385,7 +385,7 @@ def _is_not_told(_: Any) -> Any:
     return forgotten
 
 
-DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_told),)
+DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_notified),)
 
 
 def _unverified_too(right: Any) -> Any:
@@ -513,7 +513,7 @@ COMMITTED_BEFORE_COPIED: Patches = ((write._Round, "_copy", _committed_first),)
 
 def _middle_not_awaited(right: Any) -> Any:
     def committed(self: Any, commit: Any, pages: int) -> Any:
-        # The first portion and the last one are those that a hurried look remembers.
+        # The first and the last portion are those that a careless implementation handles.
         numbers = self.numbers = [*getattr(self, "numbers", []), commit.number]
         if commit.number and len(numbers) == 2:
             yield Post(())
@@ -542,7 +542,7 @@ def _on_any_base(_: Any) -> Any:
         if not changes.base:
             return None
         changed = view.without(changes.gone).merge(changes.view)[0]
-        # What it was told that it has now is what it asks with from here on.
+        # From here on it uses the digest that it was sent.
         return attrs.evolve(changed, digest=int.from_bytes(changes.digest, "little"))
 
     return changed_view

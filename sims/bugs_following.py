@@ -1,6 +1,6 @@
-"""The planted bugs of followers: what they are not told, and what they do not forget.
+"""The planted bugs of followers: changes that they are not sent, and pages that they do not forget.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The planted bugs of hand-overs: of records to a new owner, and of a drained node's pages.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations

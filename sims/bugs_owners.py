@@ -1,6 +1,6 @@
-"""The planted bugs of directory owners: when they are believed to know what they do not.
+"""The planted bugs of directory owners: they are trusted although they lack records.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _as_the_one_before(right: Any) -> Any:
         held = self.held.get(holder)
         is_new = held is None or not held.complete
         if is_new and self.states.get(holder) == ALIVE:
-            # In sync from the start, as the process was that had this place in the ring.
+            # In sync from the start, like the process that had this place in the ring before.
             self._in_sync.add(holder)
             self._behind.pop(holder, None)
             return

@@ -1,6 +1,6 @@
 """The planted bugs of directory tables: of their readers, and of the order that readers rely on.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ENTRY_REUSED_IN_AN_EPOCH: Patches = ((DirectoryTable, "begin", _in_one_epoch),)
 
 
 def _of_any_ring(right: Any) -> Any:
-    def looked(self: Any, told: int, ring: int, now_s: float) -> Any:
-        return right(self, told, self._reading.authority if ring else 0, now_s)
+    def looked(self: Any, count: int, ring: int, now_s: float) -> Any:
+        return right(self, count, self._reading.authority if ring else 0, now_s)
 
     return looked
 

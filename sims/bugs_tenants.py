@@ -1,6 +1,6 @@
-"""The planted bugs of quotas and of retained pages: who gives room to whom.
+"""The planted bugs of quotas and of retained pages: which pages are evicted for which others.
 
-Each maker takes the right thing and returns the wrong one, close to how such a bug would look.
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
 """
 
 from __future__ import annotations

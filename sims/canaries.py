@@ -42,7 +42,7 @@ from sims.swarm import (
 from sims.turning import turn
 
 FIRST_SEED = 1_000_000
-"""Canaries are hunted over the same seeds each time, which no sweep starts with."""
+"""Canaries are hunted over the same seeds each time; no sweep starts with these."""
 
 SET_ORDER = "set-order"
 
@@ -559,7 +559,7 @@ def is_deterministic(seed: int, canary: str = "", hash_seeds: tuple[int, ...] = 
 
 
 def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]:
-    """Return the digests of a small run, as other processes find them, all at once."""
+    """Return the digests of a small run from several processes, which run in parallel."""
     command = [sys.executable, "-m", "sims", "run", "--seed", str(seed), "--small", "--digest"]
     command += ["--canary", canary] if canary else []
     running = [
@@ -572,9 +572,9 @@ def digests_of(seed: int, canary: str, hash_seeds: tuple[int, ...]) -> list[str]
         )
         for hash_seed in hash_seeds
     ]
-    said = [process.communicate()[0].strip() for process in running]
-    assert all(said), "a run that has no digest is like any other that has none"
-    return said
+    printed = [process.communicate()[0].strip() for process in running]
+    assert all(printed), "a run that has no digest is like any other that has none"
+    return printed
 
 
 def hunt_all(*, only: str, jobs: int | None, say: Callable[[str], None]) -> int:

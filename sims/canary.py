@@ -1,4 +1,4 @@
-"""What a planted bug is: `sims.canaries` has all of them."""
+"""The type of a planted bug: `sims.canaries` has all of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import attrs
 from sims.swarm import Options, smaller
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""An object, its attribute, and the function that makes the wrong value of the right one."""
+"""An object, its attribute, and the function that returns a wrong value for the correct one."""
 
 
 @attrs.frozen
 class Canary:
     """One planted bug.
 
-    seeds_max: within how many seeds it must be found. change: what those seeds' options become.
-    story: what is played with each seed instead of a run; it returns the checker that found it.
+    seeds_max: within how many seeds it must be found. change: modifies the options of those seeds.
+    story: a story that is played with each seed instead of a run; it returns the checker that found
+           it.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A client of a run: the production read and write paths, driven by simulated tasks.
 
-What `client.bridge` and `client.home` do with threads and sockets is done here with tasks: each
-step of the same paths, with time between them.
+Tasks replace the threads and sockets of `client.bridge` and `client.home`: they perform each step
+of the same paths, with time between the steps.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ from sims.tables import SimTables
 from sims.trace import SimLog, Trace, Violation
 
 COPY_STOPPED_MAX_S = 6.0
-"""Longest that a process stops between two steps of a copy: far beyond every deadline."""
+"""The longest pause of a process between two steps of a copy: far beyond every deadline."""
 
 Result = TypeVar("Result")
 
 
 @attrs.define(eq=False)
-class Heard:
-    """What one call learned of directory owners.
+class Answers:
+    """What one call learned from directory owners.
 
     asked:  the peers that were asked for each key.
-    final:  those of them that have answered, and did not say that they are behind.
+    final:  those that have answered, and did not report that they are behind.
     behind: those that have answered while they were behind.
-    closed: members that the call may have passed over, because their breakers were open.
+    closed: members that the call may have skipped, because their breakers were open.
     """
 
     members: tuple[int, ...]
@@ -85,11 +85,11 @@ class Heard:
     closed: set[int] = attrs.field(factory=set)
 
     def look(self, breakers: Breakers) -> None:
-        """Note which breakers are open, just after the path has chosen whom to ask."""
+        """Record which breakers are open, just after the path has chosen the peers."""
         self.closed.update(member for member in self.members if breakers.is_open(member))
 
     def take(self, step: Ask, answers: list[Message | None]) -> None:
-        """Note the answers to one step's questions."""
+        """Record the answers to the requests of one step."""
         for (peer, message), answer in zip(step.questions, answers, strict=True):
             if not isinstance(message, Lookup):
                 continue
@@ -99,7 +99,7 @@ class Heard:
                     (self.behind if answer.behind else self.final)[key].add(peer)
 
     def take_look(self, step: ReadTable, looked: Looked | None) -> None:
-        """Note what a table has said: it is its node's answer."""
+        """Record the result of a table: it is its node's answer."""
         if looked is None or not looked.is_final:
             return
         for key in split_keys(step.keys):
@@ -125,7 +125,7 @@ class SimClient:
         trace: Trace,
         tenant: int = 0,
     ) -> None:
-        """Write through the node that listens at `home`; tenant: which of the namespaces it has."""
+        """Write through the node that listens at `home`; tenant: the index of its namespace."""
         self.place = place
         self.home = home
         self.config = config
@@ -206,16 +206,16 @@ class SimClient:
 
     @property
     def attached(self) -> Attached[NodeMemory] | None:
-        """The home incarnation that the client writes to."""
+        """The home incarnation to which the client writes."""
         return self.tie.attached
 
     @property
     def cluster(self) -> Cluster:
-        """What is known of the cluster."""
+        """The client's view of the cluster."""
         return self.tie.cluster
 
     def mirror_home(self) -> MirrorHome | None:
-        """Return where copies of what other hosts hold may be kept now."""
+        """Return where pages of other hosts may be mirrored now."""
         attached = self.tie.attached
         if attached is None or self.reader.mirrorer is None:
             return None
@@ -230,10 +230,10 @@ class SimClient:
             clock=self.place.now,
         )
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- lifetime ---------------------------------------------------------------------------------
 
     async def run(self, work: Callable[[SimClient], Any]) -> None:
-        """Look after the home node, and do `work`, until the process ends."""
+        """Maintain the home tie, and do `work`, until the process ends."""
         with self.scope:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -246,7 +246,7 @@ class SimClient:
         return self._nursery
 
     def look_now(self) -> None:
-        """Do not wait for the next beat: a call has found the home node gone."""
+        """Start a beat now: a call has found that the home node is gone."""
         self._look.set()
 
     # --- the driver -------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ class SimClient:
         self,
         path: Generator[Step, Any, Result],
         home: NodeMemory | None,
-        heard: Heard | None = None,
+        record: Answers | None = None,
     ) -> Result:
-        """Run a path to its end; `home` is where its pages are placed.
+        """Run a path to its end; home: the memory in which its pages are placed.
 
-        heard: takes the Lookups of the path, and their answers.
+        record: records the Lookups of the path, and their answers.
         """
         answer: Any = None
         talk = self.asker.talk()
@@ -269,22 +269,22 @@ class SimClient:
                 try:
                     step = path.send(answer)
                 except StopIteration as end:
-                    if heard is not None:
-                        heard.look(self.breakers)
+                    if record is not None:
+                        record.look(self.breakers)
                     result: Result = end.value
                     return result
-                if heard is not None:
-                    heard.look(self.breakers)
+                if record is not None:
+                    record.look(self.breakers)
                 if isinstance(step, Submit):
                     answer = talk.send(step.peer, step.message)
                 elif isinstance(step, Collect):
                     answer = await talk.collect(step.number, step.until)
                 else:
                     answer = await self._do(step, home)
-                if heard is not None and isinstance(step, Ask):
-                    heard.take(step, answer)
-                if heard is not None and isinstance(step, ReadTable):
-                    heard.take_look(step, answer)
+                if record is not None and isinstance(step, Ask):
+                    record.take(step, answer)
+                if record is not None and isinstance(step, ReadTable):
+                    record.take_look(step, answer)
         finally:
             talk.end()
             path.close()
@@ -310,7 +310,7 @@ class SimClient:
         return checksums_of(step.runs, step.pages, self._buffers)
 
     async def _renew(self, until: float) -> Cluster:
-        """Have the view asked for, as `client.home` does."""
+        """Request the view, like `client.home`."""
         wanted = self._began + 1
         self._look.set()
         with trio.move_on_after(max(0.0, self.place.world(until) - trio.current_time())):
@@ -356,7 +356,7 @@ class SimClient:
     async def _copy(
         self, step: PlaceStep, page: int, begin: int, end: int, home: NodeMemory
     ) -> None:
-        """Copy one part of a page into its slot; the process may be stopped before it does."""
+        """Copy one part of a page into its slot; the process may be paused before."""
         await trio.sleep(self.fabrics.step_s(self.place.world(step.until)))
         if self._rng.random() < self.fabrics.options.stop_in_copy and self._network.faults_on:
             self._log.info("copy.stopped")
@@ -433,7 +433,7 @@ class SimClient:
 
 
 def checksums_of(runs: PageRuns, pages: npt.NDArray[np.intp], buffers: Buffers) -> U64:
-    """Return what `client.bridge.checksums_of` does, of made-up addresses."""
+    """Return the same as `client.bridge.checksums_of`, for simulated addresses."""
     digests = np.empty(len(pages), np.uint64)
     for place, page in enumerate(pages.tolist()):
         digest = xxhash.xxh3_64()

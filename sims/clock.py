@@ -1,4 +1,4 @@
-"""The virtual clock: when nothing can run, it is the next deadline."""
+"""The virtual clock: when no task can run, it jumps to the next deadline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Deadlock(Exception):
 
 
 class TooSlow(Exception):
-    """The run took more wall time than it was given."""
+    """The run took more wall time than allowed."""
 
 
 class VirtualClock(trio.abc.Clock):
     """Seconds from 0 that pass only while all tasks wait.
 
-    Trio asks how long it may sleep only when no task can run; the answer is to be there already.
+    Trio asks how long it may sleep only when no task can run; then the clock jumps.
     """
 
     def __init__(self, *, wall_s: float = math.inf) -> None:
@@ -33,7 +33,7 @@ class VirtualClock(trio.abc.Clock):
         self._polls = 0
 
     def start_clock(self) -> None:
-        """Begin; the clock is paused anyway."""
+        """Start; time passes only in jumps anyway."""
 
     def current_time(self) -> float:
         """Return the virtual seconds since the start."""
@@ -45,7 +45,7 @@ class VirtualClock(trio.abc.Clock):
         if self._polls % POLLS_BETWEEN_LOOKS == 0 and time.monotonic() > self._wall_until:
             self.overrun = True
         if deadline == math.inf:
-            # Really sleeping would hang; `sims.play` looks at this.
+            # A real sleep would hang; `sims.play` checks this.
             self.deadlocked = True
             return 0.0
         self.now_s = max(self.now_s, deadline)

@@ -1,4 +1,4 @@
-"""What pages contain: a function of key and version, so that bytes tell whose they are."""
+"""The content of pages: a function of key and version, so that bytes identify their page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 Page = npt.NDArray[np.uint8]
 
 LENGTH_MIN = 24
-"""Version, and enough after it that a mixture of two pages shows."""
+"""A version, and enough bytes after it to detect a mixture of two pages."""
 
 POISON = 0xEE
-"""What destinations and spent sources are filled with."""
+"""The fill value of destinations and used sources."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -30,7 +30,7 @@ def content_of(key: bytes, version: int, length: int) -> Page:
 
 
 def version_of(key: bytes, page: Page) -> int | None:
-    """Return the version whose content these bytes are, to the last one, or None."""
+    """Return the version with exactly these bytes as content, or None."""
     version = int(page[:8].view("<u8")[0])
     if version >= 2**48 or not np.array_equal(page, content_of(key, version, len(page))):
         return None

@@ -1,7 +1,8 @@
-"""A crowd: many hosts read one prompt. How long does it take, and who serves it?
+"""A crowd: many hosts read one prompt. How long does it take, and which holders serve it?
 
-A world as any other, without faults, whose hosts have networks of a bounded speed. Every byte of
-every hit is checked. One byte here stands for SCALE: a page of 256 bytes for one of a mebibyte.
+A normal world without faults, in which hosts have networks with a limited speed. Every byte of
+every hit is checked. One byte here represents SCALE bytes: a page of 256 bytes represents one of a
+mebibyte.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from sims.trace import Trace
 from sims.world import WALL_LIMIT_S, World
 
 SCALE = 2**20 // GRANULE
-"""Bytes that one byte of a crowd's page stands for."""
+"""Bytes that one byte of a crowd's page represents."""
 
 NETWORK = 25e9 / 8
 """Bytes a second that the network of a host carries each way: 25 Gb/s."""
 
 SETTLED_S = 5.0
-"""When all nodes know each other, and mirror."""
+"""Time until all nodes know each other, and mirror."""
 
 
 @asynccontextmanager
@@ -50,7 +51,8 @@ class Crowd:
     """A crowd of `readers` hosts, which each read a prompt of `pages` pages `reads` times.
 
     pulls:    their setting `mirror_pulls`.
-    within_s: in which the readers begin, at random times; pause_s: between two reads of one.
+    within_s: the time in which the readers begin, at random; pause_s: between two reads of one
+              reader.
     """
 
     readers: int = 50
@@ -62,7 +64,7 @@ class Crowd:
     seed: int = 1
 
     def play(self) -> Report:
-        """Read, and tell how it went; raise what a checker has found."""
+        """Read, and return the report; raise what a checker has found."""
         clock = VirtualClock(wall_s=WALL_LIMIT_S)
         trace = Trace(clock.current_time, show=None)
         reports: list[Report] = []
@@ -116,7 +118,8 @@ class Crowd:
             producer, *readers = (world.clients[f"c-{name}"] for name in names)
             prompt = list(range(self.pages))
             rng = world.stream("crowd")
-            # The prompt has other bytes at each node: only copies of the producer's are read.
+            # The prompt has different bytes at each node: only copies of the producer's pages are
+            # read.
             assert all(await world.calls.set(producer, prompt, rng, 2.0)), "the prompt is not set"
             await trio.sleep(0.5)
             took: list[float] = []
@@ -150,7 +153,7 @@ class Crowd:
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """How a crowd read. Times in virtual seconds, sizes in the bytes that they stand for.
+    """The result of a crowd. Times in virtual seconds, sizes in represented bytes.
 
     waited_s: all reads together; median_s, slowest_s: of one read.
     missed, mirrored, served: pages. sent: by holder, the busiest first, to other hosts.
@@ -168,7 +171,7 @@ class Report:
 
     @property
     def busiest_part(self) -> float:
-        """The part of all bytes between hosts that the busiest holder has sent."""
+        """The fraction of all bytes between hosts that the busiest holder has sent."""
         return self.sent[0] / sum(self.sent)
 
 

@@ -2,8 +2,8 @@
 
 Trio runs the tasks of one tick in random order. With its own switch for it the order depends on
 nothing but the order in which tasks were made and on one random number generator, which is seeded
-here. Everything else in a run draws from streams of its own, so that one more draw in one part
-does not reshuffle the others.
+here. All other parts of a run have random streams of their own, so that one more draw in one part
+does not affect the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GENERATOR = "_r"
 
 
 def stream(seed: int, part: str) -> random.Random:
-    """Return the random numbers of one part of a run; a string seed depends on no hash."""
+    """Return the random numbers of one part of a run; a string seed does not depend on hashes."""
     return random.Random(f"{seed}/{part}")
 
 
@@ -46,7 +46,7 @@ def _deterministic_scheduling(seed: int) -> Iterator[None]:
 
 def run(main: Callable[[], Awaitable[Result]], *, seed: int, clock: trio.abc.Clock) -> Result:
     """Run `main` under trio, in the order that the seed decides."""
-    # Finalisers run when the collector comes round, which depends on what ran before.
+    # Finalisers run when the garbage collector runs, which depends on what ran before.
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """The disk of a run: the simulated store, with time between its steps, and faults.
 
-Outlives its node: a crash loses what was not safe, or the folder is wiped. Reads and writes take
-time, fail, come late, and a stuck disk ends the tier; pages rot.
+It outlives its node: a crash loses what was not safe, or the folder is wiped. Reads and writes take
+time, fail or are late, and a stuck disk ends the tier; pages rot.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ LATE_S = 2.0
 """Mean time that a stuck call takes beyond its deadline."""
 
 STUCK_CHANCE = 0.1
-"""Chance that a call which is late means the end of the disk."""
+"""Chance that a late call means the end of the disk."""
 
 QUICK_STEP_S = 0.0005
 """A step once the faults are over: a slow disk is one of them."""
 
 
 class SimDisk:
-    """The page store of one incarnation, on an image that was there before it."""
+    """The page store of one incarnation, on an existing image."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimDisk:
         trace: Trace,
         tell: Callable[[DiskFact], None],
     ) -> None:
-        """Open `image` after a while; `tell` takes the facts."""
+        """Open `image` after a while; `tell` is called with the results."""
         self.has_ended = False
         self._image = image
         self._store = store
@@ -101,7 +101,7 @@ class SimDisk:
                 self._asked.clear()
 
     def perform(self, effect: DiskEffect) -> None:
-        """Take an effect of the disk actor."""
+        """Start an effect of the disk actor."""
         assert self._nursery is not None, "the actor says nothing before the disk is open"
         if isinstance(effect, (Spill, Load)):
             self._nursery.start_soon(self._work, effect)
@@ -111,7 +111,7 @@ class SimDisk:
                 self._asked.append(effect.job)
 
     async def _work(self, effect: Spill | Load) -> None:
-        """Do a job page by page; answer it, with what is late told for afterwards."""
+        """Do a job page by page; answer it, and report late pages afterwards."""
         outcomes: list[tuple[int, int]] = []
         late: list[tuple[int, Generator[None, None, Any]]] = []
         for at in range(len(effect.places)):
@@ -149,7 +149,7 @@ class SimDisk:
         return self._store.spill(effect, at, DISK_FULL if full else failed)
 
     async def _finish(self, page: Generator[None, None, Any]) -> tuple[int, int]:
-        """Let a page's steps go by; return its outcome and checksum."""
+        """Perform a page's steps; return its outcome and checksum."""
         while True:
             step_s = self._options.disk_step_s if self._network.faults_on else QUICK_STEP_S
             await self._pass(self._rng.expovariate(1 / step_s))
@@ -177,7 +177,7 @@ class SimDisk:
 
 @attrs.define(eq=False)
 class Disks:
-    """The images of all nodes, while they are up and while they are away."""
+    """The images of all nodes, running or not."""
 
     options: Options
     rng: random.Random
@@ -185,7 +185,7 @@ class Disks:
     images: dict[str, Image] = attrs.field(factory=dict)
 
     def image_of(self, name: str) -> Image:
-        """Return what is on a node's disk as it starts: kept, or wiped."""
+        """Return a node's disk image at its start: kept, or wiped."""
         image = self.images.setdefault(name, Image())
         image.crash()
         if image.slots and self.rng.random() < self.options.disk_wipe:
@@ -194,7 +194,7 @@ class Disks:
         return image
 
     def rot(self) -> None:
-        """Flip a bit of a page, whichever it is, whether its node is up or not."""
+        """Flip a bit of a random page, whether its node is running or not."""
         lying = [(name, place) for name, image in self.images.items() for place in image.slots]
         if not lying:
             return

@@ -1,16 +1,16 @@
-"""A story: an owner that cannot know a page, and a client that looks into its table just then.
+"""A story: an owner that cannot know a page, and a client that reads its table at that moment.
 
-Without a cluster's other troubles, and each cause by itself, again and again:
+Without other faults, and each cause separately, again and again:
 
     lost      a message of a stream is lost, and the next one comes;
-    stopped   the owner's process is stopped for longer than sets wait, and its messages are lost;
-    backlog   the owner is stopped again before the summary that it asked for has come: that one
-              waits in its socket, and says nothing of what is set meanwhile;
+    stopped   the owner's process is paused for longer than sets wait, and its messages are lost;
+    backlog   the owner is paused again before the requested summary has arrived: that summary waits
+              in its socket, and does not cover what is set in the meantime;
     repeated  the home node is paused, and the client sends its Commit again; the messages to the
               owner are lost;
-    newcomer  an owner has just come, and former owners take a second to hand over.
+    newcomer  an owner has just joined, and former owners take a second to hand over.
 
-Whatever the cause is, the owner's table calls nothing absent for certain that has been stored.
+In all cases the owner's table must not report a stored page as certainly absent.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sims.world import WALL_LIMIT_S, World
 
 ROUNDS = 8
 LOOK_S = 0.0007
-"""Between two looks into a table."""
+"""Pause between two lookups in a table."""
 
 LOST_S = 0.004
-"""How long nothing comes through: what is lost is asked about 0.02 s after it was sent."""
+"""How long messages are lost: a summary asks for a lost one 0.02 s after it was sent."""
 
 STOPPED_S = PUBLISH_TIMEOUT_S + 0.1
-"""How long an owner is stopped: sets give it up."""
+"""How long an owner is paused: sets stop to wait for it."""
 
 CUT_S = STOPPED_S + 0.2
 
@@ -51,15 +51,15 @@ REPEATED_S = RESEND_FRACTION * STALL_S + PUBLISH_TIMEOUT_S + 0.05
 
 ASKED_S = 0.0004
 ANSWERED_S = 0.05
-"""How long after an owner has asked no answer has come yet, and all have."""
+"""How long after an owner's request no answer has arrived yet, and how long until all have."""
 
 TOLD_A_SECOND = 40
-"""Records that a holder hands over: a second's work is of interest here, and not a blink's."""
+"""Records that a holder hands over per second: the hand-over must take a second here."""
 
 HANDED_OVER_S = 4.0
 
 RING_S = 0.3
-"""How long a thread takes to make a ring: nodes and clients follow a view at different times."""
+"""How long a thread takes to build a ring: nodes and clients follow a view at different times."""
 
 
 def doubt(seed: int) -> str:
@@ -102,13 +102,13 @@ async def _run(world: World, act: Callable[[World, random.Random], Awaitable[Non
 
 
 def _start(world: World, name: str) -> None:
-    """Start a node, and a client beside it."""
+    """Start a node, and a client next to it."""
     world.nursery.start_soon(world.run_node, name, 0.0)
     world.nursery.start_soon(world.run_reader, f"c-{name}", name)
 
 
 async def _look(world: World, reader: SimClient, pages: list[int], span_s: float) -> None:
-    """Ask for pages again and again, as a client that knows of none does."""
+    """Look up pages again and again, like a client with an empty cache."""
     until = trio.current_time() + span_s
     while trio.current_time() < until:
         await world.calls.exists(reader, pages)
@@ -135,14 +135,14 @@ async def _stopped(world: World, rng: random.Random) -> None:
         world.network.cut("h0", "h1", now + CUT_S)
         await world.calls.set(producer, [page], rng, 2.0)
         await _look(world, owner, [page], now + CUT_S - trio.current_time())
-        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+        await trio.sleep(3.0)  # Until a summary has matched: sets do not wait for a lagging owner.
 
 
 async def _backlog(world: World, rng: random.Random) -> None:
     producer, owner, place = world.clients["c-n0"], world.clients["c-n1"], world.places["n1"]
     for page in range(2 * ROUNDS):
         place.pause(trio.current_time(), STOPPED_S)
-        # It asks as soon as it goes on.
+        # It asks as soon as it continues.
         await trio.sleep(STOPPED_S + rng.uniform(0.0, ASKED_S))
         now = trio.current_time()
         place.pause(now, ANSWERED_S + STOPPED_S)
@@ -150,7 +150,7 @@ async def _backlog(world: World, rng: random.Random) -> None:
         world.network.cut("h0", "h1", now + ANSWERED_S + CUT_S)
         await world.calls.set(producer, [page], rng, 2.0)
         await _look(world, owner, [page], now + ANSWERED_S + CUT_S - trio.current_time())
-        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+        await trio.sleep(3.0)  # Until a summary has matched: sets do not wait for a lagging owner.
 
 
 async def _repeated(world: World, rng: random.Random) -> None:
@@ -165,7 +165,7 @@ async def _repeated(world: World, rng: random.Random) -> None:
         world.network.cut("h0", "h1", now + REPEATED_S + CUT_S)
         await world.calls.set(producer, [page + 2], rng, 2.0)
         await _look(world, owner, [page + 2], now + REPEATED_S + CUT_S - trio.current_time())
-        await trio.sleep(3.0)  # Until a summary has matched: one that lags is not waited for.
+        await trio.sleep(3.0)  # Until a summary has matched: sets do not wait for a lagging owner.
 
 
 async def _newcomer(world: World, rng: random.Random) -> None:

@@ -1,7 +1,7 @@
 """A death in a large cluster: how soon all views are equal again, and what it costs each node.
 
-One process ends between two moments of a cluster that has started (`sims.start`); nothing sends
-goodbye. The failure detector finds it, and the figures say what follows from there.
+One process ends between two moments of a cluster that has started (`sims.start`); no goodbye is
+sent. The failure detector notices it, and the figures show the consequences.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from peercache.model.member import DEAD
 from peercache.model.view import is_live
 
 LOOK_S = 0.05
-"""How often it is asked whether all know: how exact the times are."""
+"""How often the views are checked: the precision of the times."""
 
 AGREED_S = 2.0
 """How soon after one node holds it dead all nodes must."""
 
 CLIENTS_AGREED_S = 3.5
-"""The same of clients, which ask once a second."""
+"""The same for clients, which ask once a second."""
 
 WATCHED_S = 20.0
-"""How long the cluster is watched from the death on: what is sent meanwhile is its cost."""
+"""How long the cluster is watched after the death: the messages in that time are its cost."""
 
 NOTICED_S = 10.0
 """How long one node may take to hold it dead."""
@@ -52,27 +52,27 @@ class Client(Protocol):
 
 @attrs.frozen
 class Death:
-    """What a death took. Times are virtual seconds.
+    """The cost of a death. Times are virtual seconds.
 
     noticed_s: from the death until one node held the member dead.
-    agreed_s:  from there until all nodes did, with equal views. told_s: until all clients did.
+    agreed_s:  from there until all nodes did, with equal views. notified_s: until all clients did.
     messages, kilobytes: sent by a node within WATCHED_S of the death: the median, and the busiest.
     """
 
     what: str
     noticed_s: float
     agreed_s: float
-    told_s: float
+    notified_s: float
     messages: tuple[int, int]
     kilobytes: tuple[float, float]
 
     def lines(self) -> list[str]:
-        """Return it as people read it."""
-        agreed, told = f"{self.agreed_s:.2f} s", f"{self.told_s:.2f} s"
+        """Return readable lines."""
+        agreed, notified = f"{self.agreed_s:.2f} s", f"{self.notified_s:.2f} s"
         median, most = [f"{size:.1f} KB" for size in self.kilobytes]
         return f"""\
 {self.what} dies: one node holds it dead after {self.noticed_s:.2f} s, all {agreed} later, all \
-clients {told} later
+clients {notified} later
 in {WATCHED_S:.0f} s from its death a node sends {self.messages[0]} messages, {median}; \
 the busiest {self.messages[1]}, {most}""".splitlines()
 
@@ -115,14 +115,16 @@ def die(
             return False
         return len({node.membership.view.digest() for node in left}) == 1
 
-    def is_told() -> bool:
+    def is_notified() -> bool:
         return not any(gone in client.tie.cluster.members for client in asking)
 
     noticed = until(is_noticed, NOTICED_S, lambda: "no node holds it dead")
     agreed = until(
         is_agreed, AGREED_S, lambda: f"{sum(map(lives_at, left))} nodes hold it alive still"
     )
-    told = until(is_told, CLIENTS_AGREED_S, lambda: "some clients have it in their views still")
+    notified = until(
+        is_notified, CLIENTS_AGREED_S, lambda: "some clients have it in their views still"
+    )
     run_until(began + WATCHED_S)
     spent = [(n.sent - s, n.sent_bytes - b) for n, (s, b) in zip(left, before, strict=True)]
     messages = sorted(count for count, _ in spent)
@@ -131,7 +133,7 @@ def die(
         what,
         noticed - began,
         agreed - noticed,
-        told - noticed,
+        notified - noticed,
         (messages[len(messages) // 2], messages[-1]),
         (sizes[len(sizes) // 2], sizes[-1]),
     )

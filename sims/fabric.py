@@ -1,7 +1,7 @@
-"""The fabrics: bytes come in steps with time between, so that torn reads exist.
+"""The fabrics: bytes are transferred in steps with time between, so that torn reads occur.
 
-Same host: a copy by the caller, then the words. Other hosts: a transfer that goes on by itself, in
-order and answered by the owner (as tcp), or several pages at once without the holder's help (as
+Same host: a copy by the caller, then the words. Other hosts: an independent transfer, either in
+order and answered by the owner (like tcp), or of several pages at a time without the holder (like
 rdma). Each reads a page's word after that page's bytes. A read stops its transfer before it
 returns.
 """
@@ -38,14 +38,14 @@ from sims.planted import (
 from sims.swarm import Options
 
 PAGES_AT_ONCE = 4
-"""READs that an rdma channel has under way."""
+"""READs that an rdma channel has in flight."""
 
 LATE_STEP_S = 0.001
-"""Longest that a copy goes on after its deadline: callers keep 5 ms back, for three of these."""
+"""The longest that a copy continues after its deadline: callers reserve 5 ms for three."""
 
 
 class Gone(Exception):
-    """The holder does not serve any more, or refuses."""
+    """The holder no longer serves, or refuses."""
 
 
 def chunks(length: int, steps: int) -> list[tuple[int, int]]:
@@ -81,7 +81,7 @@ def first_look(words: U64, generations: U64) -> npt.NDArray[np.bool_]:
 
 
 class Fabrics:
-    """How one client reads."""
+    """The fabrics of one client."""
 
     def __init__(
         self,
@@ -96,9 +96,10 @@ class Fabrics:
         nursery: Callable[[], trio.Nursery],
         wires: dict[tuple[str, str], float] | None = None,
     ) -> None:
-        """serving: who listens at an address; linked: the segment of an incarnation, by name.
+        """serving: returns the node at an address; linked: the segment of an incarnation, by name.
 
-        wires: by host and direction, until when its network is busy; shared by all readers.
+        wires: by host and direction, the time until which its network is busy; shared by all
+               readers.
         """
         self.place = place
         self.options = options
@@ -138,7 +139,7 @@ class Fabrics:
         return min(self.rng.expovariate(1 / self.options.step_s), left_s)
 
     async def carried(self, holder: str, size: int) -> None:
-        """Wait until the networks of both hosts, which are shared, have carried so many bytes."""
+        """Wait until the shared networks of both hosts have carried `size` bytes."""
         if not self.options.bandwidth:
             return
         took_s, begin = size / self.options.bandwidth, trio.current_time()
@@ -158,7 +159,7 @@ class Fabrics:
         for page in range(len(read.offsets)):
             offset = int(read.offsets[page])
             if not is_there[page]:
-                # As it was at the first look: by now the word may be the record's.
+                # The state at the first check: by now the word may be that of the record.
                 seals[page] = seen[page]
                 done += 1
                 continue
@@ -207,7 +208,7 @@ class Fabrics:
 
 
 class Transfer:
-    """One read from another host, as it goes on beside its caller."""
+    """One read from another host, which runs concurrently with its caller."""
 
     def __init__(self, fabrics: Fabrics, read: PeerRead) -> None:
         """Start with nothing read."""
@@ -223,7 +224,7 @@ class Transfer:
         self._next = 0
 
     def stop(self) -> None:
-        """Write nothing any more, from now on."""
+        """Stop writing from now on."""
         self._scope.cancel()
 
     async def run(self) -> None:
@@ -260,7 +261,7 @@ class Transfer:
                 self._next += 1
                 await self._page(page)
         except Gone as gone:
-            # The channel has failed, and with it whatever else it had under way.
+            # The channel has failed, with all its transfers.
             self.failure = str(gone)
             scope.cancel()
 
@@ -295,7 +296,7 @@ class Transfer:
         self._went_on()
 
     async def _step(self) -> None:
-        """Wait as long as a step takes; Gone if the holder is, meanwhile."""
+        """Wait for the time of a step; raise Gone if the holder is gone by then."""
         fabrics, member = self._fabrics, self._read.member
         slowness = fabrics.options.wire_slowness if fabrics.network.faults_on else 1.0
         await trio.sleep(min(slowness * fabrics.step_s(), STALL_S / 2))

@@ -1,4 +1,4 @@
-"""What followers are notified is what a node holds: notes it at each change that is told last.
+"""Followers must be sent what a node holds: records the state at each last sent change.
 
 An actor knows nothing of it. `sims.following` compares an index with it.
 """
@@ -15,18 +15,18 @@ from sims.memory import Truth
 from sims.trace import Violation
 
 
-def note_told(publisher: Publisher, effects: Sequence[Effect], truth: Truth) -> None:
-    """Note what a node holds at the change that it tells last; a number stands for one state."""
+def note_changes(publisher: Publisher, effects: Sequence[Effect], truth: Truth) -> None:
+    """Record what a node holds at the last change that it sends; a number identifies one state."""
     for effect in effects:
-        told = effect.message if isinstance(effect, Send) else None
-        if isinstance(told, ReportChanges) and told.after == publisher._following._last:
+        reported = effect.message if isinstance(effect, Send) else None
+        if isinstance(reported, ReportChanges) and reported.after == publisher._following._last:
             held = _held(publisher)
-            if truth.followed.setdefault((told.incarnation, told.after), held) != held:
-                raise Violation("followed", f"change {told.after} stands for two states")
+            if truth.followed.setdefault((reported.incarnation, reported.after), held) != held:
+                raise Violation("followed", f"change {reported.after} stands for two states")
 
 
 def _held(publisher: Publisher) -> dict[bytes, int]:
-    """Return the tier of each page that the directory is told of."""
+    """Return the tier of each page that is reported to the directory."""
     table = publisher._table
     changes = changes_of(table.records[: len(table.live)][table.live])
     return dict(zip(changes["key"].tolist(), changes["tier"].tolist(), strict=True))

@@ -1,10 +1,11 @@
-"""A story: routers follow what nodes hold, while pages come and go and nodes die.
+"""A story: routers follow the pages of nodes, while pages come and go and nodes die.
 
-Messages are lost, and followers are away: for longer than a node keeps changes, and for longer than
-it counts them. An index that a node has told to the end must be what that node held at the change
-that it was told last; and of a node that died nothing may be left, soon.
+Messages are lost, and followers are disconnected: for longer than a node keeps changes, and for
+longer than it counts them. After a complete answer of a node the index must equal what the node
+held at the last change that was sent; and nothing of a dead node may be left after a short time.
 
-Production code numbers, tells, asks and applies; here are the connections and the clocks.
+Production code numbers, sends, requests and applies changes; this module has the connections and
+the clocks.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from sims.world import WALL_LIMIT_S, World, address_of
 PAGES = 32
 POOL_PAGES = 12
 KEPT = 16
-"""Changes that a node keeps: a follower that is away for a second has missed more."""
-TOLD = 5
-"""Changes of one answer: what a node holds takes several."""
+"""Changes that a node keeps: a follower that is disconnected for a second has missed more."""
+REPORTED_MAX = 5
+"""Changes of one answer: the pages of a node take several."""
 
 NONE, LOSS, AWAY, DEATH = FAULTS = ("none", "loss", "away", "death")
 ROUNDS = 16
 STEP_S = 0.3
 TIMEOUT_S, ANSWER_S, RETRY_S = 0.2, 0.3, 0.1
 LOST_S = 1.0
-"""How long nothing comes through."""
+"""How long messages are lost."""
 AWAY_S = waiters.FOLLOWED_S + 3.0
 DEAD_S = 2 * (TIMEOUT_S + ANSWER_S) + RETRY_S + 0.2
-"""When nothing may be left of a dead node: two questions without an answer."""
+"""After this time nothing may be left of a dead node: two requests without an answer."""
 
 
 def follow(seed: int) -> str:
@@ -56,8 +57,8 @@ def follow(seed: int) -> str:
     )
     world = World(options, clock, Trace(clock.current_time, show=None))
     try:
-        # So that there are gaps, and what a node holds takes several answers.
-        with patch.multiple(waiters, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=TOLD):
+        # So that there are gaps, and the pages of a node take several answers.
+        with patch.multiple(waiters, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=REPORTED_MAX):
             determinism.run(partial(_run, world), seed=seed, clock=clock)
     except Exception as error:
         return explained(error)[0]
@@ -66,28 +67,28 @@ def follow(seed: int) -> str:
 
 @final
 class Router:
-    """A process on the second host that follows all nodes, and judges what it is told."""
+    """A process on the second host that follows all nodes, and checks what it receives."""
 
     def __init__(self, world: World) -> None:
-        """Know nothing."""
+        """Start empty."""
         self.index = Index()
         self.compared = self.again = 0
         self.away_until = 0.0
         self._world = world
 
     async def follow(self, name: str) -> None:
-        """Follow the node at an address, whatever incarnation of it answers."""
+        """Follow the node at an address, with any incarnation."""
         address = address_of(name)
         follower = NodeFollower(address)
         while True:
             await trio.sleep_until(max(self.away_until, trio.current_time()))
-            told = await self._ask(follower, address)
-            batch = follower.failed() if told is None else follower.take(told)
+            reply = await self._ask(follower, address)
+            batch = follower.failed() if reply is None else follower.take(reply)
             if batch is not None:
                 self.index.apply(batch)
                 self.again += batch.again and not batch.is_gone
-            if told is not None and told.row >= ALL_ROWS:
-                self._compare(address, told)
+            if reply is not None and reply.row >= ALL_ROWS:
+                self._compare(address, reply)
             if follower.is_silent:
                 await trio.sleep(RETRY_S)
 
@@ -102,15 +103,15 @@ class Router:
         [answer] = await client.asker.ask([question], until)
         return answer if isinstance(answer, ReportChanges) else None
 
-    def _compare(self, address: str, told: ReportChanges) -> None:
-        held = self._world.truth.followed.get((told.incarnation, told.after))
+    def _compare(self, address: str, reply: ReportChanges) -> None:
+        held = self._world.truth.followed.get((reply.incarnation, reply.after))
         if held is None:
-            return  # More was there than fitted into the answer.
+            return  # There was more than fitted into the answer.
         self.compared += 1
         pages = self.index.pages(address)
         if pages != held:
             wrong = sorted(key.hex() for key in pages.keys() ^ held.keys())
-            raise Violation("followed", f"at change {told.after} of {address}: {wrong} differ")
+            raise Violation("followed", f"at change {reply.after} of {address}: {wrong} differ")
 
     def forget_dead(self, name: str) -> None:
         """Fail if anything is known of a node that died a while ago."""
@@ -139,7 +140,7 @@ async def _round(world: World, router: Router, number: int, rng: random.Random) 
     elif kind == AWAY:
         is_long = number < len(FAULTS)
         router.away_until = now + (AWAY_S if is_long else rng.uniform(STEP_S, 2 * STEP_S))
-        # What changes now is kept by no node, nor counted.
+        # Changes from now on are neither kept nor counted by a node.
         await trio.sleep(waiters.FOLLOWED_S + 1.0 if is_long else 0.0)
     elif kind == DEATH:
         world.nursery.start_soon(world.crash_node, "n0", DEAD_S + 1.0)
@@ -152,6 +153,6 @@ async def _round(world: World, router: Router, number: int, rng: random.Random) 
         await world.calls.set(writer, pages, rng, 2.0)
         keys = world.library.keys[rng.sample(range(PAGES), 2)].tobytes()
         removal = Remove(0, writer.namespace.tag(), keys, 0.0)
-        await world.calls.tell_all(writer, removal)
+        await world.calls.ask_all(writer, removal)
         await trio.sleep(rng.uniform(0.0, STEP_S))
     await trio.sleep(max(0.0, router.away_until - trio.current_time()) + 2 * LOST_S)

@@ -1,4 +1,4 @@
-"""A member that lies: it gives readers records that name another page, or a commit to come."""
+"""A Byzantine member: it gives readers records that name another page, or a future commit."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ RECORDS_AT_ONCE = 8
 
 
 class Forger:
-    """Forges records of honest nodes' memory, and has every reader believe them.
+    """Forges records of honest nodes' memory, and gives them to every reader.
 
-    A lying owner answers lookups with such records; here they appear in the readers' caches. One
-    reader reads the forged pages at once: what a lie leads to often lasts for a moment only.
+    A Byzantine owner answers lookups with such records; here they appear in the readers' caches.
+    One reader reads the forged pages at once: the effect of a forged record often lasts only for a
+    moment.
     """
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        """Lie to the clients of this world."""
+        """Forge records for the clients of this world."""
         self._world = world
         self._rng = rng
         self._places = {key: at for at, key in enumerate(world.library.keys.tolist())}
 
     async def forge(self) -> None:
-        """Forge some records of one node, of one kind that there is something for."""
+        """Forge some records of one node, of a kind that is possible now."""
         nodes = [node for _, node in sorted(self._world.nodes.items()) if node.place.alive]
         if not nodes:
             return
         writing = [node for node in nodes if any(True for _ in _reservations(node))]
         node = self._rng.choice(writing or nodes)
         kinds = [list(self._mixed_up(node)), list(self._to_come(node)), list(self._replayed(node))]
-        told = [kind for kind in kinds if kind]
-        if not told:
+        sent = [kind for kind in kinds if kind]
+        if not sent:
             return
-        forged = self._rng.choice(told)
+        forged = self._rng.choice(sent)
         self._rng.shuffle(forged)
         records = np.concatenate(forged[:RECORDS_AT_ONCE])
         self._world.trace.line("fault", "forge", f"{node.incarnation:016x}", len(records))
@@ -55,7 +56,7 @@ class Forger:
             reader.nursery().start_soon(self._read, reader, records)
 
     async def _read(self, reader: SimClient, records: Records) -> None:
-        """Let a reader ask for the pages of forged records, in the sizes that these name."""
+        """Let a reader get the pages of forged records, with the sizes in these."""
         calls = self._world.calls
         places = [self._places[key] for key in records["key"].tolist()]
         calls.now_in_flight += 1
@@ -78,7 +79,7 @@ class Forger:
                               page.length)  # fmt: skip
 
     def _to_come(self, node: SimNode) -> Iterator[Records]:
-        """Yield records of pages that are being written, under the words that they get next."""
+        """Yield records of pages that are being written, with the words that they get next."""
         for reservation in _reservations(node):
             yield from self._of_reservation(node, reservation, node.crew.pool.pages._sequence)
 
@@ -100,7 +101,7 @@ class Forger:
         return [keys[(first + step) % len(keys)] for step in range(count)]
 
     def _replayed(self, node: SimNode) -> Iterator[Records]:
-        """Yield records of the key that a slot had before, under the word that it has now."""
+        """Yield records of the key that a slot had before, with its current word."""
         memory = node.memory
         for index in sorted(memory.earlier):
             word = int(memory.words[index])

@@ -1,6 +1,6 @@
 """A simulated `net.link.Link`: the same outbox and greeting over the simulated network.
 
-The outbox is production code; this file counts its bounds once more.
+The outbox is production code; this file checks its bounds again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SimLink:
         self._flush()
 
     def greet_again(self) -> None:
-        """Send Hello once more: the peer does not know this node (any more)."""
+        """Send Hello again: the peer does not know this node (any more)."""
         if self._pipe is not None:
             self._network.send(self._pipe, TO_LISTENER, self._hello())
             self._flush()
@@ -75,11 +75,11 @@ class SimLink:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be handed over."""
+        """Whether no message waits to be sent."""
         return not self._outbox
 
     async def run(self) -> None:
-        """Dial, greet and send until stopped."""
+        """Dial, send Hello and messages until stopped."""
         with self._scope:
             try:
                 backoff_s = RECONNECT_MIN_S

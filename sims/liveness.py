@@ -1,8 +1,8 @@
 """The second phase: the faults stop in a random connected core, and everything must heal.
 
-Required within LIVENESS_S: equal views and rings; a directory that tells exactly the truth about
-the core's pages; no reservation left; empty mailboxes; every client finds every page that is held,
-and can store a new one that all clients find.
+Required within LIVENESS_S: equal views and rings; a directory with exactly the core's pages; no
+reservation left; empty mailboxes; every client finds every page that is held, and can store a new
+one that all clients find.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sims.watch import held_generation
 from sims.world import World
 
 LIVENESS_S = 30.0
-"""Virtual seconds from the end of the faults until everything is whole again."""
+"""Virtual seconds from the end of the faults until everything is healed."""
 
 LOOK_S = 0.5
 
@@ -34,16 +34,16 @@ READ_PAGES = 16
 
 
 class Liveness:
-    """Chooses a core, and waits for it to be whole."""
+    """Chooses a core, and waits for it to heal."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        """Look at this world."""
+        """Check this world."""
         self._world = world
         self._rng = rng
         self._core = self._choose_core()
 
     async def demand(self) -> float:
-        """Return the seconds until everything was whole; raise Violation if it never is."""
+        """Return the seconds until everything has healed; raise Violation if it does not."""
         started = trio.current_time()
         problem = "nothing was looked at"
         while trio.current_time() < started + LIVENESS_S:
@@ -91,7 +91,7 @@ class Liveness:
             if client.place.host in self._core and client.place.alive
         ]
 
-    # --- what is demanded of nodes ----------------------------------------------------------------
+    # --- requirements of nodes --------------------------------------------------------------------
 
     def _problem(self) -> str:
         nodes = self._nodes()
@@ -171,10 +171,10 @@ class Liveness:
                 return f"disk: {figures['disk_bytes_in_flight']} bytes of {node.place.name} hang"
         return ""
 
-    # --- what is demanded of clients --------------------------------------------------------------
+    # --- requirements of clients ------------------------------------------------------------------
 
     def _held(self) -> dict[bytes, list[int]]:
-        """Return the lengths under which each page is held in the core."""
+        """Return the lengths with which each page is held in the core."""
         held: dict[bytes, list[int]] = {}
         for node in self._nodes():
             for key, length in held_lengths(node).items():
@@ -190,7 +190,7 @@ class Liveness:
             places = [
                 place
                 for place, key in enumerate(self._world.library.keys.tolist())
-                # Where copies differ in length the nearest is read, and may not fit.
+                # If copies differ in length, the nearest is read, and may not fit.
                 if len(set(held.get(key, ()))) == 1
                 and self._world.calls.own_places(client, [place]) == [place]
             ]
@@ -243,26 +243,26 @@ def held_lengths(node: SimNode) -> dict[bytes, int]:
 
 
 def numbers_in_force(node: SimNode) -> dict[bytes, int]:
-    """Return under which generation a node has told of each page, in memory or not."""
+    """Return the generation with which a node has published each page, in memory or not."""
     table = node.crew.publisher._table
-    told = {key: int(table.records["generation"][row]) for key, row in table.rows.items()}
-    # Of what is in memory only the pool knows: the publisher may be wrong.
-    told.update({p.key: p.generation for p in node.crew.pool.pages._by_key.values()})
-    return told
+    numbers = {key: int(table.records["generation"][row]) for key, row in table.rows.items()}
+    # Only the pool knows what is in memory: the publisher may be wrong.
+    numbers.update({p.key: p.generation for p in node.crew.pool.pages._by_key.values()})
+    return numbers
 
 
 def records_in_force(node: SimNode, keys: bytes) -> bytes:
-    """Return the packed records of these pages, as a node must have told them."""
-    held, told = held_lengths(node), numbers_in_force(node)
+    """Return the packed records of these pages, as a node must have published them."""
+    held, numbers = held_lengths(node), numbers_in_force(node)
     packed: list[bytes] = []
     for at in range(0, len(keys), 16):
         key = keys[at : at + 16]
         if node.crew.pool.pages.find(key) is not None:
             packed.append(node.crew.pool.records_of(key).tobytes())
-        elif key in held and key in told:
+        elif key in held and key in numbers:
             record = np.zeros(1, RECORD)
             record["key"], record["holder"] = np.void(key), node.incarnation
             record["length"], record["flags"] = held[key], ON_DISK
-            record["generation"] = told[key]
+            record["generation"] = numbers[key]
             packed.append(record.tobytes())
     return b"".join(packed)

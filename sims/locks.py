@@ -1,4 +1,4 @@
-"""Client locks: what the kernel tells about a client's process, without files."""
+"""Client locks: what the kernel shows about a client's process, without files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from sims.places import Place
 
 
 class SimLock:
-    """A probe of one client's lock: held while its process lives, stopped or not."""
+    """A probe of one client's lock: held while its process is alive, paused or not."""
 
     def __init__(self, place: Place, name: str) -> None:
-        """Look at a process."""
+        """Probe a process."""
         self._place = place
         self._name = name
 
@@ -19,7 +19,7 @@ class SimLock:
         return secret_of(self._name)
 
     def is_held(self) -> bool:
-        """Return whether the process lives."""
+        """Return whether the process is alive."""
         return self._place.alive
 
     def close(self, *, remove: bool) -> None:
@@ -30,11 +30,11 @@ class Locks:
     """The lock files of all clients, by name."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without locks."""
         self._holders: dict[str, Place] = {}
 
     def hold(self, name: str, place: Place) -> None:
-        """Lock a name for as long as a process lives."""
+        """Lock a name as long as a process is alive."""
         self._holders[name] = place
 
     def probe(self, home: str, name: str) -> SimLock:

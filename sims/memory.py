@@ -1,7 +1,7 @@
 """Memory of a run: published segments of nodes, and buffers of the callers.
 
-Both check at each access: a byte under a committed record changes only after its word
-is odd, and nothing touches a caller's buffer after its call has returned.
+Both check at each access: a byte under a committed record changes only after its word is odd, and
+nothing accesses a caller's buffer after its call has returned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sims.removals import Removals, Stay
 from sims.trace import Violation
 
 REGION_BITS = 32
-"""An address is a buffer's number and an offset: no two runs differ by what the system gave."""
+"""An address is a buffer's number and an offset: runs do not depend on addresses of the system."""
 
 
 @attrs.define(eq=False)
@@ -39,10 +39,10 @@ class Region:
 
 
 class Buffers:
-    """The callers' buffers, by made-up addresses that are the same in each run of a seed."""
+    """The callers' buffers, by simulated addresses that are the same in each run of a seed."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without buffers."""
         self._regions: dict[int, Region] = {}
         self._last = 0
 
@@ -54,7 +54,7 @@ class Buffers:
         return region
 
     def close(self, region: Region) -> None:
-        """The call has returned: from now on the buffer is its owner's alone."""
+        """Mark that the call has returned: from now on only the owner may access the buffer."""
         region.is_open = False
         del self._regions[region.address >> REGION_BITS]
 
@@ -78,9 +78,9 @@ class Buffers:
 
 @attrs.define(eq=False)
 class Noted:
-    """What is noted of a holder's page: its generation, and the owners that it is noted of.
+    """A recorded page of a holder: its generation, and the owners that it was sent to.
 
-    owners: the number of the message that has told each of them; 0 where there is none.
+    owners: by owner, the number of the message that has sent it; 0 if there is none.
     """
 
     generation: int
@@ -91,30 +91,30 @@ class Truth:
     """History of commits: the content that a hit may return."""
 
     def __init__(self) -> None:
-        """Nothing was."""
+        """Start without history."""
         self.stays: dict[bytes, list[Stay]] = {}
         self.generations: dict[int, int] = {}
         self.arrived: dict[tuple[int, int, bytes], int] = {}
-        """By owner, holder and key: under which generation a record has come to an owner."""
+        """By owner, holder and key: the generation with which a record has arrived at an owner."""
         self.known: dict[bytes, dict[int, Noted]] = {}
         """By key and holder: the generation of a record that all its owners have acknowledged."""
-        self.unheard: dict[bytes, dict[int, Noted]] = {}
+        self.unanswered: dict[bytes, dict[int, Noted]] = {}
         """By key and holder: the generation of a record that a set has returned with, though not
         all owners have acknowledged it; the nodes that were stopped for as long as sets wait."""
-        self.told: dict[bytes, dict[int, Noted]] = {}
-        """By key and holder: a generation, and by owner the message that has told of it last."""
-        self.heard: dict[tuple[int, int], int] = {}
-        """By holder and owner: the highest message of a stream that has come."""
+        self.announced: dict[bytes, dict[int, Noted]] = {}
+        """By key and holder: a generation, and by owner the last message that has sent it."""
+        self.received: dict[tuple[int, int], int] = {}
+        """By holder and owner: the highest message of a stream that has arrived."""
         self.sent: dict[tuple[int, int], int] = {}
         """By holder and owner: the last message of a stream that the holder has sent."""
         self.ended: dict[tuple[int, int], int] = {}
-        """By holder and owner: how often the owner has let go of the holder's records at once."""
+        """By holder and owner: how often the owner has dropped all records of the holder."""
         self.live: dict[int, set[int]] = {}
         """By node: the members that its view has alive or suspected."""
         self.forged: set[tuple[int, int]] = set()
         """Streams to which another sender has added a message since holder and owner compared."""
         self.suspects: dict[int, set[int]] = {}
-        """By node: the members that its shard has been notified are suspected."""
+        """By node: the members that its shard knows to be suspected."""
         self.places: dict[int, Place] = {}
         """By node: its process."""
         self.rings: dict[int, HashRing] = {}
@@ -124,14 +124,14 @@ class Truth:
         self.followed: dict[tuple[int, int], dict[bytes, int]] = {}
         """By node and change: the tier of each page that the node held at the change."""
         self.nodes: set[int] = set()
-        """Every incarnation that ever was."""
+        """Every incarnation that ever existed."""
         self.living: set[int] = set()
         """Those whose processes run."""
         self.removals = Removals()
         self.hits = 0
 
     def stopped_for(self, span_s: float) -> list[int]:
-        """Return the nodes that are stopped, and have been for so long."""
+        """Return the nodes that have been paused for this time."""
         now = trio.current_time()
         return [
             node
@@ -169,7 +169,7 @@ class NodeMemory:
     def __init__(
         self, incarnation: int, *, host: str, granules: int, granule: int, truth: Truth
     ) -> None:
-        """Begin as a fresh segment does: zeros."""
+        """Start with zeros, like a new segment."""
         self.incarnation = incarnation
         self.host = host
         self.granule = granule
@@ -177,9 +177,9 @@ class NodeMemory:
         self.seals: Seals = np.zeros(granules, SEAL)
         self.words: npt.NDArray[np.uint64] = self.seals["word"]
         self.sent_bytes = 0
-        """Bytes of pages that readers of other hosts have had from here."""
+        """Bytes of pages that readers of other hosts have read from here."""
         self.table: DirectoryTable | None = None
-        """The directory table that is beside it."""
+        """The directory table next to it."""
         self.is_linked = True
         """Whether it can be opened by its name: until the host's next node removes leftovers."""
         self.may_write: Callable[[int, int], bool] = _any_client
@@ -193,7 +193,7 @@ class NodeMemory:
         self._stays: dict[int, tuple[Stay, int]] = {}
 
     def store_words(self, effect: StoreWords, now: float) -> None:
-        """Store seals in their order, as the owner's process does."""
+        """Store seals in order, like the owner's process."""
         self._name(self._unnamed)
         self._unnamed = effect
         if KEY_AFTER_WORD not in planted:
@@ -208,7 +208,7 @@ class NodeMemory:
             self._truth.generations[value] = self.incarnation
 
     def _name(self, effect: StoreWords | None) -> None:
-        """Store what the seals of an effect say, but for the words."""
+        """Store the fields of an effect's seals, except the words."""
         if effect is None or effect.seals is None:
             return
         for index, seal in zip(effect.indices.tolist(), effect.seals, strict=True):
@@ -216,7 +216,7 @@ class NodeMemory:
                 self.seals[name][index] = seal[name]
 
     def published(self, records: Records, now: float) -> None:
-        """Check records as they come into force: every byte is there, under their word."""
+        """Check records when they become valid: every byte is there, with their word."""
         for record in records:
             if not record["flags"] & RESIDENT:
                 continue
@@ -244,7 +244,7 @@ class NodeMemory:
             self._truth.removals.judge(key, same, now)
 
     def write(self, offset: int, slot_offset: int, data: Page, client: int) -> None:
-        """Store bytes of a page whose slot begins at `slot_offset`, in the name of a client."""
+        """Store bytes of a page with the slot at `slot_offset`, in the name of a client."""
         who = f"{client:016x}"
         if not self.may_write(client, slot_offset // self.granule):
             raise Violation("write-without-reservation", f"{who} wrote at {offset}")

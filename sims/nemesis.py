@@ -13,11 +13,11 @@ from sims.impostor import Impostor
 from sims.world import World
 
 DOWN_MAX_S = 9.0
-"""Longest that a crashed node is away: longer than it takes to be found dead."""
+"""The longest downtime of a crashed node: longer than it takes to be found dead."""
 
 PAUSE_MAX_S = 12.0
 CANCELLED = 0.2
-"""Part of the drains that are taken back."""
+"""The fraction of drains that are cancelled."""
 PARTITION_MAX_S = 14.0
 
 
@@ -135,7 +135,7 @@ class Nemesis:
 
     def _pick_node(self) -> str | None:
         standing = sorted(name for name, node in self._world.nodes.items() if node.place.alive)
-        # A process must be left for the next fault.
+        # One process must remain for the next fault.
         return self._rng.choice(standing) if len(standing) > 1 else None
 
     def _pick_client(self) -> str | None:

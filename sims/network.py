@@ -1,8 +1,8 @@
-"""The network: connections over directed links that lose, repeat, reorder, clog and part.
+"""The network: connections over directed links that lose, repeat, reorder, delay and cut messages.
 
-It carries bytes only: senders encode with the real codec, so wire bugs show and no two
-processes share an object. A connection ends when one of its ends does, or when a fault breaks it;
-what is under way then is lost, or comes to the successor at the same address, as nng does it.
+It carries bytes only: senders encode with the real codec, so wire bugs show and no two processes
+share an object. A connection ends when one of its ends does, or when a fault breaks it; messages in
+flight are then lost, or delivered to the successor at the same address, like in nng.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sims.swarm import Options
 from sims.trace import Trace
 
 IN_FLIGHT_MAX = 2048
-"""Messages under way on one connection and direction; a sender beyond it loses the newest."""
+"""Messages in flight on one connection and direction; beyond that a sender loses the newest."""
 
 HEALED_WITHIN_S = 0.5
-"""When the faults stop, what they held back arrives within this time."""
+"""When the faults stop, delayed messages arrive within this time."""
 
 LOCAL_LATENCY_FRACTION = 0.1
-"""Of the latency, between two processes of one host."""
+"""The fraction of the latency between two processes of one host."""
 
 
 @attrs.define(eq=False)
@@ -43,7 +43,7 @@ class Way:
 
 @attrs.define(eq=False)
 class Pipe:
-    """A connection: who dialled, whom, and what to tell both ends."""
+    """A connection: the dialler, the listener, and the callbacks of both ends."""
 
     number: int
     dialler: Place
@@ -59,7 +59,7 @@ class Pipe:
 TO_LISTENER, TO_DIALLER = 0, 1
 
 HOME = "home/"
-"""How the addresses begin that only processes of the node's own host dial."""
+"""Prefix of the addresses that only processes of the node's own host dial."""
 
 LOCAL_PEER = Peer(Transport.IPC, uid=0)
 REMOTE_PEER = Peer(Transport.TCP, local=("192.0.2.1", 1), remote=("192.0.2.2", 2))
@@ -67,7 +67,7 @@ REMOTE_PEER = Peer(Transport.TCP, local=("192.0.2.1", 1), remote=("192.0.2.2", 2
 
 
 class SimListener:
-    """What a node listens on: the part of `net.sockets.Listener` that the switchboard uses."""
+    """A node's listener: the part of `net.sockets.Listener` that the switchboard uses."""
 
     def __init__(
         self, network: Network, place: Place, address: str, on_removed: Callable[[int], None]
@@ -94,11 +94,11 @@ class SimListener:
         return self._waiting.popleft() if self._waiting else None
 
     def is_open(self, pipe: int) -> bool:
-        """Return whether a connection is still there."""
+        """Return whether a connection is still open."""
         return pipe in self.pipes
 
     def peer(self, pipe: int) -> Peer | None:
-        """Return the other end of a connection, as a kernel would tell it; None once it ended."""
+        """Return the peer of a connection, as a kernel would report it; None once it ended."""
         found = self.pipes.get(pipe)
         if found is None:
             return None
@@ -113,12 +113,12 @@ class SimListener:
         return True
 
     def arrived(self, pipe: int, raw: bytes) -> None:
-        """Take a message from the network."""
+        """Queue a message from the network."""
         self._waiting.append((pipe, raw))
         self._wake.set()
 
     def removed(self, pipe: int) -> None:
-        """Learn that a connection has ended."""
+        """Handle the end of a connection."""
         if self.pipes.pop(pipe, None) is not None and not self.is_closed:
             self.on_removed(pipe)
 
@@ -127,7 +127,7 @@ class Network:
     """All links of a run."""
 
     def __init__(self, *, options: Options, rng: random.Random, trace: Trace) -> None:
-        """Carry messages as `options` say."""
+        """Carry messages according to `options`."""
         self._options = options
         self._rng = rng
         self._trace = trace
@@ -154,7 +154,7 @@ class Network:
         return listener
 
     def close(self, listener: SimListener) -> None:
-        """End a listener, and every pipe of it as its process's end does."""
+        """Close a listener and its pipes, like the end of its process does."""
         for address in [a for a, other in self._listeners.items() if other is listener]:
             del self._listeners[address]
         listener.is_closed = True
@@ -189,7 +189,7 @@ class Network:
         return pipe
 
     def is_refused(self, address: str) -> bool:
-        """Return whether no process listens at an address, as the kernel of its host tells."""
+        """Return whether no process listens at an address, like the kernel of its host."""
         return address not in self._listeners
 
     def hang_up(self, pipe: Pipe) -> None:
@@ -198,7 +198,7 @@ class Network:
         self.break_pipe(pipe)
 
     def break_pipe(self, pipe: Pipe) -> None:
-        """End a connection: both ends learn of it a latency later, if they can."""
+        """End a connection: both ends are notified a latency later, if possible."""
         if not pipe.is_open:
             return
         pipe.is_open = False
@@ -209,14 +209,14 @@ class Network:
         self._at(self._arrival(there, here), lambda: pipe.on_broken())  # noqa: PLW0108 - looked up when it runs
 
     def process_ended(self, place: Place) -> None:
-        """Break whatever a process had dialled."""
+        """Break all connections that a process has dialled."""
         for pipe in [pipe for pipe in self._pipes.values() if pipe.dialler is place]:
             self.hang_up(pipe)
 
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, pipe: Pipe, direction: int, raw: bytes) -> None:
-        """Put a message on its way; never blocks, may lose it."""
+        """Send a message; never blocks, may lose it."""
         options, rng = self._options, self._rng
         ends = (pipe.dialler.host, pipe.listener.place.host)
         source, target = ends if direction == TO_LISTENER else ends[::-1]
@@ -242,7 +242,7 @@ class Network:
         place = pipe.listener.place if direction == TO_LISTENER else pipe.dialler
         now = trio.current_time()
         if place.alive and place.is_paused(now):
-            # It is in the buffers of the kernel until the process goes on.
+            # It stays in the buffers of the kernel until the process continues.
             self._at(place.paused_until, lambda: self._deliver(pipe, direction, raw))
             return
         pipe.in_flight[direction] -= 1
@@ -259,7 +259,9 @@ class Network:
             target.listener.arrived(target.number, raw)
 
     def _successor_of(self, pipe: Pipe) -> Pipe | None:
-        """Return the dialler's newer connection to the same address, where nng delivers late."""
+        """Return the dialler's newer connection to the address: nng delivers late messages to
+        it.
+        """
         if self._rng.random() >= self._options.successor_delivery or not pipe.dialler.alive:
             return None
         newer = [
@@ -283,26 +285,26 @@ class Network:
         return list(self._pipes.values())
 
     def cut(self, source: str, target: str, until: float) -> None:
-        """Let nothing through from one host to another."""
+        """Drop everything from one host to another."""
         way = self._way(source, target)
         way.cut_until = max(way.cut_until, until)
 
     def clog(self, source: str, target: str, until: float) -> None:
-        """Hold back what goes from one host to another."""
+        """Delay everything from one host to another."""
         self._way(source, target).clogged_until = until
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Return whether nothing passes now."""
+        """Return whether the direction is cut now."""
         return source != target and self._way(source, target).cut_until > trio.current_time()
 
     def heal(self) -> None:
-        """End every fault of every link, but the cuts that are forever."""
+        """End every fault of every link, except the permanent cuts."""
         self.faults_on = False
         for way in self._ways.values():
             way.clogged_until = -math.inf
             if way.cut_until < math.inf:
                 way.cut_until = -math.inf
-        # What waited for the end of a fault waits no longer, and keeps its order.
+        # Delayed messages are no longer delayed, and keep their order.
         latest = trio.current_time() + HEALED_WITHIN_S
         self._due = sorted((min(at, latest), order, act) for at, order, act in self._due)
         for pipe in self._pipes.values():

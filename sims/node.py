@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import trio
 
-from peercache.actors.directory.holdings import HEARD_MAX_S
+from peercache.actors.directory.holdings import SUMMARY_AGE_MAX_S
 from peercache.actors.effects import (
     Effect,
     LocalEffect,
@@ -82,12 +82,12 @@ GOODBYE_S = 0.5
 DRAIN_S = 6.0
 DRAIN_LOOK_S = 0.1
 
-FORMER_S = HEARD_MAX_S + 2.0
-"""Former owners are left in time for the second phase to see it."""
+FORMER_S = SUMMARY_AGE_MAX_S + 2.0
+"""Records are withdrawn from former owners in time for the second phase to check it."""
 
 
 class Reads(Protocol):
-    """How a node reads from others: `sims.fabric.Fabrics`, which knows nodes."""
+    """The reads of a node from others: `sims.fabric.Fabrics`."""
 
     buffers: Buffers
 
@@ -114,9 +114,9 @@ class SimNode:
         disk_rng: random.Random,
         reads: Reads,
     ) -> None:
-        """Make the incarnation; it does nothing before `run`.
+        """Create the incarnation; it does nothing before `run`.
 
-        image: what is on its disk; reads: how it reads what other nodes hand over.
+        image: the content of its disk; reads: how it reads pages that other nodes hand over.
         """
         self._reads = reads
         self.place = place
@@ -166,7 +166,7 @@ class SimNode:
         self.memory.table = self.crew.directory.table
         # Time is exact here, so that no tick is late, and ticks are most of a quiet run's events.
         self.crew.directory.clock, self.crew.directory.tick_s = trio.current_time, 0.07
-        # Longer than a shard believes a holder of which it hears nothing.
+        # Longer than a shard trusts a holder from which it receives nothing.
         self.crew.publisher.former_s = FORMER_S
         if options.ring_s:
             self.crew.ring.tokens_at_once_max = 0
@@ -219,7 +219,7 @@ class SimNode:
         self._scope.cancel()
 
     async def leave(self) -> bool:
-        """Stop gracefully; False if it was killed over its goodbyes."""
+        """Stop gracefully; False if it was killed while it sent goodbyes."""
         self._trace.line("fault", "leave", self.place.name)
         self.is_leaving = True
         for effect in self.crew.membership.leave(self.place.local(trio.current_time())):
@@ -233,7 +233,7 @@ class SimNode:
         return True
 
     async def drained(self, goes_on: Callable[[], bool]) -> bool:
-        """Hand the pages over, as the node's `Draining` does; False if it was taken back."""
+        """Hand the pages over, as the node's `Draining` does; False if that was cancelled."""
         self._trace.line("fault", "drain", self.place.name)
         giving, mailbox = self.crew.placement.giving, self.crew.mailboxes.placement
         mailbox.tell(SELF, DrainBegan(self.place.local(trio.current_time()) + DRAIN_S))
@@ -259,7 +259,7 @@ class SimNode:
         self.crew.mailboxes.placement.tell(SELF, done)
 
     async def _start(self, nursery: trio.Nursery) -> None:
-        # A stream of its own: how long an actor is busy changes no other draw.
+        # A separate stream: how long an actor is busy does not affect other draws.
         rng = random.Random(f"busy/{self.incarnation}")
         self._nursery = nursery
         boxes, member_of = self.crew.mailboxes, self.crew.membership.member
@@ -288,7 +288,7 @@ class SimNode:
             granule=GRANULE,
             gate=self.gate,
             reach=reach,
-            told=lambda *_: None,
+            on_answer=lambda *_: None,
             open_link=self._open_link,
             links_max=self._options.links_max,
         )
@@ -321,17 +321,18 @@ class SimNode:
         return None
 
     def perform(self, effect: Effect) -> None:
-        """Do what an actor returned; records that come into force are checked first."""
+        """Perform an effect of an actor; records that become valid are checked first."""
         match effect:
             case TellDirectory(RecordsChanged(published)) if len(published):
                 self.memory.published(published, trio.current_time())
         self.switchboard.perform(effect)
 
     def _check_told(self, effects: list[Effect]) -> None:
-        """After a step of an actor, a page is told as ON_DISK when it is, and is not in memory.
+        """After a step of an actor, a page is reported as ON_DISK only if it is, and is not in
+        memory.
 
-        What one step tells and withdraws again, as for a page that has to go at once, does not
-        count; nor does a page whose withdrawal is on its way from the disk actor to the pool.
+        A report that the same step withdraws again, as for a page that is evicted at once, does not
+        count; nor does a page with a withdrawal in flight from the disk actor to the pool.
         """
         told: dict[bytes, int] = {}
         for effect in effects:
@@ -351,7 +352,7 @@ class SimNode:
                 raise Violation("not-on-disk", f"{key.hex()} is told as on disk, and is not")
 
     def _may_be_on_disk(self, key: bytes) -> bool:
-        """Return whether a page is on disk, or the pool is about to learn that it is not."""
+        """Return whether a page is on disk, or the pool is about to be notified that it is not."""
         disk = self.crew.disk
         if disk.index is not None and disk.index.find(key)[0] >= 0:
             return True
@@ -361,7 +362,7 @@ class SimNode:
             if isinstance(message, PagesForgotten)
         ]
         if disk.index is None:
-            forgotten.append(disk._untold)
+            forgotten.append(disk._unreported)
         return any(key in split_keys(keys) for keys in forgotten)
 
     async def _populate(self) -> None:
@@ -384,7 +385,7 @@ class SimNode:
             await trio.sleep(HOUSEKEEPING_S)
 
     async def _in_thread(self, job: Callable[[], HashRing]) -> HashRing:
-        """Do what a thread of the node would, a while later."""
+        """Run a job of the node's thread, after a while."""
         made = job()
         await trio.sleep(self._options.ring_s)
         await self.place.awake()

@@ -1,6 +1,6 @@
-"""Bugs that are planted in the simulated world itself, where a fabric or a driver would have them.
+"""Bugs that are planted in the simulated world itself, in place of a fabric or a driver.
 
-All others are planted in production code, from outside: see `canaries`. Empty in a true run.
+All others are planted in production code, from outside: see `canaries`. Empty in a normal run.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ VIRTUAL_LIMIT_S = 300.0
 """Longest run: its phases take less than half of it."""
 
 QUIET_S = 25.0
-"""How long calls may take to end after the last one began: a stopped client's call is as long."""
+"""How long calls may take to end after the last one began: that of a paused client takes as
+long."""
 
 
 @attrs.frozen(kw_only=True)
@@ -80,7 +81,7 @@ async def _watch(world: World) -> None:
 
 
 async def _calm_down(world: World) -> None:
-    """End every fault, and let the calls under way end."""
+    """End every fault, and let running calls end."""
     world.is_safety = False
     world.network.heal()
     await trio.sleep_until(max(place.paused_until for place in world.places.values()))
@@ -97,7 +98,7 @@ def play(
     show: Callable[[str], None] | None = None,
     change: Callable[[Options], Options] | None = None,
 ) -> Outcome:
-    """Run a seed. show: takes each line of the trace; change: alters the drawn options."""
+    """Run a seed. show: called with each line of the trace; change: alters the drawn options."""
     options = draw(determinism.stream(seed, "swarm"), seed)
     if change is not None:
         options = change(options)
@@ -140,7 +141,7 @@ def play(
 
 
 def explained(error: BaseException) -> tuple[str, str]:
-    """Return the checker and the sentence of what ended a run."""
+    """Return the checker and the message of the error that ended a run."""
     leaves = list(_leaves(error))
     found = [leaf for leaf in leaves if isinstance(leaf, Violation)]
     if found:

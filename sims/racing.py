@@ -1,7 +1,7 @@
 """Stories in which pages are copied from one host to another while a third one removes them.
 
-Readers mirror them, or their node is drained, or spills them. A page that a removal has ended at
-every member must not come back by a copy that was read before, whatever the moment.
+Readers mirror them, or their node is drained or spills them. A page that was removed at every
+member must never come back by a copy that was read before.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STEP_S = 0.002
 """How long a part of a page is copied; a page has four."""
 
 LATEST_S = 0.04
-"""A removal begins at most so long after the read that it races: then its copies are committed."""
+"""A removal begins at most this long after the read that it races, before copies are committed."""
 
 
 Copies: TypeAlias = Callable[[World, int, random.Random], Awaitable[None]]
-"""Has a page copied from the first host to another one."""
+"""Makes a page be copied from the first host to another one."""
 
 
 def race(seed: int) -> str:
@@ -108,7 +108,7 @@ async def _run(world: World, copy: Copies) -> None:
                 racing.start_soon(copy, world, page, rng)
                 await trio.sleep(LATEST_S * page / ROUNDS)
                 removal = Remove(0, remover.namespace.tag(), key, 0.0)
-                racing.start_soon(world.calls.tell_all, remover, removal)
-            # Until a removal's deadline nothing of its namespace is mirrored.
+                racing.start_soon(world.calls.ask_all, remover, removal)
+            # Until a removal's deadline no page of its namespace is mirrored.
             await trio.sleep(remover.config.op_timeout_s + 0.5)
         assert world.calls.counts["mirrored"], "no page was copied: there was no race"

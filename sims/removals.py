@@ -1,4 +1,4 @@
-"""What a removal promises: no get finds afterwards what it has removed at every member."""
+"""The guarantee of a removal: afterwards no get finds pages that it has removed at every member."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stay:
 
 @attrs.define(eq=False)
 class Seen:
-    """One removal. keys: None for all; answered: the members that say that they have removed."""
+    """One removal. keys: None for all; answered: the members that have reported their removal."""
 
     started: float
     keys: frozenset[bytes] | None
@@ -35,7 +35,7 @@ class Seen:
 
 @attrs.define(eq=False)
 class Removals:
-    """Every removal of a run that was complete, and those under way."""
+    """Every completed removal of a run, and those in progress."""
 
     complete: list[Seen] = attrs.field(factory=list)
     _under_way: dict[Removal, Seen] = attrs.field(factory=dict)
@@ -48,7 +48,7 @@ class Removals:
         after: dict[int, Removal],
         now: float,
     ) -> None:
-        """Note what a node's removal actor has made of a message; its removals by number."""
+        """Record how a node's removal actor has handled a message; its removals by number."""
         for number, removal in after.items():
             # A Retain removes nothing.
             if number not in before and removal.states is None:
@@ -69,7 +69,7 @@ class Removals:
     def judge(self, key: bytes, stays: list[Stay], now: float) -> None:
         """Fail if the last of these stays, of one version, began after the version was removed.
 
-        Only where every node that had the version has answered: others may still have it.
+        Only if every node that had the version has answered: others may still have it.
         """
         came = stays[-1]
         for seen in self.complete:

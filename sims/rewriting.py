@@ -1,7 +1,7 @@
-"""A story: slots that are given to other pages all the time, and readers of what was in them.
+"""A story: slots that are given to other pages all the time, and readers of their earlier pages.
 
-A pool has room for half of the pages, and its clients set all of them, one after the other. Readers
-on its host and on another one believe old records, and such as a forger forges.
+A pool has room for half of the pages, and its clients set all of them, one after another. Readers
+on its host and on another one use old records, and forged ones.
 """
 
 from __future__ import annotations

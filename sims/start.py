@@ -1,9 +1,9 @@
-"""A start: a thousand nodes and all their engines begin within a second. How soon do all know all?
+"""A start: a thousand nodes and all their engines start within a second. When do all know all?
 
-Real are the actors that decide: membership, ring, the use of links, and the ties of the clients.
-Modelled are processes, connections and the wire: a process has one loop that is busy as long as
-`Costs` says, and a handshake takes its time on the cores of both hosts. Messages are not encoded;
-their bytes are counted.
+The actors that decide are real: membership, ring, the use of links, and the ties of the clients.
+Processes, connections and the wire are modelled: a process has one loop that is busy according to
+`Costs`, and a handshake takes time on the cores of both hosts. Messages are not encoded; their
+bytes are counted.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ HEADS = 3
 CLUSTER = "start"
 HOUSEKEEPING_S = 1.0
 LOOK_S = 0.1
-"""How often it is asked whether all know all: how exact the times are."""
+"""How often all views are checked: the precision of the times."""
 
 HEADER_BYTES = 40
 WATCHED_S = 20.0
-"""How long a cluster that has started is watched: it must stay as it is, and be quiet."""
+"""How long a started cluster is watched: its views must not change, and it must be quiet."""
 
 REDIAL_S = 0.1
-"""How soon a client dials a home node again that does not listen yet, as nng does."""
+"""How soon a client redials a home node that does not listen yet, like nng."""
 
 
 @attrs.frozen
 class Costs:
-    """What things take, in seconds.
+    """Costs of operations, in seconds.
 
-    `entry`, `told` and `ring` are those of one core of the machine that this was made on; the
-    others are round figures of the same size as what was seen there.
+    `entry`, `encoded` and `ring` are those of one core of the machine that this was made on; the
+    others are rounded figures of what was measured there.
 
     message:   receive, decode, route and handle a small message, or make and send one.
-    entry:     the same for each entry of a view; told: to encode one.
+    entry:     the same for each entry of a view; encoded: to encode one.
     greeting:  admit a connection and answer its Hello, on the loop.
-    handshake: of TLS, on a core of each of both hosts, beside the loops.
-    announced: for each member of a view that ring, directory and removal learn of.
+    handshake: of TLS, on one core of each host, in addition to the loops.
+    announced: for each member of a view that ring, directory and removal are notified of.
     ring:      for each member of a ring, in a thread.
     """
 
     message: float = 100e-6
     entry: float = 12e-6
-    told: float = 1.5e-6
+    encoded: float = 1.5e-6
     greeting: float = 300e-6
     handshake: float = 3.5e-3
     announced: float = 0.5e-6
@@ -88,15 +88,16 @@ class Costs:
 
 @attrs.frozen
 class Report:
-    """What a start took. Times are virtual seconds from the first node's start.
+    """The cost of a start. Times are virtual seconds from the first node's start.
 
     admitted_s, ringed_s, served_s: until every node had every member alive, every node the ring of
         all, every client the view and the ring of all.
     messages, kilobytes: sent by a node until then: the median, and the busiest.
     quiet_messages: a second and node afterwards: the median, and the busiest.
     behind_s: how far the loop of a node was behind at worst.
-    deaths: what followed when a process ended afterwards.
-    links: of a node at one time, the median and the most; links_quiet: the median at the end.
+    deaths: the costs of deaths afterwards.
+    links: those of a node at a time, the median and the maximum; links_quiet: the median at the
+           end.
     """
 
     nodes: int
@@ -116,7 +117,7 @@ class Report:
     wall_s: float
 
     def lines(self) -> list[str]:
-        """Return it as people read it."""
+        """Return readable lines."""
         return (
             f"""\
 {self.nodes} nodes, {self.clients} clients; {self.events} events in {self.wall_s:.0f} s
@@ -181,7 +182,7 @@ class _Node:
         self.start.at(self.start.now + HOUSEKEEPING_S, self.keep_house)
 
     def busy(self, cost_s: float) -> float:
-        """Occupy the loop; return when it has done that."""
+        """Occupy the loop; return the time at which it is done."""
         now = self.start.now
         begun = max(now, self.loop_free_at)
         self.behind_s = max(self.behind_s, begun - now)
@@ -189,14 +190,14 @@ class _Node:
         return self.loop_free_at
 
     def shakes_hands(self) -> float:
-        """Occupy the cores of the host beside the loop; return when that is done."""
+        """Occupy the cores of the host, not the loop; return the time at which that is done."""
         costs = self.start.costs
         begun = max(self.start.now, self.hands_free_at)
         self.hands_free_at = begun + costs.handshake / costs.handshake_cores
         return begun + costs.handshake
 
-    def hears(self, sender: Origin, message: Any) -> None:
-        """Take a message off the wire: handle it when the loop comes to it."""
+    def receive(self, sender: Origin, message: Any) -> None:
+        """Receive a message: handle it when the loop reaches it."""
         if not self.is_up:
             return
         entries = len(message.view) if isinstance(message, ShareView) else 0
@@ -235,7 +236,7 @@ class _Node:
                 done = self.start.now + len(effect.members) * costs.ring
                 self.start.at(done, lambda build=effect: self.ring_built(build))  # type: ignore[misc]
             elif isinstance(effect, SendTo):
-                self.say(effect.address, effect.message)
+                self.send_to(effect.address, effect.message)
             elif isinstance(effect, Send):
                 if isinstance(effect.to, Origin) and effect.to.pipe:
                     self.count(effect.message)
@@ -244,15 +245,15 @@ class _Node:
                 to = effect.to.identity if isinstance(effect.to, Origin) else effect.to
                 member = self.membership.member(to)
                 if member is not None:
-                    self.say(member.control, effect.message)
+                    self.send_to(member.control, effect.message)
 
     def ring_built(self, build: BuildRing) -> None:
         self.perform(self.ring.on_message(Origin(0), RingBuilt(build.ring()), self.start.now))
 
     def count(self, message: Any) -> None:
-        told = 0
+        entries = 0
         if isinstance(message, (ShareView, ReportViewChanges)):
-            told = len(message.view)
+            entries = len(message.view)
             size = sum([self.start.size_of(member) for member in message.view])
             size += 40 + 9 * len(message.gone) if isinstance(message, ReportViewChanges) else 0
         elif isinstance(message, (Heartbeat, Join)):
@@ -262,10 +263,10 @@ class _Node:
         self.sent += 1
         self.sent_bytes += size + HEADER_BYTES
         self.start.kinds[type(message).__name__] += 1
-        self.busy(self.start.costs.message / 4 + told * self.start.costs.told)
+        self.busy(self.start.costs.message / 4 + entries * self.start.costs.encoded)
 
-    def say(self, address: str, message: Any) -> None:
-        """Send over the link to an address: dial if there is none."""
+    def send_to(self, address: str, message: Any) -> None:
+        """Send over the link to an address; dial if there is no link."""
         self.count(message)
         self.links.used(address, self.start.now)
         self.links_most = max(self.links_most, len(self.links))
@@ -275,13 +276,13 @@ class _Node:
         if is_new:
             if target is None or not target.is_up:
                 self.links.ended(address)
-                return  # Refused: what waited for the link is dropped with it.
+                return  # Refused: messages that waited for the link are dropped with it.
             self.ready[address] = max(self.shakes_hands(), target.shakes_hands()) + costs.latency
         at = max(self.ready[address], start.now) + costs.latency
         sender = Origin(self.incarnation)
         if is_new or isinstance(message, Join) or self.start.is_dial(message):
             start.at(at, lambda: start.greet(self, address))
-        start.at(at, lambda: start.by_address[address].hears(sender, message))
+        start.at(at, lambda: start.by_address[address].receive(sender, message))
 
     def keep_house(self) -> None:
         if not self.is_up:
@@ -294,7 +295,7 @@ class _Node:
 
 
 class _Client:
-    """One engine's client: the tie to its home node, and what it asks there."""
+    """One engine's client: the tie to its home node, and its requests."""
 
     def __init__(self, start: Start, home: _Node, number: int) -> None:
         self.start = start
@@ -318,7 +319,7 @@ class _Client:
         self.then: Callable[[Any], None] = lambda _: None
 
     def open(self) -> None:
-        """As `client.home.Home.open`: attach, then ask until a view is there."""
+        """As `client.home.Home.open`: attach, then ask until it has a view."""
         self.run(self.tie.attach(self.start.now + 5.0), self.attached)
 
     def attached(self, is_attached: object) -> None:
@@ -336,7 +337,7 @@ class _Client:
         self.run(self.tie.beat(), again)
 
     def run(self, path: Generator[Any, Any, Any], done: Callable[[Any], None]) -> None:
-        """Perform the steps of a path, each when its answer is there."""
+        """Perform the steps of a path, each after the answer of the one before."""
 
         def go(answer: Any) -> None:
             try:
@@ -371,7 +372,7 @@ class _Client:
         node = start.by_incarnation[peer]
         start.at(
             start.now + costs.latency * (node is not self.home),
-            lambda: node.hears(Origin(start.client_id(self), self.pipe), message),
+            lambda: node.receive(Origin(start.client_id(self), self.pipe), message),
         )
 
     def greet(self, until: float, answered: Callable[[Any], None]) -> None:
@@ -385,7 +386,7 @@ class _Client:
 
 
 class Start:
-    """The whole of it: virtual time, and who is where."""
+    """The simulation: virtual time, and the nodes by address."""
 
     def __init__(
         self,
@@ -401,7 +402,7 @@ class Start:
         self.costs = costs or Costs()
         self.now = 0.0
         self.heads = tuple(f"10.0.0.{number}:31998" for number in range(HEADS))
-        # One token a node: the rings are right, and their time is modelled.
+        # One token per node: the rings are correct, and their time is modelled.
         self.config = Config(cluster=CLUSTER, discovery_addr=self.heads, virtual_nodes=1)
         self.kinds: Counter[str] = Counter()
         self.events = 0
@@ -441,18 +442,18 @@ class Start:
         return size
 
     def is_dial(self, message: Any) -> bool:
-        """Return whether a message is the one that is sent to a candidate, with a greeting."""
+        """Return whether a message is the one that is sent to a candidate, with a Hello."""
         return isinstance(message, ShareView) and len(message.view) == 1
 
     def greet(self, dialler: _Node, address: str) -> None:
-        """Send Hello at an address; the Welcome tells the dialler which member is there."""
+        """Send Hello at an address; the Welcome shows the dialler which member is there."""
         node = self.by_address[address]
         if not node.is_up:
             return
 
         def welcome() -> None:
             fact = PeerAnswered(address, node.membership.me)
-            self.at(self.now + self.costs.latency, lambda: dialler.hears(Origin(0), fact))
+            self.at(self.now + self.costs.latency, lambda: dialler.receive(Origin(0), fact))
 
         self.at(node.busy(self.costs.greeting), welcome)
 
@@ -468,12 +469,12 @@ class Start:
         )
 
     def play(self, *, at_most_s: float, deaths: bool = False) -> Report:
-        """Run until all know all, and on; raise AssertionError if that takes too long.
+        """Run until all know all, and then WATCHED_S; raise AssertionError if that takes too long.
 
         deaths: then let a node die, and a master.
         """
         began = time.monotonic()
-        # A million events make no cycles, and every look for some would pass over all of them.
+        # A million events create no cycles, and every collection would scan all of them.
         gc.freeze()
         gc.disable()
         try:
@@ -551,7 +552,7 @@ class Start:
 
 
 def _drop(waiting: deque[Any], is_done: Callable[[Any], bool]) -> None:
-    """Take what is done off the front: each look costs little."""
+    """Remove finished items from the front, so that each call is cheap."""
     while waiting and is_done(waiting[0]):
         waiting.popleft()
 

@@ -1,7 +1,7 @@
 """The simulated page store: `storage` with a dictionary instead of files, step by step.
 
-Its jobs are generators that give way between the steps of a copy, so that a page may be evicted
-while it is written, and a slot be read while it is filled.
+Its jobs are generators that yield between the steps of a copy, so that a page may be evicted while
+it is written, and a slot may be read while it is filled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sims.planted import CHECKSUM_NOT_VERIFIED, planted
 
 
 class PoolMemory(Protocol):
-    """The pool's page memory, as a store sees it."""
+    """The pool's page memory, as a store needs it."""
 
     def word_at(self, offset: int) -> int:
         """Return the generation word of the slot at an offset."""
@@ -46,7 +46,7 @@ class PoolMemory(Protocol):
 
 @attrs.define(eq=False)
 class StoredPage:
-    """What is in a slot: its header and its bytes."""
+    """The content of a slot: its header and its bytes."""
 
     key: bytes
     namespace: int
@@ -59,10 +59,10 @@ class StoredPage:
 
 @attrs.define(eq=False)
 class Image:
-    """What is on the disk: it outlives the node.
+    """The content of the disk, which outlives the node.
 
-    slots: by place, whatever was written there last.
-    rows:  by place, the key that the index file has there, as far as it is safe.
+    slots: by place, what was last written there.
+    rows:  by place, the key that the index file has there, if it is safe.
     """
 
     slots: dict[int, StoredPage] = attrs.field(factory=dict)
@@ -84,11 +84,11 @@ class Image:
         self._unsafe.clear()
 
     def crash(self) -> None:
-        """Lose what is not safe: rows only, as what was written over is gone for good."""
+        """Lose what is not safe: only rows, because overwritten bytes are permanently gone."""
         self._unsafe.clear()
 
     def entries(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Return what DiskOpened tells: of two rows of one key the one written last."""
+        """Return the entries of DiskOpened: of two rows of one key the last written one."""
         newest: dict[bytes, tuple[int, StoredPage]] = {}
         for place, key in self.rows.items():
             stored = self.slots.get(place)
@@ -119,7 +119,7 @@ class Store:
     unix_s: int = 0
 
     def spill(self, job: Spill, at: int, outcome: int = DISK_DONE) -> Generator[None, None, int]:
-        """Write one page of a job; outcome: what the disk is to make of it."""
+        """Write one page of a job; outcome: the intended result."""
         record = job.records[at]
         offset, length = int(record["offset"]), int(record["length"])
         generation, place = int(record["generation"]), int(job.places[at])
@@ -166,7 +166,7 @@ class Store:
         return DISK_DONE, stored.checksum
 
     def forget(self, places: list[int]) -> None:
-        """Take rows away."""
+        """Delete rows."""
         for place in places:
             self.image.note(place, None)
 

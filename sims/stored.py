@@ -1,11 +1,12 @@
-"""Stored is found: what an owner knows, or must know that it lacks, it does not call absent.
+"""Stored pages are found: an owner must not report a page as absent that it knows or must know to
+lack.
 
-Follows each commit from the publisher's first look at it to its answer, and looks at what a shard
-or its table calls absent for certain. Three things a shard with authority never lacks:
+Tracks each commit from the publisher to its answer, and checks what a shard or its table reports as
+certainly absent. A shard with authority must never lack three things:
 
-    what all owners have acknowledged;
-    what a set has returned with while the shard's process was stopped;
-    what a holder has told it by an earlier message than one that it has heard since.
+    records that all owners have acknowledged; records of a set that returned while the shard's
+    process was paused; records that a holder has sent to it in an earlier message than one that has
+    arrived since.
 
 The actors know nothing of it.
 """
@@ -45,20 +46,20 @@ from sims.memory import Noted, Truth
 from sims.trace import Violation
 
 
-def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
-    """Note what an actor is about to hear."""
+def note_message(actor: Any, sender: int, message: object, truth: Truth) -> None:
+    """Record the message that an actor is about to handle."""
     if isinstance(actor, DirectoryShard):
         stream = sender, actor.incarnation
         match message:
             case Put(number) | Delete(number) | Repair(number):
                 if number > truth.sent.get(stream, 0):
-                    # It may have removed what the holder has told, until they compare.
+                    # It may have removed what the holder has sent, until they compare.
                     truth.forged.add(stream)
                     truth.ended[stream] = truth.ended.get(stream, 0) + 1
-                truth.heard[stream] = max(truth.heard.get(stream, 0), number)
+                truth.received[stream] = max(truth.received.get(stream, 0), number)
             case StreamSummary(number) | HandedOver(number):
-                # It speaks of all messages up to this one; a higher number before was forged.
-                truth.heard[stream] = number + 1
+                # It covers all messages up to this one; a higher number before was forged.
+                truth.received[stream] = number + 1
                 truth.forged.discard(stream)
     match message:
         case PagesCommitted(origin, request, _, _, made, here) if isinstance(actor, Publisher):
@@ -69,7 +70,7 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
             for key, generation in zip(
                 records.keys_of(drops), drops["generation"].tolist(), strict=True
             ):
-                for noted in (truth.known, truth.unheard, truth.told):
+                for noted in (truth.known, truth.unanswered, truth.announced):
                     _let_go(noted, key, actor.incarnation, generation)
         case RingChanged(ring) if isinstance(actor, DirectoryShard):
             truth.rings[actor.incarnation] = ring
@@ -79,20 +80,20 @@ def note_heard(actor: Any, sender: int, message: object, truth: Truth) -> None:
             truth.suspects[owner] = suspects
             live = {member.incarnation for member in members if is_live(member)}
             for gone in truth.live.get(owner, set()) - live:
-                # Its records are not served any more, though it may be alive.
+                # Its records are no longer served, although it may be alive.
                 truth.ended[gone, owner] = truth.ended.get((gone, owner), 0) + 1
             truth.live[owner] = live
 
 
 def _let_go(noted: dict[bytes, dict[int, Noted]], key: bytes, holder: int, generation: int) -> None:
-    """Forget what is noted of a holder's page, unless it is newer."""
+    """Forget the recorded page of a holder, unless it is newer."""
     by_holder = noted.get(key, {})
     if holder in by_holder and by_holder[holder].generation <= generation:
         del by_holder[holder]
 
 
-def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
-    """Note what a publisher tells owners, and the commits that it answers."""
+def note_effects(actor: Any, effects: list[Effect], truth: Truth) -> None:
+    """Record what a publisher sends to owners, and the commits that it answers."""
     if not isinstance(actor, Publisher):
         return
     for effect in effects:
@@ -118,7 +119,7 @@ def note_said(actor: Any, effects: list[Effect], truth: Truth) -> None:
                 truth.known.setdefault(name, {})[actor.incarnation] = Noted(generation)
             else:
                 noted = Noted(generation, dict.fromkeys(stopped, 0))
-                truth.unheard.setdefault(name, {})[actor.incarnation] = noted
+                truth.unanswered.setdefault(name, {})[actor.incarnation] = noted
 
 
 def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
@@ -128,14 +129,14 @@ def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
     match message:
         case Delete(_, drops):
             for key in records.keys_of(np.frombuffer(drops, records.DROP)):
-                if holder in truth.told.get(key, {}):
-                    truth.told[key][holder].owners.pop(owner, None)
+                if holder in truth.announced.get(key, {}):
+                    truth.announced[key][holder].owners.pop(owner, None)
         case Put(number, packed) | Repair(number, _, packed):
-            told = records.from_bytes(packed)
+            located = records.from_bytes(packed)
             for key, generation in zip(
-                records.keys_of(told), told["generation"].tolist(), strict=True
+                records.keys_of(located), located["generation"].tolist(), strict=True
             ):
-                by_holder = truth.told.setdefault(key, {})
+                by_holder = truth.announced.setdefault(key, {})
                 noted = by_holder.get(holder)
                 if noted is None or noted.generation != generation:
                     noted = by_holder[holder] = Noted(generation)
@@ -143,18 +144,18 @@ def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
 
 
 def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, tuple[int, int]]:
-    """Return the living holders of a page that this owner may not call absent.
+    """Return the live holders of a page that this owner must not report as absent.
 
-    With the page's generation, and how often the owner has let go of the holder's records.
-    ring: that of the process to which the owner's word counts.
+    With the page's generation, and how often the owner has dropped the holder's records. ring: that
+    of the process that trusts the owner.
     """
-    noted = [each.get(key) for each in (truth.known, truth.unheard, truth.told)]
+    noted = [each.get(key) for each in (truth.known, truth.unanswered, truth.announced)]
     if not any(noted) or owner not in ring.owners(from_bytes(key))[0].tolist():
         return {}
     found: dict[int, tuple[int, int]] = {}
     for holder in sorted({holder for each in noted for holder in each or ()}):
-        # A node that the holder's view has dead is no owner, and may not know it yet. The
-        # holder's own shard learns of a commit just before its client does.
+        # A node that is dead in the holder's view is not an owner, and may not know it yet. The
+        # holder's own shard is notified of a commit just before its client.
         seen = truth.rings.get(holder)
         is_owner = seen is not None and owner in seen.members
         if holder == owner or not is_owner or (holder, owner) in truth.forged:
@@ -163,13 +164,13 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, t
             continue
         if holder not in truth.live.get(owner, set()):
             continue
-        heard = truth.heard.get((holder, owner), 0)
+        received = truth.received.get((holder, owner), 0)
         for each in noted:
             of = (each or {}).get(holder)
             if of is None:
                 continue
             number = of.owners.get(owner, -1)
-            if each is noted[0] or number == 0 or 0 < number < heard:
+            if each is noted[0] or number == 0 or 0 < number < received:
                 found[holder] = of.generation, truth.ended.get((holder, owner), 0)
                 break
     return found
@@ -178,16 +179,16 @@ def lacking(owner: int, key: bytes, ring: HashRing, truth: Truth) -> dict[int, t
 def check_absent(
     shard: DirectoryShard, message: object, effects: list[Effect], truth: Truth
 ) -> None:
-    """What a shard with authority does not know is held by no living node that has told of it."""
+    """A page unknown to a shard with authority must not be held by a live node that sent it."""
     ring = truth.rings.get(shard.incarnation)
     if not isinstance(message, Lookup) or ring is None or shard.authority.ring != ring.version:
         return
-    told: set[bytes] = set()
+    located: set[bytes] = set()
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, Located):
-            told.update(records.keys_of(records.from_bytes(effect.message.records)))
+            located.update(records.keys_of(records.from_bytes(effect.message.records)))
     for key in split_keys(message.keys):
-        if key in told:
+        if key in located:
             continue
         for holder in lacking(shard.incarnation, key, ring, truth):
             detail = f"{key.hex()} of {holder:016x} is unknown to {shard.incarnation:016x}"
@@ -195,7 +196,7 @@ def check_absent(
 
 
 def check_authority(shard: DirectoryShard, truth: Truth) -> None:
-    """A shard has no authority while a holder of its ring is suspected: it may store unheard."""
+    """A shard has no authority while a holder of its ring is suspected."""
     ring = truth.rings.get(shard.incarnation)
     if ring is None or shard.table.authority != ring.version:
         return
@@ -206,14 +207,14 @@ def check_authority(shard: DirectoryShard, truth: Truth) -> None:
 
 def check_table(
     owner: int,
-    told: set[bytes],
+    located: set[bytes],
     before: dict[bytes, dict[int, tuple[int, int]]],
     ring: HashRing,
     truth: Truth,
 ) -> None:
-    """What a table with authority lacks was not `lacking` when the look began, or is gone."""
+    """A page that a table with authority lacks must not be `lacking` at the lookup's begin."""
     for key, holders in before.items():
-        if key in told:
+        if key in located:
             continue
         now = lacking(owner, key, ring, truth)
         for holder, since in holders.items():

@@ -1,7 +1,7 @@
 """The swarm: every option of a run, drawn from its seed.
 
-Which kinds of faults there are at all is drawn too: a run without loss finds what a run with loss
-hides, and the other way round.
+The kinds of faults are also drawn: a run without loss finds what a run with loss hides, and vice
+versa.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Options:
     busy: float
     forge_rate: float
     ring_s: float
-    """How long a thread takes to make a ring; 0: the loop makes it at once."""
+    """How long a thread takes to build a ring; 0: the loop builds it at once."""
     impostor_rate: float
     handover_s: float
     links_max: int
@@ -106,7 +106,8 @@ class Options:
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
     quotas: str = ""
-    """Of TENANTS, by turns the namespaces of clients; "": all have one, without. Never drawn."""
+    """Quotas of TENANTS, the namespaces of clients in turn; "": all have one, no quota. Never
+    drawn."""
     bandwidth: float = 0.0
     """Bytes a second that a host's network carries each way; 0: without bound. Never drawn."""
 
@@ -116,9 +117,9 @@ class Options:
         return len(TENANTS) if self.quotas else 1
 
     def lines(self) -> list[str]:
-        """Return the options as people read them."""
-        said = attrs.asdict(self)
-        return [f"  {name} = {said[name]}" for name in said]
+        """Return the options as readable lines."""
+        settings = attrs.asdict(self)
+        return [f"  {name} = {settings[name]}" for name in settings]
 
 
 def smaller(options: Options) -> Options:
@@ -135,7 +136,7 @@ def smaller(options: Options) -> Options:
 def draining(options: Options) -> Options:
     """Return a small run in which nodes with free room are drained all the time, and read slowly.
 
-    What is handed over is removed meanwhile, as often as calls remove at all.
+    Pages are removed while they are handed over, as often as calls remove at all.
     """
     return attrs.evolve(
         smaller(options),
@@ -234,8 +235,8 @@ def with_tenants(options: Options) -> Options:
 def with_tenants_on_disk(options: Options) -> Options:
     """Return a run as `with_tenants` makes it, in which they want more of each disk than it has.
 
-    Pages have one size in granules: in so small a pool a larger page finds no room where its
-    namespace has only small extents, so what is on disk could not be read again.
+    Pages have one size in granules: in such a small pool a larger page finds no room if its
+    namespace has only small extents, so pages on disk could not be read again.
     """
     return attrs.evolve(
         with_tenants(options),
@@ -252,7 +253,7 @@ def with_tenants_on_disk(options: Options) -> Options:
 
 
 def with_tables(options: Options) -> Options:
-    """Return the same run where clients ask tables all the time, and little else goes wrong.
+    """Return the same run, but clients read tables all the time, with few other faults.
 
     Two nodes share a host, so that owners change within it; hand-overs take a second; processes are
     stopped for seconds; pages come and go.
@@ -358,7 +359,7 @@ def draw(rng: random.Random, seed: int) -> Options:
         disk_late=sometimes(0.3, 0.001, 0.03),
         disk_wipe=sometimes(0.3, 0.1, 1.0),
         disk_rot=sometimes(0.5, 0.2, 2.0),
-        # The real bounds, and such as are reached in a run.
+        # The real bounds, or ones that are reached in a run.
         outbox_messages=rng.choice([OUTBOX_MESSAGES_MAX, OUTBOX_MESSAGES_MAX, 32, 8]),
         outbox_bytes=rng.choice([OUTBOX_BYTES_MAX, OUTBOX_BYTES_MAX, 4096]),
         mailbox_messages=rng.choice([MAILBOX_MESSAGES_MAX, MAILBOX_MESSAGES_MAX, 8, 3]),
@@ -371,7 +372,7 @@ def draw(rng: random.Random, seed: int) -> Options:
         links_max=rng.choice([LINKS_MAX, LINKS_MAX, max(8, nodes // 2)]),
         mirror_pulls=rng.choice(["off", "hot", "all"]),
         mirror_share=rng.choice([0.1, 0.25, 0.5]),
-        # The real time, and such as passes often in a run.
+        # The real time, or one that passes often in a run.
         mirror_lately_s=rng.choice([LATELY_S, 1.0, 0.1]),
         portion_pages=rng.choice([1, 2, 4]),
         drain_rate=sometimes(0.5, 0.02, 0.15),

@@ -18,12 +18,12 @@ import attrs
 from sims.play import Outcome, play
 
 KEPT_SEEDS = Path(__file__).parent / "seeds.txt"
-"""Seeds that once failed, one a line, each with the reason why after it."""
+"""Seeds that once failed, one per line, each followed by the reason."""
 
 SEED_BITS = 40
 
 SOURCES = (Path(__file__).parent, Path(__file__).parent.parent / "src/peercache")
-"""What a run depends on: the simulation, and the code that it simulates."""
+"""The sources of a run: the simulation, and the code that it simulates."""
 
 
 @attrs.define
@@ -49,7 +49,7 @@ class Tally:
             self.failures.append(outcome)
 
     def summary(self) -> str:
-        """Return one line for people."""
+        """Return one readable line."""
         wall_s = max(self.wall_s, 1e-9)
         return (
             f"{self.runs} seeds, {len(self.failures)} failed; {self.messages} messages "
@@ -108,8 +108,8 @@ def fresh_seeds() -> Iterator[int]:
 def derived_seeds(sources: Iterable[Path] = SOURCES) -> Iterator[int]:
     """Yield seeds that follow from the code: the same for the same sources, else others.
 
-    A run of CI can so be repeated, and a red one does not turn green by itself, while each change
-    of the code is tried with seeds of its own.
+    So a run of CI can be repeated, and a red one does not turn green by itself, while each change
+    of the code is tested with seeds of its own.
     """
     digest = hashlib.sha256()
     for folder in sources:
@@ -126,15 +126,15 @@ def sweep(
     jobs: int | None = None,
     tell: Callable[[Outcome], None],
 ) -> Tally:
-    """Run seeds until there are no more, or the time is up; `tell` hears each outcome."""
+    """Run seeds until there are no more, or the time is up; `tell` is called with each outcome."""
     tally = Tally()
     started = time.monotonic()
     until = started + 60.0 * minutes if minutes is not None else float("inf")
     context = multiprocessing.get_context("spawn")
     jobs = jobs or os.cpu_count() or 1
-    # A pool takes all that it is given at once, and there is no end of fresh seeds.
+    # A pool queues everything at once, and the fresh seeds never end.
     room = threading.Semaphore(2 * jobs)
-    # A worker is replaced now and then: what a run leaves behind must not add up.
+    # A worker is replaced from time to time, so that leftovers of runs do not accumulate.
     with context.Pool(jobs, maxtasksperchild=50) as pool:
         for outcome in pool.imap_unordered(play, _until(seeds, until, room)):
             room.release()

@@ -1,7 +1,7 @@
 """The directory tables of a run: a client's compiled reader, with the owner's work in between.
 
-A batch is read in parts. Between two of them time passes, in which the actor changes its table,
-another incarnation comes, or the table's index is made again; the process may be stopped, too.
+A batch is read in parts. Between two of them time passes, in which the actor may change its table,
+another incarnation may start, or the table's index may be rebuilt; the process may also be paused.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sims.places import Place
 from sims.trace import Violation
 
 TRIES = 4
-"""As the compiled batch has them."""
+"""The same as in the compiled batch."""
 
 STOPPED_S = (0.0, 0.0, 0.0, 0.0005, 0.02)
-"""How long a process may be off its processor between two parts: any time counts as a stop, since a
+"""How long a process may be descheduled between two parts: any time counts as a pause, because a
 batch takes microseconds."""
 
 STOPPED_MAX_S = 4.0
 
 AIMED = 0.985
-"""Of all drawn numbers those beyond have a process stopped until its table changes."""
+"""A process is paused until its table changes if a drawn number is above this."""
 
 
 class Header(ctypes.Structure):
-    """The beginning of a table, as `memory/_table_layout.h` has it."""
+    """The beginning of a table, as in `memory/_table_layout.h`."""
 
     _fields_ = (
         ("magic", ctypes.c_uint64),
@@ -72,7 +72,7 @@ class Header(ctypes.Structure):
 
 UNUSED, SERVED = 0, 2
 HOLDER_BYTES = 24 + BUCKETS * (8 + 4 + 4)
-"""A holder's entry, as `memory/_table_layout.h` has it; its state follows its identity."""
+"""Size of a holder's entry, as in `memory/_table_layout.h`; its state follows its identity."""
 
 
 def header_of(table: DirectoryTable) -> Header:
@@ -81,12 +81,12 @@ def header_of(table: DirectoryTable) -> Header:
 
 
 def table_file(name: str) -> int:
-    """Return a file for a table: private memory would be gone under a reader."""
+    """Return a file for a table: private memory would be freed while a reader uses it."""
     return os.memfd_create(name)
 
 
 def make_index_again(table: DirectoryTable) -> None:
-    """Have a table's index grow out of another one, which a run's few pages never would."""
+    """Make a table's index grow, which the few pages of a run would never do."""
     header = header_of(table)
     if not header.next_capacity and not table.is_growing:
         header.moved = 0
@@ -96,7 +96,7 @@ def make_index_again(table: DirectoryTable) -> None:
 
 
 def turn_of(table: DirectoryTable) -> tuple[int, ...]:
-    """Return the holders of a table's entries, and which ring it has authority for."""
+    """Return the holders of a table's entries, and the ring for which it has authority."""
     header = header_of(table)
     at = table.place[0] + header.holders_at
     holders = [
@@ -107,36 +107,36 @@ def turn_of(table: DirectoryTable) -> tuple[int, ...]:
 
 
 class Observed:
-    """What a table has said during one batch, as the owner itself would say it."""
+    """The state of a table during one batch, from the owner's side."""
 
     def __init__(self, table: DirectoryTable, keys: bytes) -> None:
-        """Observe the beginning."""
+        """Observe the initial state."""
         self._table = table
         self._keys = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
         self.ever: set[bytes] = set()
         self.always = self._look()
 
     def look(self) -> None:
-        """Observe the table before the batch reads on."""
+        """Observe the table before the batch continues."""
         self.always &= self._look()
 
     def check(self, looked: Looked, who: str) -> None:
-        """Fail unless the batch found what was there all the time, and nothing that never was."""
-        told = _split(looked.records)
-        for record in told:
+        """Fail unless the batch found all records that were there all the time, and no others."""
+        found = _split(looked.records)
+        for record in found:
             if record not in self.ever:
                 raise Violation("table-record", f"{who} read {record.hex()}, which never was there")
         for _, record in self.always:
-            # Of many holders some are told, each asker of others.
-            few = sum(other[:KEY_BYTES] == record[:KEY_BYTES] for other in told) < HOLDERS_MAX
-            if few and record not in told:
+            # With many holders only some are returned, different ones for each asker.
+            few = sum(other[:KEY_BYTES] == record[:KEY_BYTES] for other in found) < HOLDERS_MAX
+            if few and record not in found:
                 raise Violation("table-lost", f"{who} did not find {record.hex()}")
 
     def _look(self) -> set[tuple[int, bytes]]:
         """Return the records that answers name, with the entry of their holder.
 
-        A holder that ends and comes back has another entry: its records were gone in between. What
-        a holder has that is not served yet may be told once it is.
+        A holder that ends and comes back has another entry: its records were gone in between.
+        Records of a holder that is not served yet may be returned once it is.
         """
         served: set[tuple[int, bytes]] = set()
         header = header_of(self._table)
@@ -166,10 +166,10 @@ class SimTables:
         ring: Callable[[], HashRing],
         truth: Truth,
     ) -> None:
-        """Open none yet.
+        """Start without open tables.
 
         linked: the memory of an incarnation, by its file's name. may_stop: whether the process may
-        be stopped for long now. ring: the client's own.
+                be paused for long now. ring: that of the client.
         """
         self._place = place
         self._linked = linked
@@ -213,8 +213,8 @@ class SimTables:
             looked = await self._batch(table, step)
             if looked is not None:
                 if looked.is_final:
-                    told = {record[:KEY_BYTES] for record in _split(looked.records)}
-                    stored.check_table(step.peer, told, before, ring, self._truth)
+                    found = {record[:KEY_BYTES] for record in _split(looked.records)}
+                    stored.check_table(step.peer, found, before, ring, self._truth)
                 return looked
         return None
 
@@ -264,7 +264,7 @@ class SimTables:
             await self._stop_for_a_change(table)
 
     async def _stop_for_a_change(self, table: DirectoryTable) -> None:
-        """Be stopped until what a batch relies on is another one, just then or soon after."""
+        """Pause until the state on which a batch relies has changed, or a little longer."""
         began, until = turn_of(table), trio.current_time() + STOPPED_MAX_S
         while turn_of(table) == began and trio.current_time() < until and self._may_stop():
             self._place.pause(trio.current_time(), STOPPED_S[-1])

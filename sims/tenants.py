@@ -1,6 +1,6 @@
-"""What quotas promise: which pages of one namespace may be evicted for those of another one.
+"""The guarantees of quotas: which pages of one namespace may be evicted for those of another.
 
-And what retaining promises: no page goes before its time, and no quota is blocked by that.
+And the guarantees of retaining: no page is evicted before its time, and no quota is blocked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shares:
 
     @classmethod
     def of(cls, pool: Pool, message: object) -> Shares:
-        """Look at a pool with quotas, if pages of others may be evicted by this message."""
+        """Record a pool with quotas, if this message may evict pages of others."""
         tenants = pool.tenants
         if not tenants.are_several or not isinstance(message, (Reserve, ReserveMirror)):
             return cls(None)
@@ -51,7 +51,7 @@ class Shares:
         return cls(tenants.of(message.namespace), before, retained)
 
     def judge(self, pool: Pool) -> Counter[str]:
-        """Fail if a page has gone that was sure of its place; return who gave how many pages."""
+        """Fail if a guaranteed page was evicted; return how many pages each tenant lost."""
         gave: Counter[str] = Counter()
         wanting = self.wanting
         if wanting is None:
@@ -79,7 +79,7 @@ class Shares:
         return gave
 
     def _judge_blocked(self, pool: Pool) -> None:
-        """Fail if retained pages are in more of the pool than their namespace is guaranteed."""
+        """Fail if retained pages occupy more of the pool than their namespace is guaranteed."""
         blocked: Counter[Tenant] = Counter()
         for extent in dict.fromkeys(pool._slots._units):
             if extent is not None and any(slot.retained_until for slot in extent.slots):
@@ -92,7 +92,7 @@ class Shares:
 
 @final
 class WatchedQueues:
-    """The eviction queues of one disk: judges whose pages they choose."""
+    """The eviction queues of one disk: checks the pages that they choose."""
 
     def __init__(self, index: DiskIndex, queues: EvictionQueues) -> None:
         """Watch these queues of this index."""
@@ -113,7 +113,7 @@ class WatchedQueues:
         return victims
 
     def __getattr__(self, name: str) -> Any:
-        """Leave the rest to the queues."""
+        """Delegate everything else to the queues."""
         return getattr(self._queues, name)
 
     def _judge(self, victims: I64, wanting: Tenant) -> None:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 LINES_KEPT = 400
-"""The last lines, for people who look at a failure."""
+"""The number of last lines that are kept, to examine a failure."""
 
 
 class Violation(Exception):
     """A checker has found a broken promise."""
 
     def __init__(self, checker: str, detail: str) -> None:
-        """checker: its name; detail: a sentence for a person."""
+        """checker: its name; detail: a readable sentence."""
         super().__init__(f"{checker}: {detail}")
         self.checker = checker
         self.detail = detail
@@ -73,5 +73,5 @@ class SimLog:
         raise Violation("error-log", f"{self._who}: {event} {facts}")
 
     def _note(self, level: str, event: str, facts: dict[str, object]) -> None:
-        said = " ".join(f"{name}={facts[name]}" for name in sorted(facts))
-        self._trace.line("log", level, self._who, event, said)
+        shown = " ".join(f"{name}={facts[name]}" for name in sorted(facts))
+        self._trace.line("log", level, self._who, event, shown)

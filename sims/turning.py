@@ -1,6 +1,7 @@
-"""A story: readers of one table whose holders come and go, with their entries, all the time.
+"""A story: readers of one table, in which holders and their entries come and go all the time.
 
-No cluster is needed for it: an owner writes, and readers look at any moment between two writes.
+No cluster is needed for it: an owner writes, and readers look up keys at any moment between two
+writes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def turn(seed: int) -> str:
 async def _run(rng: random.Random) -> None:
     file = table_file("turning")
     table = DirectoryTable(
-        bytes(16), told_max=64, rows_max=SLOTS_MIN, slots_min=512, file=file, incarnation=NODE
+        bytes(16), answer_max=64, rows_max=SLOTS_MIN, slots_min=512, file=file, incarnation=NODE
     )
     os.close(file)
     truth = Truth()
@@ -82,7 +83,7 @@ async def _read(tables: SimTables, ring: HashRing, rng: random.Random) -> None:
 
 
 async def _write(table: DirectoryTable, rng: random.Random) -> None:
-    """Put pages, and let holders end; another one has the entry a moment later, and other pages."""
+    """Put pages, and let holders end; soon another holder has the entry, with other pages."""
     holders: dict[int, int] = {}
     generation = 10
     for number in range(1, CHANGES):

@@ -1,4 +1,4 @@
-"""Watched actors: production actors between a place's clock and the checkers that look at a step.
+"""Watched actors: production actors with a place's clock, and checkers of each step.
 
 Wraps a state actor for `run_actor`. The actor itself is unchanged and knows nothing of it.
 """
@@ -29,7 +29,7 @@ from peercache.model.records import DROP
 from peercache.model.view import View, is_live
 from peercache.wire.messages.directory import Delete, Located, Put, Repair, ReportStale
 from sims import stored
-from sims.followed import note_told
+from sims.followed import note_changes
 from sims.memory import Truth
 from sims.network import Network
 from sims.places import Place
@@ -37,7 +37,7 @@ from sims.tenants import Shares, WatchedQueues
 from sims.trace import Trace, Violation
 
 FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
-"""Facts from inside the node are never dropped, so they only have to stay in proportion."""
+"""Messages from inside the node are never dropped, so they only have to stay in proportion."""
 
 BUSY_MEAN_S = 0.3
 """How long an actor that is busy finds no time for its mailbox."""
@@ -47,9 +47,9 @@ Generations: TypeAlias = dict[tuple[int, bytes], int]
 
 @attrs.frozen(eq=False)
 class BusyMailbox:
-    """A mailbox as its actor sees it, when other work keeps the actor from it now and then.
+    """A mailbox of an actor that is kept from it by other work from time to time.
 
-    chance: that it is kept, each time that it would wait for a message.
+    chance: of being kept, each time that it would wait for a message.
     """
 
     mailbox: Mailbox[Any]
@@ -58,7 +58,7 @@ class BusyMailbox:
     rng: random.Random
 
     async def wait(self, handle: Callable[[], bool]) -> None:
-        """Wait as the mailbox does, perhaps a while later."""
+        """Wait like the mailbox, possibly a while longer."""
         if self.chance and self.network.faults_on and self.rng.random() < self.chance:
             await trio.sleep(self.rng.expovariate(1 / BUSY_MEAN_S))
         await self.mailbox.wait(handle)
@@ -83,11 +83,11 @@ class WatchedActor:
     steps: int = 0
 
     def on_message(self, sender: Origin, message: Any, now: float) -> list[Effect]:
-        """Hand on a message; check what the directory does with it."""
+        """Pass a message on; check what the directory does with it."""
         self.steps += 1
         check_bounds(self.mailbox, self.name)
         actor = self.actor
-        stored.note_heard(actor, sender.identity, message, self.truth)
+        stored.note_message(actor, sender.identity, message, self.truth)
         if isinstance(actor, Membership):
             view, masters = actor.view, actor.masters()
             effects = actor.on_message(sender, message, self.place.local(now))
@@ -141,17 +141,17 @@ class WatchedActor:
 
     def _note(self, cause: str, effects: list[Effect]) -> None:
         self.look(effects)
-        stored.note_said(self.actor, effects, self.truth)
+        stored.note_effects(self.actor, effects, self.truth)
         if isinstance(self.actor, Publisher):
             _check_hand_over(self.actor, effects, self.truth)
-            note_told(self.actor, effects, self.truth)
+            note_changes(self.actor, effects, self.truth)
         kinds = [_kind(effect) for effect in effects]
         if kinds:
             self.trace.line("act", self.place.name, self.name, cause, *kinds)
 
 
 def check_bounds(mailbox: Mailbox[Any], name: str) -> None:
-    """Nothing from the network waits beyond the bound, and facts stay in proportion."""
+    """Messages from the network stay within the bound, and internal ones stay in proportion."""
     if len(mailbox) > mailbox.messages_max:
         offered = sum(size_bytes > 0 for _, _, size_bytes in mailbox.waiting)
         if offered > mailbox.messages_max or len(mailbox) > FACTS_WAITING_MAX:
@@ -162,7 +162,7 @@ def check_bounds(mailbox: Mailbox[Any], name: str) -> None:
 def _check_view(
     actor: Membership, speaker: int, before: View, masters: tuple[Member, ...], truth: Truth
 ) -> None:
-    """A view names only nodes that were, and believes only masters about others."""
+    """A view names only nodes that existed, and trusts only masters about others."""
     after = actor.view
     if after is before:
         return
@@ -176,7 +176,7 @@ def _check_view(
         if is_master or known == member:
             continue
         if known is not None and not is_live(known) and not is_live(member):
-            continue  # A master ends a member under a counter that another node has learned of.
+            continue  # A master ends a member with a counter that another node knows.
         is_displaced = own is not None and member.control == own.control
         if member.incarnation not in (speaker, actor.me.incarnation) and not is_displaced:
             detail = f"{speaker:016x}, no master, is believed about {member.incarnation:016x}"
@@ -184,7 +184,7 @@ def _check_view(
 
 
 def check_shares(pool: Pool) -> None:
-    """Pages that writers have not committed leave the others their part of the pool."""
+    """Uncommitted pages of writers must leave the others their part of the pool."""
     each_max, named, pages = pool._shares.each_max, 0, 0
     together_max = max(pool._page_bytes // pool._granule // 2, each_max)
     for client, known in pool._reservations._clients.items():
@@ -238,7 +238,7 @@ def _drops(packed: bytes) -> records.Records:
 
 
 def held_generation(shard: DirectoryShard, holder: int, key: bytes) -> int | None:
-    """Return under which generation a shard holds a page of a holder."""
+    """Return the generation with which a shard holds a page of a holder."""
     holdings = shard._held.get(holder)
     if holdings is None:
         return None
@@ -262,7 +262,7 @@ def _note_held(shard: DirectoryShard, holder: int, packed: bytes, truth: Truth) 
 
 
 def _check_hand_over(publisher: Publisher, effects: list[Effect], truth: Truth) -> None:
-    """A record in force is withdrawn from a former owner only when it has come to the new ones."""
+    """A valid record is withdrawn from a former owner only after it has arrived at the new ones."""
     own, table = publisher.incarnation, publisher._table
     for effect in effects:
         if not isinstance(effect, Send) or not isinstance(effect.message, Delete):
@@ -282,8 +282,8 @@ def _check_hand_over(publisher: Publisher, effects: list[Effect], truth: Truth) 
 def _check_answers(shard: DirectoryShard, effects: list[Effect]) -> None:
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, Located):
-            told = records.from_bytes(effect.message.records)
-            for holder in dict.fromkeys(told["holder"].tolist()):
+            reported = records.from_bytes(effect.message.records)
+            for holder in dict.fromkeys(reported["holder"].tolist()):
                 lives = shard._states.get(holder) in (ALIVE, SUSPECT)
                 if holder != shard.incarnation and not lives:
                     raise Violation("dead-holder", f"an answer names {holder:016x}, which is dead")

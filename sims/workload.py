@@ -20,7 +20,7 @@ from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERI
 from peercache.paths.cluster import Cluster
 from peercache.paths.lookup import ANSWERS_MAX
 from peercache.wire.messages.pool import Clear, Remove, Retain
-from sims.client import Heard, SimClient
+from sims.client import Answers, SimClient
 from sims.content import POISON, content_of
 from sims.memory import Buffers, Region, Truth
 from sims.swarm import Options
@@ -53,7 +53,7 @@ class Library:
 
 @attrs.define(eq=False)
 class Calls:
-    """Makes calls in the name of clients, and judges what comes back."""
+    """Makes calls in the name of clients, and checks the results."""
 
     options: Options
     library: Library
@@ -64,7 +64,7 @@ class Calls:
     counts: dict[str, int] = attrs.field(factory=dict)
     _version: int = 0
 
-    # --- one client's life ------------------------------------------------------------------------
+    # --- lifetime of one client -------------------------------------------------------------------
 
     async def work(
         self, client: SimClient, rng: random.Random, is_over: Callable[[], bool]
@@ -92,21 +92,21 @@ class Calls:
         elif 0.9 < drawn < 0.97 and self.options.tenants > 1:
             keys = self.library.keys[places].tobytes()
             seconds = rng.choice(RETAINED_S)
-            await self.tell_all(client, Retain(0, client.namespace.tag(), keys, seconds, 0.0))
+            await self.ask_all(client, Retain(0, client.namespace.tag(), keys, seconds, 0.0))
         elif drawn < 0.97 and self.options.pools == 2:
             await self.prefix(client, places, rng)
         elif drawn < 0.97:
             await self.exists(client, places)
         elif drawn < 0.995 or self.options.tenants > 1:  # `removals` distinguishes no namespaces.
-            await self.tell_all(
+            await self.ask_all(
                 client,
                 Remove(0, client.namespace.tag(), self.library.keys[places[:2]].tobytes(), 0.0),
             )
         else:
-            await self.tell_all(client, Clear(0, client.namespace.tag(), 0.0))
+            await self.ask_all(client, Clear(0, client.namespace.tag(), 0.0))
 
     def _choose(self, rng: random.Random, count: int) -> list[int]:
-        """Return a run of neighbours, as a prompt's pages are, or any; some come twice."""
+        """Return consecutive places, like a prompt's pages, or random ones; some are repeated."""
         total = len(self.library.keys)
         if rng.random() < 0.5:
             first = rng.randrange(total)
@@ -114,7 +114,7 @@ class Calls:
         return [rng.randrange(total) for _ in range(count)]
 
     def own_places(self, client: SimClient, places: Sequence[int]) -> list[int]:
-        """Return a client's page for each of these: every namespace has its turn of the library."""
+        """Return a client's page for each of these: the namespaces share the library in turn."""
         turns = self.options.tenants
         last = len(self.library.keys) - turns
         return [min(place - place % turns, last) + client.tenant for place in places]
@@ -151,7 +151,7 @@ class Calls:
         outcome = await client.drive(path, attached.memory)
         self._close(regions)
         for region in regions:
-            # A late read of a source stores this.
+            # A read of the source after the call would store this.
             region.data[:] = POISON
         self._ended(client, "set", started, timeout_s, outcome.stored, outcome.reasons)
         for key, stored in zip(keys.tolist(), outcome.stored.tolist(), strict=True):
@@ -180,12 +180,12 @@ class Calls:
         cluster = client.cluster
         attached, home = client.attached, client.mirror_home()
         path = client.reader.get(keys, _runs(regions, rng), cluster, until, home)
-        heard = Heard(tuple(cluster.members))
-        outcome = await client.drive(path, attached.memory if attached else None, heard)
+        answers = Answers(tuple(cluster.members))
+        outcome = await client.drive(path, attached.memory if attached else None, answers)
         self.counts["mirrored"] = self.counts.get("mirrored", 0) + outcome.mirrored
         self._close(regions)
         clusters, has_time = (cluster, client.cluster), client.place.now() < until
-        check_absent(clusters, keys, outcome.reasons, heard, has_time=has_time)
+        check_absent(clusters, keys, outcome.reasons, answers, has_time=has_time)
         self._ended(client, "get", started, timeout_s, outcome.hits, outcome.reasons)
         ended = trio.current_time()
         for key, region, hit in zip(keys.tolist(), regions, outcome.hits.tolist(), strict=True):
@@ -200,14 +200,14 @@ class Calls:
         started = trio.current_time()
         cluster, until = client.cluster, _until(client, timeout_s)
         path = client.reader.exists(keys, cluster, until)
-        heard = Heard(tuple(cluster.members))
-        known, reasons, _ = await client.drive(path, None, heard)
+        answers = Answers(tuple(cluster.members))
+        known, reasons, _ = await client.drive(path, None, answers)
         clusters, has_time = (cluster, client.cluster), client.place.now() < until
-        check_absent(clusters, keys, reasons, heard, has_time=has_time)
+        check_absent(clusters, keys, reasons, answers, has_time=has_time)
         self._ended(client, "exists", started, timeout_s, known, reasons)
 
     async def prefix(self, client: SimClient, places: Sequence[int], rng: random.Random) -> None:
-        """Ask how far a prefix reaches in two pools, and read it: what is short is counted.
+        """Ask how far a prefix reaches in two pools, and read it; missing pages are counted.
 
         The second half of the library is the side pool, page for page.
         """
@@ -233,7 +233,7 @@ class Calls:
             for name, pages in (("prefix:reported", 2 * reported), ("prefix:short", short)):
                 self.counts[name] = self.counts.get(name, 0) + pages
 
-    async def tell_all(self, client: SimClient, message: Remove | Clear | Retain) -> None:
+    async def ask_all(self, client: SimClient, message: Remove | Clear | Retain) -> None:
         """Remove, clear or retain at every live member, through the home node."""
         timeout_s = client.config.op_timeout_s
         started = trio.current_time()
@@ -247,7 +247,7 @@ class Calls:
             client.cache.end()
         self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
 
-    # --- what must be -----------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def _ended(
         self,
@@ -258,7 +258,7 @@ class Calls:
         done: npt.NDArray[np.bool_],
         reasons: list[str],
     ) -> None:
-        """Check that a call ended in time, with one word for each page that it did not do."""
+        """Check that a call ended in time, with a reason for each page that it did not serve."""
         now = trio.current_time()
         took_s = now - started - client.place.paused_s(started, now)
         took_s *= client.place.rate
@@ -272,11 +272,11 @@ class Calls:
                 raise Violation("answer-form", f"{call}: {is_done} because of {reason!r}")
             if reason in (VERIFY_FAILED, INTERNAL):
                 raise Violation("never-expected", f"{client.place.name}: {call}: {reason}")
-        said = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
-        for reason, count in said.items():
+        shares = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+        for reason, count in shares.items():
             name = f"{call}:{reason or 'done'}"
             self.counts[name] = self.counts.get(name, 0) + count
-        self.trace.line("call", client.place.name, call, f"{took_s:.6f}", said)
+        self.trace.line("call", client.place.name, call, f"{took_s:.6f}", shares)
 
     def _close(self, regions: Sequence[Region]) -> None:
         for region in regions:
@@ -287,31 +287,31 @@ def check_absent(
     clusters: Sequence[Cluster],
     keys: PageKeys,
     reasons: Sequence[str],
-    heard: Heard,
+    answers: Answers,
     *,
     has_time: bool,
 ) -> None:
-    """A page is absent if an owner that knows all says so, or several, or if no other is left.
+    """A page is absent if a complete owner reports it, or several owners, or if no other is left.
 
-    clusters: as the client knew it before the call and after it. A call that meets a stranger's
-    record asks for the view, and then asks the owners of that one.
+    clusters: as the client knew it before the call and after it. A call that finds a record of an
+              unknown holder requests the view, and then asks the owners of that view.
     """
     if not has_time:
         return
     for key, reason in zip(keys.tolist(), reasons, strict=True):
         if reason != ABSENT:
             continue
-        trusted = [_not_asked(cluster, key, heard) for cluster in clusters]
+        trusted = [_not_asked(cluster, key, answers) for cluster in clusters]
         if all(trusted):
             detail = f"{key.hex()}: only owners that are behind said so, {trusted[0]} not asked"
             raise Violation("absent-on-trust", detail)
 
 
-def _not_asked(cluster: Cluster, key: bytes, heard: Heard) -> int:
-    """Return how many owners were not asked, 0 if those that were asked have the last word."""
+def _not_asked(cluster: Cluster, key: bytes, answers: Answers) -> int:
+    """Return how many owners were not asked, 0 if the answers of the others are enough."""
     owners = set(cluster.ring.owners(from_bytes(key))[0].tolist())
-    is_settled = len(owners & heard.behind[key]) >= ANSWERS_MAX or owners & heard.final[key]
-    return 0 if is_settled else len(owners - heard.asked[key] - heard.closed)
+    is_settled = len(owners & answers.behind[key]) >= ANSWERS_MAX or owners & answers.final[key]
+    return 0 if is_settled else len(owners - answers.asked[key] - answers.closed)
 
 
 def _until(client: SimClient, timeout_s: float) -> float:

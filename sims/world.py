@@ -1,4 +1,4 @@
-"""The world of one run: places, nodes, clients, and the processes that they are."""
+"""The world of one run: places, nodes, clients, and their processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HEADS_MAX = 3
 
 
 class World:
-    """Everything there is in one run."""
+    """All parts of one run."""
 
     nursery: trio.Nursery
     """Set when the run begins."""
 
     def __init__(self, options: Options, clock: VirtualClock, trace: Trace) -> None:
-        """Make the world; `sims.play` begins it."""
+        """Create the world; `sims.play` starts it."""
         seed = options.seed
         self.options = options
         self.clock = clock
@@ -64,10 +64,10 @@ class World:
         """Return the random numbers of one part of this run."""
         return determinism.stream(self.options.seed, part)
 
-    # --- how it begins ----------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------
 
     async def people(self) -> None:
-        """Start nodes, not all at once, and clients beside some of them."""
+        """Start nodes, not all at once, and clients next to some of them."""
         for name in self.host_of:
             self.nursery.start_soon(self.run_node, name, self._rng.uniform(0.0, 2.0))
         names = list(self.host_of)
@@ -85,7 +85,7 @@ class World:
         rng = self.stream(f"node/{name}/{boot}")
         place = self._place(name, self.host_of[name], rng)
         for memory in self.memories.values():
-            # What dead nodes have left is out of the way when one starts on their host.
+            # A starting node removes the leftovers of dead nodes on its host.
             if memory.host == place.host and not self._lives(memory):
                 memory.is_linked = False
         self.places[name] = place
@@ -120,7 +120,7 @@ class World:
         await node.run()
 
     def _place(self, name: str, host: str, rng: random.Random) -> Place:
-        """Return a new process, with a clock that began some day and goes at its own rate."""
+        """Return a new process, with a clock that has an offset and its own rate."""
         skew = self.options.skew
         rate = 1.0 + rng.uniform(-skew, skew)
         return Place(name, host, rate=rate, offset_s=rng.uniform(0.0, 1e5) if skew else 0.0)
@@ -129,7 +129,7 @@ class World:
         return any(n.memory is memory and n.place.alive for n in self.nodes.values())
 
     async def run_reader(self, name: str, home: str) -> None:
-        """Run a client that makes no calls of its own, beside this node."""
+        """Run a client that makes no calls of its own, next to this node."""
         self._homes[name] = home
         await self.run_client(name, 0.5, works=False)
 
@@ -189,7 +189,7 @@ class World:
             await self._start_again(name, away_s)
 
     async def drain_node(self, name: str, away_s: float, *, is_cancelled: bool) -> None:
-        """Drain a node, and start it again later; or change one's mind."""
+        """Drain a node, and start it again later; or cancel the drain."""
         node = self.nodes[name]
         if not node.place.alive or node.is_leaving:
             return
@@ -198,7 +198,7 @@ class World:
             await self.leave_node(name, away_s)
 
     async def crash_client(self, name: str, away_s: float) -> None:
-        """Kill an engine; another one comes in its place."""
+        """Kill an engine; another one replaces it."""
         client = self.clients[name]
         if not client.place.alive:
             return
@@ -233,10 +233,10 @@ async def _no_work(client: SimClient) -> None:
 
 
 def address_of(name: str) -> str:
-    """Return where a node listens."""
+    """Return the address at which a node listens."""
     return f"{name}:1"
 
 
 def name_at(address: str) -> str:
-    """Return who listens at an address."""
+    """Return the name of the node at an address."""
     return address.partition(":")[0]

@@ -6,7 +6,7 @@
     │   ├── PoolTooLarge       the memory for the pool is missing
     │   ├── AddressTaken       a configured address is in use
     │   ├── BrokenInstallation a part is missing or stale, or another project mixes in
-    │   ├── InvalidRequest     tokens, a shape or buffers that no call can take
+    │   ├── InvalidRequest     invalid tokens, shape or buffers
     │   └── Rejected           the peer refuses: version, cluster, granule, lock
     ├── IndefiniteError        may have happened
     │   ├── PeerUnreachable    no connection, or no answer
@@ -16,7 +16,7 @@
         └── RemoteProtocolError   by the peer: dropped and counted
 
 No batch call of a `Client` raises them: there every error is a miss with a counted reason.
-Constructors and commands raise them, where a person reads the message.
+Constructors and commands raise them, for users to read the message.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class LocalProtocolError(ProtocolError):
 
 @attrs.define(eq=False)
 class RemoteProtocolError(ProtocolError):
-    """A peer sent what no correct peer sends."""
+    """A peer sent a message that no correct peer sends."""
 
     what: str
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"the peer broke the protocol: {self.what}"
 
 
 class InvalidRequest(DefiniteError, ValueError):
-    """The caller hands over what no call can take: tokens, shapes, buffers, a closed connector."""
+    """The caller passed invalid arguments: tokens, shapes, buffers, a closed connector."""
 
 
 @attrs.define(eq=False)
@@ -67,7 +67,7 @@ class ConfigError(DefiniteError):
     problem: str
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"configuration '{self.name}': {self.problem}"
 
 
@@ -80,7 +80,7 @@ class PoolTooLarge(DefiniteError):
     free_bytes: int
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return (
             f"the pool needs {self.wanted_bytes} bytes in {self.path}, which has "
             f"{self.free_bytes} free: lower pool_size, or name another shm_dir"
@@ -95,7 +95,7 @@ class AddressTaken(DefiniteError):
     address: str
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"{self.name} = {self.address} is in use: stop its owner, or choose another"
 
 
@@ -107,7 +107,7 @@ class BrokenInstallation(DefiniteError):
     remedy: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads."""
+        """Return the message for users."""
         return f"{self.problem}: {self.remedy}"
 
 
@@ -119,7 +119,7 @@ class Rejected(DefiniteError):
     detail: str
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"refused ({self.reason}): {self.detail}"
 
 
@@ -130,17 +130,17 @@ class PeerUnreachable(IndefiniteError):
     peer: str
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"no answer from {self.peer}"
 
 
 @attrs.define(eq=False)
 class DeadlineExceeded(IndefiniteError):
-    """The time that the caller gave was up."""
+    """The caller's deadline passed first."""
 
     what: str
     timeout_s: float
 
     def __str__(self) -> str:
-        """Return the message for a person."""
+        """Return the message for users."""
         return f"{self.what} did not finish within {self.timeout_s} s"

@@ -20,7 +20,7 @@ import pytest
 from peercache.actors.channels.actor import (
     IDLE_S,
     ChannelPool,
-    ChannelsSay,
+    ChannelsOutput,
     CloseChannel,
     CloseChannels,
     DestroyChannel,
@@ -344,10 +344,10 @@ class SenderlessPool:
 
     pool: ChannelPool
 
-    def on_message(self, _sender: Origin, message: Any, now: float) -> list[ChannelsSay]:
+    def on_message(self, _sender: Origin, message: Any, now: float) -> list[ChannelsOutput]:
         return self.pool.on_message(message, now)
 
-    def on_tick(self, now: float) -> list[ChannelsSay]:
+    def on_tick(self, now: float) -> list[ChannelsOutput]:
         return self.pool.on_tick(now)
 
     def deadline(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from peercache.client.report import tell_missed, tell_moved
+from peercache.client.report import add_missed, add_moved
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.runs import PageRuns
 from peercache.observability.reasons import ABSENT
@@ -81,7 +81,7 @@ class FakeClient:
         self.touched.append(len(keys))
         with self.cluster.lock:
             found = [name in self.cluster.pages for name in self._names(keys)]
-        tell_missed({ABSENT: found.count(False)})
+        add_missed({ABSENT: found.count(False)})
         return found
 
     def remove(self, keys: Sequence[str]) -> int:
@@ -107,8 +107,8 @@ class FakeClient:
     @staticmethod
     def _told(flags: list[bool], runs: PageRuns, moved: list[bool]) -> list[bool]:
         """Tell an open report what was moved; return the flags."""
-        tell_moved(sum(moved), int(runs.lengths[np.array(moved, np.bool_)].sum()))
-        tell_missed({ABSENT: flags.count(False)})
+        add_moved(sum(moved), int(runs.lengths[np.array(moved, np.bool_)].sum()))
+        add_missed({ABSENT: flags.count(False)})
         return flags
 
     def _names(self, keys: Any) -> list[bytes]:

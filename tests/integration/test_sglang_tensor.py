@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from peercache.client.report import tell_moved
+from peercache.client.report import add_moved
 from peercache.sglang import PeerCacheStore
 from peercache.sglang.namespace import HeadGroups, UncutPool
 from peercache.sglang.pages import HostPages, object_keys
@@ -272,7 +272,7 @@ def test_a_set_that_loses_a_group_is_no_stored_page(
     client = cluster.opened[0]
 
     def lossy(self: Any, keys: Any, runs: Any) -> list[bool]:
-        tell_moved(len(keys) - 1, 1)
+        add_moved(len(keys) - 1, 1)
         return [i != 5 for i in range(len(keys))]
 
     monkeypatch.setattr(type(client), "batch_set_from", lossy)

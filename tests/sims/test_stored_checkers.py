@@ -87,12 +87,12 @@ def test_an_owner_that_calls_a_known_page_absent_is_accused() -> None:
 
 
 def unheard_while_stopped(truth: Truth) -> None:
-    truth.unheard, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 0})}}, {}
+    truth.unanswered, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 0})}}, {}
 
 
 def told_before_what_was_heard(truth: Truth) -> None:
-    truth.told, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 3})}}, {}
-    truth.heard = {(HOLDER, OWNER): 4}
+    truth.announced, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 3})}}, {}
+    truth.received = {(HOLDER, OWNER): 4}
 
 
 @pytest.mark.parametrize("lacks", [unheard_while_stopped, told_before_what_was_heard])
@@ -112,12 +112,12 @@ def nothing_is_noted(truth: Truth) -> None:
 
 def not_told_to_this_owner(truth: Truth) -> None:
     told_before_what_was_heard(truth)
-    truth.told[KEY][HOLDER].owners = {THIRD: 3}
+    truth.announced[KEY][HOLDER].owners = {THIRD: 3}
 
 
 def told_with_the_last_message(truth: Truth) -> None:
     told_before_what_was_heard(truth)
-    truth.heard = {(HOLDER, OWNER): 3}
+    truth.received = {(HOLDER, OWNER): 3}
 
 
 def holder_is_dead(truth: Truth) -> None:
@@ -194,7 +194,7 @@ def test_authority_beside_a_suspect_is_accused() -> None:
     for canary in ("suspect-in-sync", ""):
         truth, shard = known_to_all(), with_authority()
         with planted_canary(canary):
-            stored.note_heard(shard, OWNER, shown, truth)
+            stored.note_message(shard, OWNER, shown, truth)
             shard.on_message(Origin(OWNER), shown, 0.0)
         try:
             stored.check_authority(shard, truth)
@@ -209,17 +209,17 @@ def test_authority_beside_a_suspect_is_accused() -> None:
 
 def say(publisher: Publisher, message: object, truth: Truth, *, sender: int = HOLDER) -> None:
     """Let a publisher hear something, as a watched actor does."""
-    stored.note_heard(publisher, sender, message, truth)
-    stored.note_said(publisher, publisher.on_message(Origin(sender), message, 0.0), truth)  # type: ignore[arg-type]
+    stored.note_message(publisher, sender, message, truth)
+    stored.note_effects(publisher, publisher.on_message(Origin(sender), message, 0.0), truth)  # type: ignore[arg-type]
 
 
 def committed(truth: Truth) -> tuple[Publisher, list[Effect]]:
     """Return HOLDER's publisher, which waits for the owners of a page, and what it has sent."""
     publisher = publisher_in(RING).actor
     commit = commit_of(records_of(HOLDER, [1], [GENERATION]))
-    stored.note_heard(publisher, HOLDER, commit, truth)
+    stored.note_message(publisher, HOLDER, commit, truth)
     effects = publisher.on_message(Origin(HOLDER), commit, 0.0)
-    stored.note_said(publisher, effects, truth)
+    stored.note_effects(publisher, effects, truth)
     return publisher, effects
 
 
@@ -258,10 +258,10 @@ def test_what_a_set_returned_with_is_noted_of_owners_that_were_stopped(
     monkeypatch.setattr("sims.memory.trio.current_time", lambda: 1.0)
     publisher, _ = committed(truth)
 
-    stored.note_said(publisher, publisher.on_tick(1.0), truth)
+    stored.note_effects(publisher, publisher.on_tick(1.0), truth)
 
     assert truth.known.get(KEY) is None
-    assert truth.unheard[KEY][HOLDER].owners == {OWNER: 0}
+    assert truth.unanswered[KEY][HOLDER].owners == {OWNER: 0}
 
 
 def test_messages_of_streams_are_noted_and_forged_ones_known() -> None:
@@ -269,7 +269,7 @@ def test_messages_of_streams_are_noted_and_forged_ones_known() -> None:
     truth, shard = known_to_all(), with_authority()
     truth.known = {}
     committed(truth)
-    number = truth.told[KEY][HOLDER].owners[OWNER]
+    number = truth.announced[KEY][HOLDER].owners[OWNER]
     seen = []
     for message in (
         Put(number, b""),
@@ -278,8 +278,8 @@ def test_messages_of_streams_are_noted_and_forged_ones_known() -> None:
         Delete(number + 9, b""),
         HandedOver(number, 0, 0, RING.version),
     ):
-        stored.note_heard(shard, HOLDER, message, truth)
-        seen.append(((HOLDER, OWNER) in truth.forged, truth.heard[HOLDER, OWNER] - number))
+        stored.note_message(shard, HOLDER, message, truth)
+        seen.append(((HOLDER, OWNER) in truth.forged, truth.received[HOLDER, OWNER] - number))
 
     assert seen == [(False, 0), (True, 1), (False, 1), (True, 9), (False, 1)]
 
@@ -291,19 +291,19 @@ def test_what_a_holder_withdraws_it_has_not_told() -> None:
     publisher = publisher_in(RING).actor
     delete = Send(OWNER, Delete(9, drops_of([1], [GENERATION]).tobytes()))
 
-    stored.note_said(publisher, [delete], truth)
+    stored.note_effects(publisher, [delete], truth)
 
-    assert OWNER not in truth.told[KEY][HOLDER].owners
-    assert THIRD in truth.told[KEY][HOLDER].owners
+    assert OWNER not in truth.announced[KEY][HOLDER].owners
+    assert THIRD in truth.announced[KEY][HOLDER].owners
 
 
 def test_a_holder_that_an_owners_view_has_lost_is_noted() -> None:
     """What it had is not served from then on, though it may be alive and come back."""
     truth, shard = known_to_all(), with_authority()
 
-    stored.note_heard(shard, OWNER, view(OWNER, THIRD, member(HOLDER, DEAD)), truth)
+    stored.note_message(shard, OWNER, view(OWNER, THIRD, member(HOLDER, DEAD)), truth)
     lost = dict(truth.ended), set(truth.live[OWNER])
-    stored.note_heard(shard, OWNER, RingChanged(ring_of(OWNER, THIRD)), truth)
+    stored.note_message(shard, OWNER, RingChanged(ring_of(OWNER, THIRD)), truth)
 
     assert lost == ({(HOLDER, OWNER): 1}, {OWNER, THIRD})
     assert truth.rings[OWNER].members == (OWNER, THIRD)

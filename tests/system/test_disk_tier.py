@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.model.records import RESIDENT
 from peercache.storage.check import stats_of
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import PAGE_BYTES, LocalCluster, free_port, keys_of, pages_of
@@ -44,6 +45,12 @@ def store_all(client: Client, names: list[str]) -> None:
     for begin in range(0, len(names), 8):
         batch = names[begin : begin + 8]
         assert all(client.batch_set(batch, pages_of(batch)))
+
+
+def is_stored_in_memory(client: Client, names: list[str]) -> bool:
+    """Set pages; return whether all of them are in memory afterwards."""
+    store_all(client, names)
+    return client.overlap(names).stored(RESIDENT) == len(names)
 
 
 def read_all(client: Client, names: list[str], within_s: float = TIMEOUT_S) -> list[bool]:
@@ -224,8 +231,8 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
     open_disk(client)
     store_all(client, names)
     spilled(client, 16)
-    time.sleep(1.1)  # Of what is stored within one second the last pages go first.
-    store_all(client, others)
+    # Of pages that are stored within one second the last ones are evicted first.
+    wait_until(lambda: is_stored_in_memory(client, others))
 
     def has_vanished() -> bool:
         # The node may begin a file in it meanwhile.

@@ -1,9 +1,9 @@
-"""The ports of the disk actor and the rdma actor: effects, and the facts that answer them.
+"""The ports of the disk actor and the rdma actor: effects, and the results that answer them.
 
-Effects are values; an adapter of a port performs them: the page store and `rdma.serving` over real
-devices, fakes in tests. Answers are facts, and the actors hear them.
+Effects are values. The adapter of a port performs them: the page store and `rdma.serving` on real
+devices, fakes in tests. Results are messages to the actors.
 
-The disk actor decides which page is where; the store moves bytes on threads of its own and
+The disk actor decides where each page is stored; the store moves bytes on threads of its own and
 answers each job exactly once. Places are byte offsets in the store, as if its slabs were one long
 file.
 """
@@ -22,23 +22,23 @@ from peercache.model.runs import U64
 from peercache.wire.messages.session import ChannelOpened, OpenChannel, Refused
 
 DISK_DONE = 0
-"""Outcome of one page of a job: written, or read, in full."""
+"""Outcome for one page of a job: written or read in full."""
 DISK_CHANGED = 1
 """The pool rewrote or evicted the page while it was being written: the place holds nothing."""
 DISK_DAMAGED = 2
-"""What is at the place is not that page, or its checksum is wrong: the place holds nothing."""
+"""The place holds another page, or its checksum is wrong: the place counts as empty."""
 DISK_FAILED = 3
-"""An I/O error: the place holds nothing that may be believed."""
+"""An I/O error: the content of the place must not be trusted."""
 DISK_FULL = 4
 """No space on the file system, or less than its floor: the place cannot be written for now."""
 DISK_LATE = 5
-"""The call was under way at the deadline, *and may still write*: into the pool (Load) or into the
-place (Spill). Slot and place stay taken, until `LateEnded` names the page."""
+"""The call was running at the deadline, *and may still write*: into the pool (Load) or into the
+place (Spill). Slot and place stay allocated until `LateEnded` names the page."""
 DISK_UNTRIED = 6
 """The deadline passed, or the tier ended, before the page's turn: nothing was touched."""
 DISK_REPLACED = 7
-"""Another page lies whole at the place: the node was killed between its bytes and its row, so the
-row of the page before is left. The place holds nothing."""
+"""Another complete page is at the place: the node was killed between writing the page and its row,
+so the row of the earlier page is left. The place counts as empty."""
 
 DISK_ENTRY = np.dtype(
     [
@@ -47,12 +47,12 @@ DISK_ENTRY = np.dtype(
         ("place", "<u8"),
         ("sequence", "<u8"),
         ("length", "<u4"),
-        ("written", "<u4"),  # unix seconds: for a time to live that outlasts a restart
+        ("written", "<u4"),  # unix seconds, so that a time to live continues after a restart
         ("used", "<u4"),  # unix seconds, coarse
         ("slot", "<u4"),  # blocks of 4 KiB that the slot takes, its header included
     ]
 )
-"""One page on disk, as the index tells it at start. 60 bytes."""
+"""One page on disk, as DiskOpened reports it at start. 60 bytes."""
 
 
 # --- effects of the disk actor --------------------------------------------------------------------
@@ -62,15 +62,15 @@ DISK_ENTRY = np.dtype(
 class Spill:
     """disk → store: write pages of the pool to places. Answered by one SpillDone.
 
-    The store compares each page's generation word with its record's generation before and after;
-    a page that changed meanwhile is DISK_CHANGED. Places next to each other, in order, are written
-    by one call. A place is not handed to a second job before the first has answered for it.
+    The store compares each page's generation word with its record's generation before and after; a
+    page that changed in between is DISK_CHANGED. Consecutive places are written by one call. A
+    place is not given to a second job before the first one has answered for it.
 
-    job:        a number that no other job of this store had.
+    job:        a number that no other job of this store has had.
     records:    RESIDENT records: key, offset, length, generation (and checksum, with its flag).
     namespaces: (n,) TAG.
-    places:     (n,) uint64, byte offsets in the store, where the slots' headers lie.
-    sequences:  (n,) uint64, write sequences: the highest wins where two slots name one key.
+    places:     (n,) uint64, byte offsets in the store, of the slots' headers.
+    sequences:  (n,) uint64, write sequences: the highest wins if two slots have the same key.
     until:      deadline, in the actor's time.
     """
 
@@ -86,12 +86,12 @@ class Spill:
 class Load:
     """disk → store: read pages into reserved slots of the pool. Answered by one LoadDone.
 
-    The slots' generation words are odd while that happens; a page's slot takes its length rounded
-    up to 4 KiB, which a granule always has. Loads go before spills.
+    The slots' generation words are odd during the load. A page's slot takes its length rounded up
+    to 4 KiB, which a granule always has. Loads are done before spills.
 
     keys:    n packed keys, 16 bytes each.
-    lengths: (n,) uint64. What is found must have this key, namespace and length.
-    places:  (n,) uint64, as given to Spill or told by DiskOpened.
+    lengths: (n,) uint64. The page found must have this key, namespace and length.
+    places:  (n,) uint64, as given to Spill or reported by DiskOpened.
     offsets: (n,) uint64, of the slots in page memory.
     until:   deadline, in the actor's time.
     """
@@ -107,13 +107,13 @@ class Load:
 
 @attrs.frozen(eq=False)
 class Forget:
-    """disk → store: these places hold nothing any more; their index rows go, in order with Spill.
+    """disk → store: these places are empty now; delete their index rows, in order with Spill.
 
-    A Spill to a forgotten place may follow at once: the row goes first.
+    A Spill to a forgotten place may follow at once: the row is deleted first.
 
     places: (n,) uint64. Their slots stay as they are until they are written again: an index that
             is rebuilt from slots finds those pages.
-    job:    0, or a number for ForgetDone, which tells that the rows are gone for good.
+    job:    0, or a number for ForgetDone, which reports that the rows are deleted permanently.
     """
 
     places: U64
@@ -130,17 +130,18 @@ class NoteUse:
 DiskEffect: TypeAlias = Spill | Load | Forget | NoteUse
 
 
-# --- facts from the page store (to the disk actor) ---------------------------------------------
+# --- results from the page store (to the disk actor) ----------------------------------------------
 
 
 @attrs.frozen(eq=False)
 class DiskOpened:
-    """store → disk: the folder is ours. The first fact; before it the store takes no jobs.
+    """store → disk: the folder is open and locked. The first result; before it the store takes no
+    jobs.
 
     usable_bytes: whole slabs below the cap; a multiple of slab_bytes.
     slab_bytes:   bytes of a slab; slab i holds the places from i x slab_bytes on.
     entries:      dtype DISK_ENTRY, coldest first; places fit their slabs and do not overlap, and a
-                  key occurs once. Nothing has been verified: a Load does that.
+                  key occurs once. No page has been verified: a Load does that.
     unix_s:       the wall clock now, to compare with `written` and `used`.
     """
 
@@ -160,7 +161,7 @@ class SpillDone:
 
 @attrs.frozen(eq=False)
 class LoadDone:
-    """store → disk: the outcome of each page of a Load; checksums: (n,) xxh3_64 of what is DONE."""
+    """store → disk: the outcome of each page of a Load; checksums: (n,) xxh3_64 of DONE pages."""
 
     job: int
     outcomes: bytes
@@ -171,7 +172,7 @@ class LoadDone:
 class LateEnded:
     """store → disk: a call that was DISK_LATE has returned; slot and place of its pages are free.
 
-    indices: which pages of the job. Whatever was read or written is not to be believed.
+    indices: the pages of the job. What was read or written must not be trusted.
     """
 
     job: int
@@ -180,16 +181,16 @@ class LateEnded:
 
 @attrs.frozen
 class ForgetDone:
-    """store → disk: what this Forget named stays forgotten over restarts."""
+    """store → disk: the places of this Forget stay forgotten across restarts."""
 
     job: int
 
 
 @attrs.frozen
 class DiskEnded:
-    """store → disk: the tier is off from now on (stuck, vanished, read-only); the node goes on.
+    """store → disk: the tier is off from now on (stuck, removed, read-only); the node continues.
 
-    Jobs without an answer are answered before; LateEnded may still follow.
+    Open jobs are answered first; LateEnded may still follow.
     """
 
     reason: str
@@ -203,9 +204,9 @@ DiskFact: TypeAlias = DiskOpened | SpillDone | LoadDone | LateEnded | ForgetDone
 
 @attrs.frozen
 class OpenPair:
-    """Connect a queue pair to the client's end, or describe the one that the channel has.
+    """Connect a queue pair to the client's end, or describe the existing one of the channel.
 
-    A repeated question keeps the queue pair. A question with another end of the client replaces it.
+    A repeated request keeps the queue pair. A request with another end of the client replaces it.
     """
 
     origin: Origin
@@ -230,7 +231,7 @@ class ServeMemory:
 RdmaEffect: TypeAlias = OpenPair | DropPair | ServeMemory
 
 
-# --- facts: queue pairs → rdma --------------------------------------------------------------------
+# --- results: queue pairs → rdma ------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -240,7 +241,7 @@ class RdmaServes:
 
 @attrs.frozen
 class RdmaAbsent:
-    """There are no queue pairs from now on. reason: a sentence for clients and people."""
+    """There are no queue pairs from now on. reason: a sentence for clients and operators."""
 
     reason: str
 
@@ -261,10 +262,10 @@ RdmaFact: TypeAlias = RdmaServes | RdmaAbsent | PairOpened
 class QueuePairs(Protocol):
     """The queue pairs of a node, as the rdma actor sees them.
 
-    To make a queue pair may take long, so the port is asynchronous. The first fact is RdmaServes
+    Creating a queue pair may take long, so the port is asynchronous. The first result is RdmaServes
     or RdmaAbsent. After RdmaServes each OpenPair has exactly one PairOpened, in the order of the
-    effects; after RdmaAbsent there are no facts, and effects do nothing.
+    effects; after RdmaAbsent there are no results, and effects do nothing.
     """
 
     def perform(self, effect: RdmaEffect) -> None:
-        """Take an effect and return at once, before its fact."""
+        """Start an effect and return at once, before its result."""

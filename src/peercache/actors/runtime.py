@@ -1,7 +1,8 @@
-"""The only loop of the control plane: one task an actor, one message or tick at a time.
+"""The only loop of the control plane: one task per actor, one message or tick at a time.
 
-While an actor's task sleeps, the task that put a message into its mailbox may have it handled in
-its own turn of the loop (`Turn.handle`): a wake-up less for each actor on a message's way.
+While an actor's task sleeps, the task that puts a message into its mailbox may have the message
+handled in its own turn of the loop (`Turn.handle`): that saves a wake-up for each actor on the
+path.
 """
 
 from __future__ import annotations
@@ -17,38 +18,38 @@ from peercache.actors.effects import Effect, StateActor
 from peercache.actors.origin import Origin
 
 MAILBOX_MESSAGES_MAX = 4096
-"""Pending messages from the network for one actor: more than a second of work. Beyond it they are
+"""Pending messages from the network for one actor: more than a second of work. Further messages are
 dropped and counted; requests have deadlines, streams have summaries."""
 
 MAILBOX_BYTES_MAX = 16 * 2**20
-"""The same in bytes as they came, for an actor behind: 64 of the largest messages."""
+"""The same in received bytes, for an actor that is behind: 64 of the largest messages."""
 
 TURN_MESSAGES = 16
 """Messages handled before other tasks get a turn: about a millisecond."""
 
 SELF = Origin(0)
-"""The sender of facts that another actor of this node tells."""
+"""The sender of messages from other actors of this node."""
 
 Hears = TypeVar("Hears")
 
 
 @final
 class Mailbox(Generic[Hears]):
-    """The queue of one actor. Facts from inside the node are never dropped: each is the effect of
-    a message that was let in, so they are as bounded as those are.
+    """The queue of one actor. Messages from inside the node are never dropped: each is the effect
+    of an accepted message, so they are as bounded as those are.
     """
 
     def __init__(self, *, messages_max: int = MAILBOX_MESSAGES_MAX) -> None:
         """Start empty."""
         self.messages_max = messages_max
         self.waiting: deque[tuple[Origin, Hears, int]] = deque()
-        """Oldest first. Other tasks only look whether it is empty."""
+        """Oldest first. Other tasks only check whether it is empty."""
         self._waiting_bytes = 0
         self._wake = trio.Event()
         self.handle: Callable[[], bool] | None = None
-        """Has the actor handle one message, in the caller's turn; None while its task is awake."""
+        """Makes the actor handle one message in the caller's turn; None while its task is awake."""
         self.turn: Turn | None = None
-        """Of the mailboxes among which this one is; None alone."""
+        """The turn of the mailboxes that this one belongs to; None if it is alone."""
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -56,18 +57,18 @@ class Mailbox(Generic[Hears]):
         return len(self.waiting)
 
     def offer(self, sender: Origin, message: Hears, size_bytes: int) -> bool:
-        """Take a message from the network, of so many bytes there; False if the mailbox is full."""
+        """Add a message from the network, with its size; return False if the mailbox is full."""
         if len(self.waiting) >= self.messages_max or self._waiting_bytes >= MAILBOX_BYTES_MAX:
             return False
         self._put(sender, message, size_bytes)
         return True
 
     def tell(self, sender: Origin, message: Hears) -> None:
-        """Take a fact from inside the node."""
+        """Add a message from inside the node."""
         self._put(sender, message, 0)
 
     def close(self) -> None:
-        """Drop all messages from now on: no actor takes them."""
+        """Drop all messages from now on: no actor reads them."""
         self._is_closed = True
         self.waiting.clear()
         self._waiting_bytes = 0
@@ -81,7 +82,7 @@ class Mailbox(Generic[Hears]):
         return sender, message
 
     async def wait(self, handle: Callable[[], bool] | None = None) -> None:
-        """Wait until something is there, or until a `Turn` has had it handled by `handle`."""
+        """Wait until there is a message, or until a `Turn` has had one handled by `handle`."""
         if not self.waiting:
             self._wake = trio.Event()
             self.handle = handle
@@ -105,20 +106,20 @@ class Mailbox(Generic[Hears]):
 
 @final
 class Turn:
-    """The turn of a task that brings messages: all that follows from them is handled in it."""
+    """The turn of a task that delivers messages: it handles all messages that follow from them."""
 
     def __init__(self, mailboxes: tuple[Mailbox[Any], ...]) -> None:
-        """Handle what waits in these mailboxes, in this order."""
+        """Handle the messages of these mailboxes, in this order."""
         self.is_on = False
-        """Whether these mailboxes are looked at before the loop goes on: no actor need be woken."""
+        """Whether these mailboxes are emptied before the loop continues: no actor need be woken."""
         self._mailboxes = mailboxes
         for mailbox in mailboxes:
             mailbox.turn = self
 
     def handle(self, bring: Callable[..., None], *what: object) -> None:
-        """Call `bring(*what)`, and have what waits in mailboxes handled, without waking a task.
+        """Call `bring(*what)`, then handle the messages in the mailboxes, without waking a task.
 
-        An exception of an actor is raised here: its state is not to be trusted any more.
+        An exception of an actor is raised here: its state must not be trusted any more.
         """
         self.is_on = True
         try:
@@ -137,7 +138,7 @@ class Turn:
 @final
 @attrs.frozen(eq=False)
 class NamedActor(Generic[Hears]):
-    """An actor with the mailbox that it takes its messages from."""
+    """An actor and its mailbox."""
 
     name: str
     actor: StateActor[Hears]
@@ -149,9 +150,9 @@ async def run_actor(
 ) -> None:
     """Hand the actor one message, or one tick, at a time until cancelled.
 
-    Nothing else drains a mailbox into an actor: this task does it, or the `Turn` of another one
-    does it by `handle` while this one sleeps.
-    `perform` never blocks: outboxes are bounded, and a drop is counted.
+    Nothing else takes messages from the mailbox: this task does, or the `Turn` of another task by
+    `handle`, while this one sleeps. `perform` never blocks: outboxes are bounded, and a drop is
+    counted.
     """
     is_at_work = False
 
@@ -159,7 +160,7 @@ async def run_actor(
         now = trio.current_time()
         if actor.deadline() <= now:
             effects = actor.on_tick(now)
-            # Else virtual time would stop here, and real time would spin.
+            # Otherwise virtual time would stop here, and real time would spin.
             assert actor.deadline() > now, f"{type(actor).__name__} ticks without end"
         elif (received := mailbox.take()) is not None:
             effects = actor.on_message(*received, now)
@@ -173,7 +174,7 @@ async def run_actor(
     def handle() -> bool:
         nonlocal is_at_work
         if is_at_work:
-            # What the actor does has come back to it: one message at a time.
+            # An effect of the actor has sent a message to the actor itself: one message at a time.
             return False
         is_at_work = True
         try:

@@ -1,11 +1,11 @@
-"""Tenants: the namespaces of a node that have quotas, and how much room each takes.
+"""Tenants: the namespaces of a node that have quotas, and how much room each uses.
 
-Pool and disk each have a `Tenants` of their own. Namespaces are told by their space tags. A rule
-for an exact name needs no more; one with a pattern holds for a namespace once a writer of it has
-said its name. All namespaces without a rule are one tenant, which is guaranteed nothing; without
-any rule there is one tenant, which is guaranteed everything.
+Pool and disk each have a `Tenants` of their own. Namespaces are identified by their space tags.
+That is enough for a rule with an exact name; a rule with a pattern applies to a namespace once a
+writer has sent its name. All namespaces without a rule are one tenant, which has no guarantee;
+without any rule there is one tenant, which is guaranteed everything.
 
-There are metrics of tenants only where there are quotas; gauges are computed when they are read.
+There are metrics of tenants only if there are quotas; gauges are computed on access.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from peercache.model.runs import I64
 from peercache.observability.metrics import Metrics
 
 TENANTS_MAX: Final = 64
-"""Tenants of a node, those that the settings name exactly aside: each takes a part of the pool for
-itself, and a line of each metric. Namespaces that come later share the room of those without."""
+"""Tenants of a node, without those that the settings name exactly: each takes a part of the pool,
+and a line of each metric. Later namespaces share the room of those without a quota."""
 
 RETAINED_DIVISOR: Final = 4
-"""All namespaces without a quota of their own may together retain 1/4 of a pool, and no quota."""
+"""Namespaces without a quota may together retain 1/4 of a pool, and no part of a quota."""
 
 BLOCKED_DIVISOR: Final = 2
-"""Their retained pages may be in 1/2 of it at most: the rest changes between page sizes."""
+"""Their retained pages may occupy at most 1/2 of its extents: the others can change size."""
 
 OTHERS: Final = "(others)"
 """Stands for all namespaces that have no quota of their own."""
@@ -38,12 +38,12 @@ OTHERS: Final = "(others)"
 @final
 @attrs.define(eq=False)
 class Tenant:
-    """One namespace, or all those without a quota.
+    """One namespace, or all namespaces without a quota.
 
-    quota:    what it is guaranteed; taken: what it takes now. Both in the unit of their `Tenants`.
-    retained: what its retained pages take; blocked: the extents that they are in, which nothing
-              else gets before they lapse.
-    priority: of tenants over their quotas the one with the lowest gives first.
+    quota:    its guarantee; taken: its current use. Both in the unit of their `Tenants`.
+    retained: the size of its retained pages; blocked: the extents of those pages, which no other
+              page gets before they expire.
+    priority: of the tenants over their quotas, the one with the lowest priority loses pages first.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Tenant:
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has borrowed room that others may take back."""
+        """Return whether it uses borrowed room that others may take back."""
         return self.taken > self.quota
 
     def may_have(self, more: int) -> bool:
-        """Return whether so much more is its due: one piece always is, where it has a quota."""
+        """Return whether `more` is within its quota; with a quota, one piece always is."""
         return self.taken + more <= self.quota or (not self.taken and self.quota > 0)
 
 
@@ -76,7 +76,7 @@ class Tenants:
         unit_bytes: int = 1,
         disk: bool = False,
     ) -> None:
-        """Make those with exact names. whole: all there is, in pieces of `unit_bytes`."""
+        """Create the tenants with exact names. whole: the total size, in pieces of `unit_bytes`."""
         self._rules = tuple(rules)
         self._whole = whole
         self._unit_bytes = unit_bytes
@@ -105,9 +105,9 @@ class Tenants:
     def may_retain(self, tenant: Tenant, more: int, extent: int) -> bool:
         """Return whether a tenant may retain one more page.
 
-        more: what it takes; extent: what its extent takes, 0 where another one there is retained.
-        No quota of another tenant is ever blocked: each retains within its own, or within what no
-        quota has.
+        more: the size of the page; extent: that of its extent, 0 if another page there is retained.
+        No tenant blocks the quota of another one: each retains within its own quota, or within room
+        without a quota.
         """
         most = blocked_most = tenant.quota
         if tenant is self.others:
@@ -128,7 +128,7 @@ class Tenants:
         return numbers
 
     def counted(self, namespaces: Tags) -> dict[Tenant, int]:
-        """Return how many pages each tenant has among these; namespaces: of each page."""
+        """Return how many of these pages each tenant has. namespaces: that of each page."""
         numbers, counts = np.unique(self.numbers(namespaces), return_counts=True)
         tenants = self.all()
         return {
@@ -166,7 +166,7 @@ class TenantMetrics:
     """The metrics of the tenants of one tier."""
 
     def __init__(self, metrics: Metrics, tenants: Tenants, tier: str, unit_bytes: int) -> None:
-        """Show the tenants that there are. unit_bytes: of what they count."""
+        """Show the current tenants. unit_bytes: the unit in which they count."""
         self._metrics = metrics
         self._tenants = tenants
         self._tier = tier
@@ -176,7 +176,7 @@ class TenantMetrics:
             self.renew()
 
     def renew(self) -> None:
-        """Show the tenants that there are now, and no other."""
+        """Show exactly the current tenants."""
         now = {tenant.name: tenant for tenant in self._tenants.all()}
         for name in [name for name in self._shown if name not in now]:
             self._metrics.namespace_bytes.remove(name, self._tier)
@@ -189,7 +189,7 @@ class TenantMetrics:
         self._shown = dict.fromkeys(now)
 
     def count_evicted(self, pages: Mapping[Tenant, int]) -> None:
-        """Count evicted pages. pages: how many each tenant lost."""
+        """Count evicted pages. pages: the number that each tenant lost."""
         if self._shown:
             for tenant, count in pages.items():
                 self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier).inc(count)
@@ -202,5 +202,5 @@ class TenantMetrics:
             retained.set_function(lambda: tenant.retained * self._unit_bytes)
         quota = self._metrics.namespace_quota_bytes.labels(tenant.name, self._tier)
         quota.set(tenant.quota * self._unit_bytes)
-        # Shown at 0 from the start: a rate would leave out the first value of a counter.
+        # Shown as 0 from the start: a rate ignores the first value of a counter.
         self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier)

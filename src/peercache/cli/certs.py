@@ -135,14 +135,16 @@ def revoke_command(folder: Path, what: str, *, as_json: bool) -> None:
     except Rejected as error:
         raise ConfigError("certs", error.detail) from error
     if as_json:
-        told = [{"identity": each.uri, "serial": common_name_of(each.serial)} for each in revoked]
-        print_json({"revoked": told, "tls_crl": str(folder / REVOKED_NAME)})
+        listed = [{"identity": each.uri, "serial": common_name_of(each.serial)} for each in revoked]
+        print_json({"revoked": listed, "tls_crl": str(folder / REVOKED_NAME)})
         return
     for each in revoked:
         print(f"Revoked {each.uri or 'a certificate'}, serial {common_name_of(each.serial)}")
     if not revoked:
         print(f"Nothing new: {what} is on the list already.")
-    print(f"Copy {folder / REVOKED_NAME} beside the tls_ca of one running node: all others follow.")
+    print(
+        f"Copy {folder / REVOKED_NAME} next to the tls_ca of one running node: all others follow."
+    )
 
 
 @certs.command("show")
@@ -155,9 +157,9 @@ def show_command(file: Path, *, as_json: bool) -> None:
     except OSError as error:
         raise ConfigError("certs", f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError("certs", f"{file} is no PEM") from error
+        raise ConfigError("certs", f"{file} is not a PEM file") from error
     if "PRIVATE KEY" in text:
-        raise ConfigError("certs", f"{file} holds a private key: show the .crt beside it")
+        raise ConfigError("certs", f"{file} holds a private key: show the .crt next to it")
     shown = _list_facts(file, text) if "X509 CRL" in text else _facts(file, text)
     if as_json:
         print_json(shown[0] if len(shown) == 1 else {"certificates": shown})

@@ -1,4 +1,4 @@
-"""`peercache disk check` and `peercache disk stats`: what a person asks of a page store."""
+"""`peercache disk check` and `peercache disk stats`: inspection of a page store."""
 
 from __future__ import annotations
 

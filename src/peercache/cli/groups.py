@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when one is chosen."""
+"""Groups of commands: a command is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class LateGroup(click.Group):
-    """A group whose commands are imported when one is chosen.
+    """A group of commands, each of which is imported when it is chosen.
 
-    So `peercache version` starts quickly, and works where a node cannot be imported.
+    So `peercache version` starts quickly, and works even if the modules of a node cannot be
+    imported.
     """
 
     def __init__(self, *, help: str, table: Mapping[str, tuple[str, str]]) -> None:  # noqa: A002 - click's name
-        """Take the commands: by name, "module:attribute" and a line of help."""
+        """table: by command name, "module:attribute" and a line of help."""
         super().__init__(help=help, no_args_is_help=False)
         self._table = table
 

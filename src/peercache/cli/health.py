@@ -33,36 +33,37 @@ def health(config: str | None, *, as_json: bool, **settings: str | None) -> int:
     if address is None:
         raise ConfigError("metrics_port", "0 turns HTTP off, so the node's health cannot be read")
     host, port = address
-    # A wildcard is reached over loopback, where a node asks no certificate of its own user.
+    # A wildcard address is reached over loopback, where a node requires no certificate of its own
+    # user.
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    told, is_well = _ask(host, DEFAULT_METRICS_PORT if port == -1 else port)
+    reply, is_well = _ask(host, DEFAULT_METRICS_PORT if port == -1 else port)
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(reply))
     else:
-        status, reason = told.get("status", "unavailable"), told.get("reason", "")
+        status, reason = reply.get("status", "unavailable"), reply.get("reason", "")
         print(f"{status}: {reason}" if reason else status)
     return 0 if is_well else EXIT_UNWELL
 
 
 def _ask(host: str, port: int) -> tuple[dict[str, Any], bool]:
-    """Return what the node tells of itself, and whether it serves."""
+    """Return what the node reports about itself, and whether it serves."""
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
-        told = json.loads(answer.read())
+        reply = json.loads(answer.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         reason = f"no answer from {format_address(host, port)}: {why}"
         return {"status": "unavailable", "reason": reason}, False
     finally:
         connection.close()
-    if not isinstance(told, dict):
+    if not isinstance(reply, dict):
         return {
             "status": "unavailable",
             "reason": f"{format_address(host, port)} is no node",
         }, False
-    if "error" in told:
-        # Such as 403: a node of another user, or an address that wants a certificate.
-        return {"status": "unavailable", "reason": str(told["error"])}, False
-    return told, answer.status == http.client.OK
+    if "error" in reply:
+        # Such as 403: a node of another user, or an address that requires a certificate.
+        return {"status": "unavailable", "reason": str(reply["error"])}, False
+    return reply, answer.status == http.client.OK

@@ -1,4 +1,4 @@
-"""The entry of the `peercache` command: its table of commands, and what each kind of end prints.
+"""The entry point of the `peercache` command: its table of commands, and the handling of errors.
 
 Exit statuses: 0 done, 1 the command found something wrong, 2 a wrong flag, setting or environment,
 130 after Ctrl-C, 141 where the reader of the output has gone.
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(command: click.Command, program: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status; print each error as one sentence."""
     try:
-        library.load()  # First: an installation that is not whole runs no command.
+        library.load()  # First: an incomplete installation runs no command.
         with command.make_context(program, list(arguments)) as context:
             status = command.invoke(context)
             sys.stdout.flush()
@@ -91,11 +91,11 @@ def run(command: click.Command, program: str, arguments: Sequence[str]) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether nothing reads our output any more, as after `peercache config | head`."""
+    """Return whether the reader of our output has gone, as after `peercache config | head`."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     is_gone = any(event & select.POLLERR for _, event in output.poll(0))
     if is_gone:
-        # Python flushes once more when it ends, and would complain.
+        # Python flushes once more at exit, and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return is_gone

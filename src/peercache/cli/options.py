@@ -36,8 +36,8 @@ class SizeType(click.ParamType[int]):
 
 
 class _SettingType(click.ParamType[str]):
-    """The text of a setting as it was written: only `Config` judges, in the same words for every
-    source.
+    """The text of a setting as it was written: only `Config` validates it, with the same errors for
+    every source.
     """
 
     name = "text"
@@ -56,7 +56,7 @@ class _SettingType(click.ParamType[str]):
 
 
 def settings_options(command: Callback) -> Callback:
-    """Add `--config FILE` and a flag for every setting; the callback gets all by their names."""
+    """Add `--config FILE` and a flag for every setting; the callback gets them as keywords."""
     for name, row in reversed(SETTINGS.items()):
         command = click.option(
             name,

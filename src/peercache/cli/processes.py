@@ -1,4 +1,4 @@
-"""Nodes as processes, for the demo and the benchmarks: started, killed, and always ended.
+"""Nodes as processes, for the demo and the benchmarks: they are started, killed, and always ended.
 
 Only processes that were started here are signalled, each by its own pid.
 """
@@ -24,10 +24,10 @@ READY_TIMEOUT_S = 60.0
 """Python starts and imports in a second; a loaded machine may need twenty."""
 
 LEAVE_TIMEOUT_S = 3.0
-"""A graceful leave takes half a second; what has not ended after this is killed."""
+"""A graceful leave takes half a second; a node that has not ended after this is killed."""
 
 SOCKET_PATH_MAX = 90
-"""A unix socket's path has 107 bytes, and the temporary folder of some systems is long."""
+"""A unix socket's path has at most 107 bytes, and the temporary folder of some systems is long."""
 
 POLL_S = 0.02
 
@@ -39,14 +39,14 @@ LOCAL = {"listen": "127.0.0.1:0", "advertise": "127.0.0.1", "metrics-port": "0"}
 
 @attrs.define(eq=False)
 class NodeFailed(PeerCacheError):
-    """A node ended, or did not begin to serve."""
+    """A node ended, or did not start to serve."""
 
     name: str
     problem: str
     log: str
 
     def __str__(self) -> str:
-        """Return the sentence a person reads, and the end of the node's log."""
+        """Return the error message, and the end of the node's log."""
         return f"node {self.name} {self.problem}; the end of its log:\n{self.log}".rstrip()
 
 
@@ -67,7 +67,7 @@ class NodeProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End it as a crash does, and wait until the kernel has removed it."""
+        """Kill it as a crash would, and wait until the kernel has removed it."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
@@ -93,7 +93,7 @@ class NodeProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what still runs."""
+        """End the nodes that still run."""
         self.close()
 
     def launch(self, name: str, settings: dict[str, str]) -> NodeProcess:
@@ -121,7 +121,7 @@ class NodeProcesses:
     def await_ready(self, node: NodeProcess, check: Callable[[str], None] = lambda _: None) -> None:
         """Wait until a node serves; raise NodeFailed with the end of its log if it does not.
 
-        check: called while waiting; what it raises ends the wait.
+        check: called while waiting; an exception of it ends the wait.
         """
         until = time.monotonic() + READY_TIMEOUT_S
         while not node.ready_file.exists():

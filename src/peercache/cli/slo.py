@@ -1,4 +1,4 @@
-"""`peercache slo`: whether calls are as fast as the objectives want, out of nodes' /metrics."""
+"""`peercache slo`: whether calls are as fast as the objectives require, from nodes' /metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from peercache.cli.options import json_option
 from peercache.cli.terminal import console, duration, print_json, table, tell
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
-from peercache.observability.latency import Counts, Told, added, counts_of, judged, since
+from peercache.observability.latency import Counts, ObjectiveResult, added, counts_of, judged, since
 
 EXIT_MISSED = 1
 NODE = "127.0.0.1:31997"
@@ -71,14 +71,14 @@ def slo(
         tell(f"reading again in {over:g} s")
         time.sleep(over)
         counted = [since(*both) for both in zip(counted, read(), strict=True)]
-    told = judged(added(counted))
-    is_met = all(each.is_met for each in told)
+    results = judged(added(counted))
+    is_met = all(each.is_met for each in results)
     if as_json:
         print_json(
-            {"ok": is_met, "nodes": len(urls), "objectives": [_shown(each) for each in told]}
+            {"ok": is_met, "nodes": len(urls), "objectives": [_shown(each) for each in results]}
         )
     else:
-        _print(told)
+        _print(results)
     return 0 if is_met else EXIT_MISSED
 
 
@@ -99,10 +99,10 @@ def _url_of(node: str) -> str:
 
 
 def _scraped(url: str, token: str, context: ssl.SSLContext | None) -> str:
-    """Return what a node answers; raise PeerUnreachable or Rejected with what to do."""
+    """Return a node's answer; raise PeerUnreachable or Rejected with what to do."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked above
-    # No proxy of the environment: it cannot reach a node's loopback.
+    # Ignore proxies of the environment: they cannot reach a node's loopback.
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
@@ -123,29 +123,29 @@ def _scraped(url: str, token: str, context: ssl.SSLContext | None) -> str:
     raise problem
 
 
-def _shown(told: Told) -> dict[str, Any]:
-    quantiles = {name: _number(value) for name, value in told.quantiles.items()}
+def _shown(result: ObjectiveResult) -> dict[str, Any]:
+    quantiles = {name: _number(value) for name, value in result.quantiles.items()}
     return {
-        "name": told.objective.name,
-        "meaning": told.objective.meaning,
-        "within_s": told.objective.within_s,
-        "share_wanted": told.objective.share,
-        "share": _number(told.within),
-        "budget_left": _number(told.budget_left),
-        "calls": told.calls,
-        "met": told.is_met,
+        "name": result.objective.name,
+        "meaning": result.objective.meaning,
+        "within_s": result.objective.within_s,
+        "share_wanted": result.objective.share,
+        "share": _number(result.within),
+        "budget_left": _number(result.budget_left),
+        "calls": result.calls,
+        "met": result.is_met,
         **quantiles,
     }
 
 
 def _number(value: float) -> float | None:
-    """Return a number as JSON can say it."""
+    """Return a number that JSON can represent, or None."""
     return None if math.isnan(value) else round(value, 7)
 
 
-def _print(told: Sequence[Told]) -> None:
+def _print(results: Sequence[ObjectiveResult]) -> None:
     shown = table("objective", "calls", "within", "wanted", "budget left", "p50", "p90", "p99", "")
-    for each in told:
+    for each in results:
         objective = each.objective
         if not each.calls:
             shown.add_row(objective.name, "0", "", f"{objective.share:.1%}", "", "", "", "", "–")

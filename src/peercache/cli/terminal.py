@@ -1,4 +1,4 @@
-"""What commands print with: tables, JSON, sizes, and progress where a person looks."""
+"""Output of the commands: tables, JSON, sizes, and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_COLUMNS = 100
-"""The width of tables in a pipe, which has none of its own."""
+"""The width of tables in a pipe, which has no width of its own."""
 
 WIDE_COLUMNS = 200
 
 
 def console(pipe_columns: int = PIPE_COLUMNS) -> Console:
-    """Return the console of stdout. WIDE_COLUMNS: a pipe shall get tables whole, without a wrap."""
+    """Return the console of stdout. WIDE_COLUMNS: tables in a pipe are not wrapped."""
     return Console(width=None if sys.stdout.isatty() else pipe_columns, highlight=False)
 
 
@@ -35,7 +35,7 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """Print one object on one line, numbers rounded to what they mean."""
+    """Print one object on one line, with numbers rounded to their precision."""
     rounded = {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in values.items()
@@ -44,6 +44,6 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line of progress where stderr is a terminal."""
+    """Print a line of progress if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"  {text}", file=sys.stderr)

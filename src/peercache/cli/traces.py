@@ -1,6 +1,6 @@
-"""Request traces: which blocks of their prompts the requests of a served model asked for, and when.
+"""Request traces: the prompt blocks that the requests to a served model used, and when.
 
-A trace has one request a line, as JSON: `timestamp` (ms) and `hash_ids`, an id for each block of
+A trace has one request per line, as JSON: `timestamp` (ms) and `hash_ids`, an id for each block of
 the prompt, chained, so equal ids are equal prefixes. Mooncake publishes such files.
 """
 
@@ -16,21 +16,21 @@ import attrs
 
 
 class TraceError(ValueError):
-    """A trace cannot be read, or a line of it is no request."""
+    """A trace cannot be read, or has a line that is not a request."""
 
 
 @attrs.frozen
 class Prompt:
-    """One line of a trace. at: seconds since its begin; blocks: ids, each once."""
+    """One line of a trace. at: seconds since its start; blocks: ids, each once."""
 
     at: float
     blocks: list[int]
 
 
 def requests_of(path: Path, most: int | None = None) -> list[Prompt]:
-    """Return the first requests of a trace, at most so many, in the order of their times.
+    """Return the first requests of a trace, at most `most`, in the order of their times.
 
-    Raise TraceError with the number of the line that is no request.
+    Raise TraceError with the number of a line that is not a request.
     """
     requests: list[Prompt] = []
     try:
@@ -54,18 +54,18 @@ def requests_of(path: Path, most: int | None = None) -> list[Prompt]:
 
 
 class Cache(Protocol):
-    """What holds blocks."""
+    """A simulated cache of blocks."""
 
     def ask(self, request: Prompt) -> int:
-        """Read the leading run of blocks that is here, store the rest; return the run's length."""
+        """Read the leading run of cached blocks, store the rest; return the length of the run."""
         ...
 
 
 @attrs.define
 class LRU:
-    """Least recently used goes first, block by block. is_deepest_first: from the prompt's end.
+    """Evicts the least recently used block first. is_deepest_first: starts at the prompt's end.
 
-    room: in blocks.
+    room: the capacity in blocks.
     """
 
     room: int

@@ -1,4 +1,4 @@
-"""`peercache version` and `peercache completion`: what is installed, and how shells complete it."""
+"""`peercache version` and `peercache completion`: versions, and completion for shells."""
 
 from __future__ import annotations
 

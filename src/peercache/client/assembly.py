@@ -1,8 +1,8 @@
-"""The parts of a client: which parts it has, how they know each other, how they end.
+"""The parts of a client: how they are created, connected and closed.
 
-A client whose certificate names namespaces has the shm fabric to its home node's memory alone.
-Mapped memory is open as a whole, so it reads other nodes over tcp, which serves pages of its
-namespaces only. Its home node's memory it writes, so that is mapped anyway.
+A client with a certificate that is limited to namespaces uses the shm fabric only for its home
+node. Mapped memory can be read as a whole, so this client reads other nodes over tcp, which serves
+only pages of its namespaces. It writes its home node's memory, so that is mapped anyway.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HomeOnly:
     """Reads through a fabric from the home node only. Implements `Fabric`."""
 
     def __init__(self, fabric: Fabric, is_home: Callable[[int], bool]) -> None:
-        """Use `fabric` for incarnations that are `is_home`."""
+        """Use `fabric` only for incarnations for which `is_home` is true."""
         self.name = fabric.name
         self._fabric = fabric
         self._is_home = is_home
@@ -72,10 +72,10 @@ class HomeOnly:
 
 @final
 class ClientParts:
-    """The parts of one client, from the home node to the fabrics."""
+    """The parts of one client: home node, bridge, paths and fabrics."""
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
-        """Make every part; embed a node where `config.home` is empty."""
+        """Create every part; embed a node if `config.home` is empty."""
         self.tls = LiveTls.open(config, is_node=not config.home, log=get_logger())
         files = None if self.tls is None else self.tls.files
         self._control_tls = None if files is None else ControlTls(files)
@@ -88,8 +88,8 @@ class ClientParts:
         self.log = get_logger(client=name_of(self.identity))
         self._warn_once = WarnOnce(self.log)
         self._alive: set[int] = set()
-        self._told_revoked: bytes = b""
-        # First of all, because it may find that there can be no such client here.
+        self._revoked_received: bytes = b""
+        # This is first, because it may fail with an error about the configuration.
         rails = self._open_rails()
         self._node: EmbeddedNode | None = None
         self._lock: ClientLock | None = None
@@ -136,12 +136,12 @@ class ClientParts:
             tables=self._tables,
         )
         self.report = ClientReport(self.metrics, self._fabric_of_peers)
-        self._told_opened = 0
+        self._logged_opened = 0
         self.home = self._home_at(url)
         self.bridge.renew = self.home.renew
 
     def close(self, *, is_quiet: bool) -> None:
-        """End every part. is_quiet: no call is in flight any more."""
+        """Close every part. is_quiet: no call is in flight any more."""
         self.home.stop()
         self.home.detach()
         self.bridge.close()
@@ -152,18 +152,18 @@ class ClientParts:
             self._rdma.close()
         self._tcp.close()
         if self._lock is not None and is_quiet:
-            # With a copy still under way the lock must stay: it is what keeps the slots ours.
+            # While a copy is in progress the lock must stay: it reserves the slots for this client.
             self._lock.release()
         if self._node is not None:
             self._node.close()
         self.log.info("client.closed")
 
     def control_address(self) -> str:
-        """Return HOST:PORT of the embedded node's control port, "" where there is none."""
+        """Return HOST:PORT of the embedded node's control port, "" without an embedded node."""
         return self._node.ready.control if self._node is not None else ""
 
     def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
-        """Tell the fabrics that care; return what ends it."""
+        """Register memory with the fabrics that need it; return a function that ends that."""
         ends = [
             fabric.register("engine", address, length, owner)
             for fabric in self._fabrics()
@@ -231,7 +231,7 @@ class ClientParts:
         )
 
     def _check_home(self) -> None:
-        """Raise ConfigError where the home node, or what poses as it, is of another uid."""
+        """Raise ConfigError if the process at the home address has another uid."""
         try:
             self._sharing.check_listener(self._config.home.removeprefix("ipc://"))
         except Rejected as refusal:
@@ -244,7 +244,7 @@ class ClientParts:
             bridge=self.bridge,
             breakers=self.breakers,
             touches=self.reader.touches,
-            # An embedded node has the very same metrics.
+            # An embedded node uses the same metrics.
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
             renew_lock=self.renew_lock,
@@ -261,7 +261,7 @@ class ClientParts:
         rdma = (self._rdma,) if self._rdma is not None else ()
         shm: Fabric = self._shm
         if self._is_restricted:
-            # One key, or one mapping, opens the pages of every namespace.
+            # One memory key, or one mapping, gives access to the pages of every namespace.
             shm, rdma = HomeOnly(shm, self._is_home), ()
         by_choice: dict[str, tuple[Fabric, ...]] = {
             "shm": (shm,),
@@ -275,7 +275,7 @@ class ClientParts:
         return self.home.tie.is_home(peer)
 
     def _open_rails(self) -> tuple[Rail, ...]:
-        """Open what there is for rdma; raise ConfigError where it is asked for and absent."""
+        """Open the rdma rails; raise ConfigError if rdma is required and not available."""
         if not self._config.may_use_rdma:
             return ()
         rails, problems = open_rails(self._config)
@@ -298,38 +298,38 @@ class ClientParts:
         )
 
     def _fabric_of_peers(self) -> dict[str, str]:
-        """Return by what each peer is read, by its name."""
+        """Return the fabric by which each peer is read, by the peer's name."""
         return {name_of(peer): name for peer, name in self.bridge.fabric_of_peers().items()}
 
-    # --- what the parts ask each other ------------------------------------------------------------
+    # --- callbacks between the parts --------------------------------------------------------------
 
     def _exchange(self, peer: int, message: Message, until: float) -> Message | None:
         return self.asker.ask(((peer, message),), until)[0]
 
     def _on_beat(self) -> None:
-        """Do what is due once a second, in the thread of the home node's tie."""
+        """Do the periodic work, once a second, in the thread of the home tie."""
         opened = self.breakers.opened_count
-        self.metrics.breakers_opened.inc(opened - self._told_opened)
-        self._told_opened = opened
+        self.metrics.breakers_opened.inc(opened - self._logged_opened)
+        self._logged_opened = opened
         if self._node is not None:
             self.report.settle()
         if self.tls is not None and (self.tls.look() | self._take_revoked(self.tls)):
             assert self._control_tls is not None, "there are certificates"
             self._control_tls.renew(self.tls.files)
-            # Connections made from now on show the new certificate, and are judged again.
+            # New connections present the new certificate, and are verified again.
             self.asker.forget(set())
             for peer in sorted(self._alive):
                 self._forget_channels(peer)
         self._list_channels()
 
     def _take_revoked(self, tls: LiveTls) -> bool:
-        """Take the lists that a node has told, if they are newer; return whether they are."""
-        told, self._told_revoked = self._told_revoked, b""
-        if not told:
+        """Adopt a node's revocation lists, if they are newer; return whether they are."""
+        received, self._revoked_received = self._revoked_received, b""
+        if not received:
             return False
         try:
-            # The home node keeps it, and tells it again to a client that starts again.
-            return tls.take_list(told.decode("ascii"), keeps=False)
+            # The home node keeps the list, and sends it to a client that restarts.
+            return tls.take_list(received.decode("ascii"), keeps=False)
         except (Rejected, UnicodeDecodeError) as error:
             self._warn_once("client.revocations_rejected", "", problem=str(error))
             return False
@@ -344,11 +344,11 @@ class ClientParts:
             self.asker.post(self._rdma.held())
 
     def renew_lock(self) -> None:
-        """Lock a new file; raise ConfigError where that cannot be, and try again when asked to."""
+        """Lock a new file; raise ConfigError if that fails; it may be called again."""
         if not self._config.home:
             return
-        # Forgotten before anything can fail: a lock that is released twice would close a
-        # descriptor that is another object's by then.
+        # The old lock is dropped before anything can fail: releasing it twice would close a
+        # descriptor that belongs to another object by then.
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
@@ -383,8 +383,8 @@ class ClientParts:
 
     def _take_unasked(self, peer: int, message: Message) -> None:
         if isinstance(message, ReportRevocations):
-            # Judged at the next beat: an engine's call must not wait for it.
-            self._told_revoked = message.lists
+            # It is verified at the next beat: an engine's call must not wait for that.
+            self._revoked_received = message.lists
             return
         self.home.tie.take_unasked(peer, message)
 
@@ -407,7 +407,7 @@ class ClientParts:
             self._forget_channels(gone)
         self._alive = alive
         if not self._is_restricted:
-            # A table tells of every namespace.
+            # A table shows the pages of every namespace.
             self._tables.follow(self.home.tie.cluster.members.values())
 
 

@@ -1,16 +1,17 @@
-"""The bridge: SGLang's synchronous `batch_get` and `batch_set` become steps, done in its thread.
+"""The bridge: performs the steps of the synchronous `batch_get` and `batch_set` in the caller's
+thread.
 
 SGLang calls the store and blocks until it returns. The read and write paths are generators that
-yield one step after the other: ask, fetch, copy. The bridge performs each step with blocking calls
-in the thread that called, and hands its answer back to the path. No loop and no other thread takes
-part, except that a read from several holders over a network has a thread for each further one.
+yield one step after another: ask, fetch, copy. The bridge performs each step with blocking calls in
+the caller's thread, and sends the answer back to the path. No loop and no other thread is involved,
+except that a read from several holders over a network uses a thread for each further holder.
 
 `Tables` are the directory tables of this host's nodes, opened and read by a client:
 
-Owns    one opened table a node of this host: opened when a view names the node, closed when no
-        view does any more.
-Keeps   a table that cannot be read costs a call nothing twice: it stays closed until the next view.
-        What is wrong with it is counted, and the client asks the node instead.
+Owns    one open table for each node of this host: opened when a view names the node, closed when
+        the view no longer does.
+Keeps   a table that cannot be read costs time only once: it stays closed until the next view. The
+        reason is counted, and the client asks the node instead.
 Limits  TABLES_MAX tables.
 """
 
@@ -60,10 +61,10 @@ from peercache.paths.steps import (
 from peercache.trust.sharing import Sharing
 
 TABLES_MAX = 64
-"""A host runs a handful of nodes; each table has a descriptor and address space of its own."""
+"""A host runs a few nodes; each table uses a descriptor and address space."""
 
 NOT_OPENED = "not_opened"
-"""The reason for a table that is there, and cannot be opened."""
+"""The reason for a table that exists but cannot be opened."""
 
 
 @final
@@ -71,9 +72,9 @@ NOT_OPENED = "not_opened"
 class Tables:
     """The tables that a client can read. `look` may be called from any thread.
 
-    shm_dir: where nodes of this host keep their tables, as far as this client's own settings
-             say; elsewhere a table is beside its segment, in one of `folders`.
-    asker:   a number of this client's own.
+    shm_dir: the folder of the tables of this host's nodes, according to this client's settings;
+             other tables are next to their segments, in one of `folders`.
+    asker:   a number that identifies this client.
     clock:   CLOCK_MONOTONIC.
     """
 
@@ -104,13 +105,13 @@ class Tables:
                 table = self._open(member)
                 if table is not None:
                     kept[node] = table
-        # Replaced, never changed: calls are under way.
+        # Replaced, never modified: other threads may be using it.
         self._opened = kept
         for table in gone:
             table.close()
 
     def look(self, step: ReadTable) -> Looked | None:
-        """Perform a step; None where the table cannot be read now."""
+        """Perform a step; None if the table cannot be read now."""
         table = self._opened.get(step.peer)
         if table is None:
             return None
@@ -122,11 +123,11 @@ class Tables:
             if unusable.reason != TORN:
                 self._opened = {node: t for node, t in self._opened.items() if node != step.peer}
                 table.close()
-                self._tell(step.peer, unusable.reason)
+                self._log_unusable(step.peer, unusable.reason)
             return None
 
     def removals(self, node: int) -> int:
-        """Return how often pages were removed, as a node of this host says; 0 without its table."""
+        """Return the removal count of a node of this host; 0 without its table."""
         table = self._opened.get(node)
         return 0 if table is None else table.removals()
 
@@ -135,8 +136,8 @@ class Tables:
         self.follow(())
 
     def _open(self, member: Member) -> AttachedTable | None:
-        beside = str(Path(member.segment).parent)
-        for folder in dict.fromkeys([beside, self._shm_dir]):
+        own = str(Path(member.segment).parent)
+        for folder in dict.fromkeys([own, self._shm_dir]):
             if folder != self._shm_dir and folder not in self._folders:
                 continue
             try:
@@ -144,25 +145,25 @@ class Tables:
                     folder, incarnation=Incarnation(member.incarnation), sharing=self._sharing
                 )
             except PeerUnreachable:
-                continue  # A node of an older version has none.
+                continue  # A node of an older version has no table.
             except PeerCacheError as error:
                 self._metrics.tables_unusable.labels(NOT_OPENED).inc()
-                self._tell(member.incarnation, str(error))
+                self._log_unusable(member.incarnation, str(error))
                 return None
         return None
 
-    def _tell(self, node: int, problem: str) -> None:
+    def _log_unusable(self, node: int, problem: str) -> None:
         at = self._addresses.get(node, "")
         self._log.warning("client.table_unusable", node=name_of(node), at=at, problem=problem)
 
 
 FETCH_THREADS_MAX = 16
-"""Holders read from at once over a network: their streams overlap, one thread each."""
+"""Holders that are read at the same time over a network: their streams overlap, one thread each."""
 
 Result = TypeVar("Result")
 
 AtOnce: TypeAlias = Ask | ReadTable | Post | Greet | Drain | Fetch | Place | Checksum | Renew
-"""The steps that leave nothing behind for a later one."""
+"""The steps that are complete by themselves, without a later step."""
 
 
 @final
@@ -171,8 +172,8 @@ class Bridge:
     """Performs the steps of a path with blocking calls in the caller's thread. Thread-safe.
 
     fabrics: a holder is read through the first that reaches it.
-    tables:  None reads none.
-    renew:   has the view asked for: that of the home node, whose questions go through this bridge.
+    tables:  None: read no tables.
+    renew:   requests a new view, from the home node; its requests use this bridge, too.
     """
 
     _asker: Asker
@@ -190,7 +191,7 @@ class Bridge:
     def run(
         self, path: Generator[Step, Any, Result], home_segment: AttachedSegment | None = None
     ) -> Result:
-        """Drive a path to its end; `home_segment` is where its pages are placed."""
+        """Run a path to its end. home_segment: the memory in which its pages are placed."""
         answer: Any = None
         talk: Talk | None = None
         try:
@@ -211,11 +212,12 @@ class Bridge:
         finally:
             if talk is not None:
                 talk.end()
-            # After an exception, too, the path frees what it holds now, not when it is collected.
+            # After an exception, too, the path must free its resources now, not when it is garbage
+            # collected.
             path.close()
 
     def close(self) -> None:
-        """End the threads; reads in flight are bounded by their deadlines."""
+        """End the threads; reads in flight end by their deadlines."""
         with self._lock:
             self._is_closed = True
             threads, self._threads = self._threads, None
@@ -223,7 +225,7 @@ class Bridge:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, alive: set[int]) -> None:
-        """Forget peers that are not alive any more."""
+        """Forget peers that are no longer alive."""
         for peer in [peer for peer in list(self._chosen) if peer not in alive]:
             self._chosen.pop(peer, None)
 
@@ -256,7 +258,7 @@ class Bridge:
         elsewhere: dict[int, Future[Fetched]] = {}
         try:
             for place, fabric in enumerate(chosen[1:], start=1):
-                # Memory copies gain nothing from threads; streams of a network do.
+                # Memory copies do not gain from threads; network streams do.
                 if fabric is not None and fabric.name != "shm":
                     future = self.submit(step.reads[place], fabric, step.until)
                     if future is not None:
@@ -280,7 +282,7 @@ class Bridge:
             return _nothing(pages, reasons.PEER_UNREACHABLE)
         fetched = fabric.read(read, until)
         self._breakers.end_read(holder, fetched.failure, self._clock())
-        # A fabric that leaves a read to another one names that one.
+        # A fabric that delegates a read to another one names that one.
         return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
 
     def submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
@@ -290,14 +292,14 @@ class Bridge:
                 return None
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(FETCH_THREADS_MAX, "peercache-fetch")
-            # A future of our own: where no thread can be started, `submit` raises, and has queued
-            # the read all the same. The read must not begin after this call has given it up.
+            # A future of our own: if no thread can be started, `submit` raises, but has queued the
+            # read anyway. The read must not begin after this call has given up.
             done: Future[Fetched] = Future()
             try:
                 queued = self._threads.submit(self._fulfil, done, read, fabric, until)
             except RuntimeError:
                 return None if done.cancel() else done
-            # A read that `close` drops from the queue is cancelled here, too.
+            # This also cancels a read that `close` drops from the queue.
             queued.add_done_callback(lambda dropped: dropped.cancelled() and done.cancel())
             return done
 
@@ -313,7 +315,7 @@ class Bridge:
         try:
             return future.result(max(0.0, until - self._clock()))
         except FutureTimeoutError:
-            # It may wait behind reads of other calls, with later deadlines: then it never begins.
+            # It may wait behind reads of other calls with later deadlines: then it never begins.
             if future.cancel():
                 return _nothing(len(read.offsets), reasons.DEADLINE)
             return future.result()
@@ -339,9 +341,9 @@ def _nothing(pages: int, failure: str) -> Fetched:
 def _place(step: Place, segment: AttachedSegment | None) -> int:
     if segment is None:
         return 0
-    # The home node is trusted with our pages, not with our memory.
+    # The home node may give us wrong pages, but it must not make us access other memory.
     ends = step.offsets + step.runs.lengths
-    # A sum that wraps around is less than what was added.
+    # A sum that wraps around is smaller than its summand.
     inside = (ends <= np.uint64(segment.page_bytes)) & (ends >= step.offsets)
     if not inside.all():
         return 0
@@ -354,7 +356,9 @@ def _place(step: Place, segment: AttachedSegment | None) -> int:
 
 
 def checksums_of(runs: PageRuns, pages: npt.NDArray[np.intp]) -> U64:
-    """Return the xxh3_64 of the bytes of each of the `pages`, (n,) uint64; 0, none, becomes 1."""
+    """Return the xxh3_64 of the bytes of each of the `pages`, (n,) uint64; never 0, "none": 1
+    instead.
+    """
     digests = np.empty(len(pages), np.uint64)
     for place, page in enumerate(pages.tolist()):
         begin, end = runs.starts[page : page + 2].tolist()

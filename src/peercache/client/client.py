@@ -4,8 +4,9 @@
         stored = cache.batch_set(["prompt-1"], [page])
         found = cache.batch_get(["prompt-1"], [buffer])
 
-Batch calls never raise, never outlive their deadline, and answer one boolean a key; what is not a
-hit is a miss with a counted reason. All of them may be called from several threads at once.
+Batch calls never raise, return within their deadline, and return one boolean for each key;
+everything except a hit is a miss with a counted reason. All of them may be called from several
+threads at once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 
 from peercache.client.assembly import ClientParts
 from peercache.client.home import HomeState
+from peercache.client.report import add_missed, add_moved
 from peercache.client.report import current as current_call
-from peercache.client.report import tell_missed, tell_moved
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.model.ids import name_of
@@ -43,7 +44,7 @@ from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retai
 from peercache.wire.messages.session import ReportStats, RequestStats
 
 RETURN_MARGIN_S = 0.01
-"""Kept back from every deadline, for what happens between the last wait and the return."""
+"""Subtracted from every deadline, for the work between the last wait and the return."""
 
 CLOSE_S = 5.0
 """How long `close` waits for calls in flight; their own deadlines are usually shorter."""
@@ -55,7 +56,7 @@ RETAIN_KEYS_MAX = 1024
 """Keys of one Retain: each costs a holder's loop a few microseconds."""
 
 HOME_TIMEOUT_FRACTION = 0.8
-"""Part of the time left that the home node may wait for other members."""
+"""The fraction of the remaining time that the home node may wait for other members."""
 
 Result = TypeVar("Result")
 
@@ -106,7 +107,7 @@ class Client:
     ) -> Client:
         """Attach to the home node, or embed one; return a client that serves.
 
-        namespace: of the pages, or its name; None: what the settings name.
+        namespace: of the pages, or its name; None: the one in the settings.
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
         With `home` (the address in a node's ready line) the client writes into that node's pool;
         without it a node runs in this process.
@@ -132,18 +133,19 @@ class Client:
     # --- pages ------------------------------------------------------------------------------------
 
     def batch_set(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
-        """Store one page a key; return for each whether it is held at home now.
+        """Store one page for each key; return for each whether the home node holds it now.
 
-        buffers: objects with the buffer protocol, C-contiguous, one a key. True means committed in
-        the home pool by this call or before it; the buffer is not read after the return.
+        buffers: objects with the buffer protocol, C-contiguous, one for each key. True means
+        committed in the home pool by this call or before it; the buffer is not read after the
+        return.
         """
         return self._with_buffers(keys, buffers, self.batch_set_from, writable=False)
 
     def batch_get(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
-        """Fill one buffer a key; return for each whether it now holds exactly that page.
+        """Fill one buffer for each key; return for each whether it now holds exactly that page.
 
-        buffers: writable objects with the buffer protocol, C-contiguous, one a key. A buffer of
-        another size than the page is a miss that leaves it untouched; after any other miss its
+        buffers: writable objects with the buffer protocol, C-contiguous, one for each key. A buffer
+        with another size than the page is a miss, and stays untouched; after any other miss its
         content is undefined. Nothing writes to a buffer after the return.
         """
         return self._with_buffers(keys, buffers, self.batch_get_into, writable=True)
@@ -151,10 +153,11 @@ class Client:
     def batch_set_from(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Store one page a key, gathered from (address, bytes) segments, in their order.
+        """Store one page for each key, gathered from (address, bytes) segments, in their order.
 
-        keys: names of this namespace, or page keys, (n,) V16: those of several namespaces of this
-        one's name are one batch, and `clear` removes them together. So it is in all calls below.
+        keys: names of this namespace, or page keys, (n,) V16: keys of several namespaces with the
+              same name may be in one batch, and `clear` removes them together. The same holds for
+              all calls below.
         """
         return self._call(
             "set", len(keys), [False] * len(keys), lambda until: self._set(keys, segments, until)
@@ -163,7 +166,7 @@ class Client:
     def batch_get_into(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Scatter one page a key into (address, bytes) segments, in their order."""
+        """Scatter one page for each key into (address, bytes) segments, in their order."""
         return self._call(
             "get", len(keys), [False] * len(keys), lambda until: self._get(keys, segments, until)
         )
@@ -177,11 +180,11 @@ class Client:
         return found.index(False) if False in found else len(found)
 
     def contains(self, keys: Keys) -> list[bool]:
-        """Return for each key whether it has a holder: a hint, as `batch_exists`."""
+        """Return for each key whether it has a holder: a hint, like `batch_exists`."""
         return self._exists(keys, touch=False)
 
     def lengths(self, keys: Keys) -> list[int]:
-        """Return how many bytes each page has, for buffers to get them into; 0 where none is held.
+        """Return the size of each page in bytes, to allocate buffers; 0 if no node holds it.
 
         A hint: the page may be gone when it is read.
         """
@@ -195,26 +198,26 @@ class Client:
         )
 
     def touch(self, keys: Keys) -> list[bool]:
-        """Return what `contains` does, and have the holders evict what is found last.
+        """Return the same as `contains`, and have the holders evict the found pages last.
 
-        For a caller that will read what this returns. It pins nothing: each holder gets one
-        message a call, which may be lost, and treats these pages as just read. A batch that was
-        touched within the last second is not told again.
+        For a caller that will read what this returns. It pins nothing: each holder gets one message
+        a call, which may be lost, and treats these pages as just read. A batch that was touched
+        within the last second is not sent again.
         """
         return self._exists(keys, touch=True)
 
     def remove(self, keys: Keys) -> int:
-        """Drop these pages at every live holder; return how many pages went.
+        """Remove these pages at every live holder; return how many were removed.
 
-        No get finds them afterwards; but a node that is killed while a slow disk still forgets
-        them, more than a tenth of a second, may have them again after its restart.
+        No get finds them afterwards; but if a node is killed while a slow disk still deletes them
+        (longer than a tenth of a second), it may have them again after its restart.
         """
 
         def ask(until: float) -> int:
             names = self._names(keys)
             tag, timeout_s = self.namespace.tag(), self._timeout_s(until)
             try:
-                return self._tell_home(
+                return self._ask_home(
                     [
                         Remove(0, tag, names[begin : begin + REMOVE_KEYS_MAX].tobytes(), timeout_s)
                         for begin in range(0, len(names), REMOVE_KEYS_MAX)
@@ -222,32 +225,32 @@ class Client:
                     until,
                 )
             finally:
-                # Only now: until the answer a call of another thread still finds them.
+                # Only now: before the answer, a call of another thread could still find them.
                 self._wiring.cache.end(names)
 
         return self._call("remove", len(keys), 0, ask)
 
     def clear(self) -> int:
-        """Drop every page of this namespace on every live node; return how many went."""
+        """Drop every page of this namespace on every live node; return how many were removed."""
 
         def ask(until: float) -> int:
             message = Clear(0, self.namespace.tag(), self._timeout_s(until))
             try:
-                return self._tell_home([message], until)
+                return self._ask_home([message], until)
             finally:
-                # Only now: until the answer a call of another thread still finds them.
+                # Only now: before the answer, a call of another thread could still find them.
                 self._wiring.cache.end()
 
         return self._call("clear", 0, 0, ask)
 
     def retain(self, keys: Keys, seconds: float) -> int:
-        """Keep these pages from eviction for so long; return how many at least one holder keeps.
+        """Protect these pages from eviction for a time; return how many at least one holder keeps.
 
-        Pages that are in the memory of a holder stay there, the first ones of the keys first, as
-        far as the quota of the namespace goes; without one, a quarter of a node's pool, which all
-        such namespaces share. Pages that are on disk only do not count. The longest time holds;
-        0 seconds let pages go. `remove` and `clear` remove retained pages, and a node that is
-        drained or stops forgets the time.
+        Pages that are in the memory of a holder stay there, the first ones of the keys first, up to
+        the quota of the namespace; namespaces without a quota share a quarter of a node's pool.
+        Pages that are only on disk do not count. The longest time applies; 0 seconds end the
+        protection. `remove` and `clear` remove retained pages, and a node that is drained or
+        stopped forgets the time.
         """
 
         def ask(until: float) -> int:
@@ -260,17 +263,17 @@ class Client:
                 for begin in range(0, len(names), RETAIN_KEYS_MAX)
             ]
             asked = [Retain(0, tag, part, float(seconds), timeout_s) for part in parts]
-            told = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
-            answers = [answer for answer in told if isinstance(answer, Retained)]
+            replies = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
+            answers = [answer for answer in replies if isinstance(answer, Retained)]
             return sum(answer.states.count(RETAINED) for answer in answers)
 
         return self._call("stats", 0, 0, ask)
 
     def overlap(self, keys: Keys) -> Overlap:
-        """Return which members hold these pages, and on which tier, as the home node finds out.
+        """Return which members hold these pages, and on which tier, according to the home node.
 
         A hint, for routers and schedulers: nothing is read or touched. Without an answer it names
-        no holder, and is not `whole`. Has the deadline `op_timeout_s`.
+        no holder, and `whole` is False. Has the deadline `op_timeout_s`.
         """
 
         def ask(until: float) -> Overlap:
@@ -280,21 +283,21 @@ class Client:
             home, step = attached.incarnation, OVERLAP_KEYS_MAX
             parts = [names[begin : begin + step] for begin in range(0, len(names), step)]
             asked = [(home, RequestOverlap(0, part.tobytes(), shard_only=False)) for part in parts]
-            told = self._wiring.asker.ask(asked, until)
+            replies = self._wiring.asker.ask(asked, until)
             return Overlap.joined(
-                [overlap_of(answer, len(part)) for answer, part in zip(told, parts, strict=True)]
+                [overlap_of(answer, len(part)) for answer, part in zip(replies, parts, strict=True)]
             )
 
         return self._call("stats", 0, Overlap.unknown(len(keys)), ask)
 
     @property
     def home_address(self) -> str:
-        """Where the home node listens for the clients of its host."""
+        """The address at which the home node listens for clients of its host."""
         return self._home.url
 
     @property
     def home_state(self) -> HomeState:
-        """How the home node is, as of the last second; asks nothing."""
+        """The state of the home node, as of the last second; sends no request."""
         return self._home.state
 
     def member_addresses(self) -> dict[int, str]:
@@ -302,15 +305,15 @@ class Client:
         return {number: member.control for number, member in self._tie.cluster.members.items()}
 
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
-        """Make memory ready for reads into it, in the background; return what ends that.
+        """Register memory for reads, in the background; return a function that ends that.
 
-        For buffers that live long: reads into other memory may cost a copy. owner: kept alive
-        until the end, because a device goes on writing to memory that was freed.
+        For long-lived buffers: reads into other memory may need a copy. owner: kept alive until the
+        end, because a device would continue to write to freed memory.
         """
         return self._wiring.register_memory(address, length, owner)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Return figures of this client and of its home node, for people and tests."""
+        """Return figures of this client and of its home node, for operators and tests."""
         if self._fork.is_child:
             # In a forked child a lock of the metrics may be held forever.
             return {}
@@ -319,7 +322,7 @@ class Client:
         figures.update({f"home_{name}": value for name, value in (home or {}).items()})
         return figures
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- lifetime ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End calls, connections and mappings, and leave the cluster; bounded, may be repeated."""
@@ -345,7 +348,7 @@ class Client:
         """Close."""
         self.close()
 
-    # --- the calls, between the guard and the paths -----------------------------------------------
+    # --- the calls, between `_call` and the paths -------------------------------------------------
 
     def _set(self, keys: Keys, segments: Any, until: float) -> list[bool]:
         names, runs = self._batch(keys, segments)
@@ -372,7 +375,7 @@ class Client:
         if outcome.unpublished:
             metrics.pages_unpublished.inc(outcome.unpublished)
         if current_call.report is not None:
-            tell_moved(outcome.copied, outcome.copied_bytes)
+            add_moved(outcome.copied, outcome.copied_bytes)
         if any(outcome.reasons):
             self._count("set", Counter(outcome.reasons))
             if reasons.NO_HOME in outcome.reasons:
@@ -398,10 +401,11 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
             if current_call.report is not None:
-                tell_moved(pages, outcome.bytes_by_fabric[fabric])
+                add_moved(pages, outcome.bytes_by_fabric[fabric])
         self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
-            # Never expected: memory, a device or a bug has changed bytes under a right word.
+            # Never expected: memory, a device or a bug has changed bytes while the generation word
+            # is right.
             wrong = [i for i, why in enumerate(outcome.reasons) if why == reasons.VERIFY_FAILED]
             self._log.error(
                 "client.checksum_failed", keys=[names[i].tobytes().hex() for i in wrong[:8]]
@@ -422,7 +426,7 @@ class Client:
         path = self._wiring.reader.exists(self._names(keys), self._tie.cluster, until, touch=touch)
         known, whys, tier = self._bridge.run(path)
         if (report := current_call.report) is not None and report.is_detailed:
-            tell_missed(Counter(whys))
+            add_missed(Counter(whys))
         run = len(known) if known.all() else int(np.argmin(known))
         current.series = series_of("exists", tier, run, len(known))
         self.metrics.exists_asked.inc(len(keys))
@@ -453,21 +457,21 @@ class Client:
         except UnusableBuffers as error:
             return self._unusable("get" if writable else "set", [False] * len(keys), error)
         answers = call(keys, runs)
-        # The exported buffers must not move or go away before the call is over.
+        # The exported buffers must not move or be freed before the call ends.
         del held
         return answers
 
     def _named(self, incarnation: int) -> str:
-        """Return a member's HOST:PORT, by which people know it; its incarnation once it is gone."""
+        """Return a member's HOST:PORT, for operators; its incarnation once it is gone."""
         member = self._tie.cluster.members.get(incarnation)
         return name_of(incarnation) if member is None else member.control
 
     def _timeout_s(self, until: float) -> float:
-        """Return how long the home node may wait for other members: its answer takes time too."""
+        """Return how long the home node may wait for other members: its answer takes time, too."""
         return max(0.0, (until - self._clock()) * HOME_TIMEOUT_FRACTION)
 
-    def _tell_home(self, messages: Sequence[Message], until: float) -> int:
-        """Have the home node remove pages on every live member; return how many went."""
+    def _ask_home(self, messages: Sequence[Message], until: float) -> int:
+        """Have the home node remove pages on every live member; return how many were removed."""
         attached = self._tie.attached
         if attached is None or not messages:
             return 0
@@ -491,7 +495,7 @@ class Client:
         answer = self._wiring.asker.ask([(attached.incarnation, RequestStats(0))], timeout)[0]
         return answer.figures if isinstance(answer, ReportStats) else None
 
-    # --- the guard: deadline, closing, and nothing raised -----------------------------------------
+    # --- `_call`: the deadline, closing, and no exceptions ----------------------------------------
 
     def _call(
         self,
@@ -501,7 +505,7 @@ class Client:
         call: Callable[[float], Result],
         timeout_s: float | None = None,
     ) -> Result:
-        """Run one call; whatever goes wrong, the answer is `miss`, counted."""
+        """Run one call; on any failure return `miss`, and count it."""
         if os.getpid() != self._fork.owner:
             return miss
         started = self._clock()
@@ -518,7 +522,7 @@ class Client:
         except UnusableBuffers as error:
             return self._unusable(operation, miss, error)
         except Exception:
-            # A bug of ours must not become the engine's: a miss is always a right answer.
+            # A bug of ours must not break the engine: a miss is always a correct answer.
             self._log.error("client.call_failed", operation=operation, pages=pages, exc_info=True)
             self._count(operation, {reasons.INTERNAL: pages})
             return miss
@@ -544,9 +548,9 @@ class Client:
         return miss
 
     def _count(self, operation: str, pages_by_reason: Mapping[str, int]) -> None:
-        """Count the pages that a call did not serve; reason "" is no failure."""
+        """Count the pages that a call did not serve; reason "" means no failure."""
         if current_call.report is not None:
-            tell_missed(pages_by_reason)
+            add_missed(pages_by_reason)
         counters = {"get": self.metrics.pages_missed, "set": self.metrics.sets_refused}
         for reason, pages in pages_by_reason.items():
             if reason and operation in counters:
@@ -570,6 +574,6 @@ class Client:
 
 
 def series_of(operation: str, tier: str, served: int, asked: int) -> int:
-    """Return the series of a call that served so many of the pages that it was asked for."""
+    """Return the metric series of a call that served `served` of the `asked` pages."""
     outcome = ALL if served == asked else SOME if served else NONE
     return PLACES.get((operation, tier, outcome), 0) or PLACES[operation, "", ""]

@@ -1,4 +1,4 @@
-"""Follow what the nodes of a cluster hold: `events.following` with an operator's connections."""
+"""Follow the pages of a cluster's nodes: `events.following` over an operator's connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peercache.errors import DeadlineExceeded, PeerCacheError, PeerUnreachable
 from peercache.events.following import ClusterFollower
 
 LIVE = ("alive", "suspect")
-"""States of members to follow: what a suspect one holds, only it can tell."""
+"""States of members to follow: only a suspect member itself can report what it holds."""
 
 
 @contextlib.contextmanager
@@ -26,13 +26,13 @@ def follow_cluster(
 ) -> Iterator[ClusterFollower]:
     """Follow the members that the target's node knows of, as long as the context lasts.
 
-    nodes:  the control addresses of those to follow; none: every member, also those to come.
-    failed: hears, on threads of the follower, of a node that could not be asked; it is retried.
-    Raises PeerUnreachable, Rejected or DeadlineExceeded where the target's node does not answer.
+    nodes:  the control addresses of the members to follow; none: every member, also later ones.
+    failed: called, on threads of the follower, for a node that could not be asked; it is retried.
+    Raises PeerUnreachable, Rejected or DeadlineExceeded if the target's node does not answer.
     """
     members = _Members(target, nodes)
     try:
-        members()  # A cluster that does not answer is told at once.
+        members()  # Raises at once if the cluster does not answer.
         with ClusterFollower(partial(_connected, target), members, failed=failed) as follower:
             yield follower
     finally:
@@ -45,7 +45,7 @@ def _connected(target: Target, node: str) -> Operator:
 
 @final
 class _Members:
-    """The members to follow, as one node tells them; another member is asked where it ended."""
+    """The members to follow, as one node reports them; if that node ended, another is asked."""
 
     def __init__(self, target: Target, wanted: Collection[str]) -> None:
         self._target, self._wanted = target, wanted
@@ -53,7 +53,7 @@ class _Members:
         self._known: list[str] = []
 
     def __call__(self) -> list[str]:
-        """Return their control addresses; raise what the target's node did where none answers."""
+        """Return their control addresses; raise the error of the target's node if none answers."""
         try:
             self._known = self._ask(self._target.at)
         except (PeerUnreachable, DeadlineExceeded):

@@ -1,7 +1,8 @@
-"""The home node, as its client sees it: a thread that looks after the tie to it (`paths.home_tie`).
+"""The home node, as its client sees it: a thread that maintains the connection (`paths.home_tie`).
 
-One thread a client does this: once a second it asks for the view, lists the live reservations and
-tells holders what was read. When the home node has restarted it attaches to the new incarnation.
+Each client has one such thread: once a second it requests the view, lists the live reservations and
+notifies holders of what was read. After a restart of the home node it attaches to the new
+incarnation.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ ATTACH_S = 5.0
 """How long `Client.open` waits for the home node."""
 
 UNMAP_S = 5.0
-"""How long the old segment waits for its last copy; the last user unmaps it otherwise."""
+"""How long to wait for the last copy in the old segment; otherwise its last user unmaps it."""
 
 LOST_BEATS = 2
-"""Beats without an answer after which the home node is lost: on a starved host one may go
-unanswered while the node serves."""
+"""Beats without an answer after which the home node is lost: on an overloaded host one may go
+unanswered although the node serves."""
 
 POPULATING = "peercache-populate"
 """The thread that fills our page tables for a new home node's memory."""
@@ -53,11 +54,11 @@ REFUSED = "refused"
 
 @attrs.frozen
 class HomeState:
-    """How a client's home node is.
+    """The state of a client's home node.
 
     is_lost:    it does not answer, or refuses this client: nothing is stored, and reads miss.
     answered_s: when it answered last, by the clock of `time.monotonic`.
-    reason:     NO_ANSWER or REFUSED, and why: the same as a sentence; "" while it is not lost.
+    reason:     NO_ANSWER or REFUSED; why: the same as a sentence. Both are "" while it is not lost.
     """
 
     is_lost: bool
@@ -68,7 +69,7 @@ class HomeState:
 
 @final
 class Home:
-    """A client's home node, looked after."""
+    """A client's connection to its home node, and the thread that maintains it."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class Home:
         log: Any,
         tls: ControlTls | None = None,
     ) -> None:
-        """Look after the home node at `url`; `on_view` hears which incarnations live.
+        """Maintain the connection to the node at `url`; `on_view` gets the live incarnations.
 
         on_beat: called about once a second, in this thread.
-        sharing: whose segments are mapped; None is this process's user and root.
-        on_segment: hears the path of the home node's segment, once it is mapped.
+        sharing: the users whose segments are mapped; None: this process's user and root.
+        on_segment: called with the path of the home node's segment, once it is mapped.
         """
         self._url = url
         self._tls = tls
@@ -107,9 +108,9 @@ class Home:
         self._wake = threading.Event()
         self._beats = threading.Condition()
         self._began = self._ended = 0
-        """Looks at the home node that have begun, and that are over."""
+        """How many beats have begun, and how many have ended."""
         self._closing = threading.Event()
-        self._told_problem = ""
+        self._logged_problem = ""
         self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
         self._thread: threading.Thread | None = None
         self._unanswered = 0
@@ -117,7 +118,7 @@ class Home:
         self.state = HomeState(
             is_lost=True, answered_s=-math.inf, reason=NO_ANSWER, why="it was not reached yet"
         )
-        """Replaced, never changed: any thread may read it."""
+        """Replaced, never modified: any thread may read it."""
         self.tie: Tie[AttachedSegment] = Tie(
             url=url,
             config=config,
@@ -134,18 +135,18 @@ class Home:
 
     @property
     def url(self) -> str:
-        """Where the home node listens for its clients."""
+        """The address at which the home node listens for its clients."""
         return self._url
 
     def url_of(self, peer: int) -> str | None:
-        """Return where to dial an incarnation."""
+        """Return the address at which to dial an incarnation."""
         if self.tie.is_home(peer):
             return self._url
         member = self.tie.cluster.members.get(peer)
         return control_url(member.control, self._tls) if member is not None else None
 
     def open(self) -> None:
-        """Attach, or raise why that cannot be; then look after it in a thread."""
+        """Attach, or raise the reason why that fails; then start the thread."""
         until = time.monotonic() + ATTACH_S
         while not self._bridge.run(self.tie.attach(until)):
             if time.monotonic() >= until:
@@ -158,13 +159,13 @@ class Home:
         self._thread.start()
 
     def look_now(self) -> None:
-        """Do not wait for the next beat: a call has found the home node gone."""
+        """Start a beat now: a call has found that the home node is gone."""
         self._wake.set()
 
     def renew(self, until: float) -> Cluster:
-        """Have the thread ask for the view now; return the cluster then, or when time is up."""
+        """Have the thread request the view now; return the cluster afterwards, or at `until`."""
         with self._beats:
-            # One that is under way may have asked before.
+            # The current beat may have sent its request before this call.
             wanted = self._began + 1
             self._wake.set()
             self._beats.wait_for(lambda: self._ended >= wanted, until - time.monotonic())
@@ -178,10 +179,10 @@ class Home:
             self._thread.join(2 * BEAT_S)
 
     def detach(self) -> None:
-        """Tell the home node that nothing will be written any more, and unmap its segment."""
+        """Notify the home node that no more is written, and unmap its segment."""
         attached = self.tie.attached
         if attached is not None:
-            self._bridge.run(self.tie.tell(attached, math.inf))
+            self._bridge.run(self.tie.send_report(attached, math.inf))
             self.tie.attached = None
             attached.memory.close(UNMAP_S)
 
@@ -194,7 +195,7 @@ class Home:
                 is_well = self._bridge.run(self.tie.beat())
                 self._on_beat()
             except Exception:
-                # The thread must outlive any bug of ours: without it nothing heals.
+                # The thread must survive any bug of ours: without it nothing heals.
                 self._log.error("home.beat_failed", exc_info=True)
             self._note(is_well=is_well)
             with self._beats:
@@ -204,7 +205,7 @@ class Home:
             self._wake.clear()
 
     def _note(self, *, is_well: bool) -> None:
-        """Keep the outcome of a beat; log when the home node is lost, and when it is back."""
+        """Record the outcome of a beat; log when the home node is lost, and when it is back."""
         before = self.state
         if is_well:
             self._unanswered = 0
@@ -224,10 +225,10 @@ class Home:
     def _rejected(self, error: PeerCacheError) -> None:
         self._refusal = str(error)
         if isinstance(error, Rejected) and error.reason == "lock":
-            # The file has been cleaned away under us; for a new node a new one will do.
+            # The file has been deleted while in use; the new node gets a new one.
             self._renew_lock()
-        if str(error) != self._told_problem:
-            self._told_problem = str(error)
+        if str(error) != self._logged_problem:
+            self._logged_problem = str(error)
             self._log.warning("home.rejected", home=self._url, problem=str(error))
 
     def _open_memory(self, member: Member) -> AttachedSegment | None:
@@ -239,7 +240,7 @@ class Home:
                 sharing=self._sharing,
             )
         except PeerUnreachable as error:
-            # It may have stopped just now; if not, this is what `open` tells.
+            # It may have stopped just now; if not, `open` raises this.
             self._problem = error
             return None
         self._on_segment(member.segment)
@@ -249,7 +250,7 @@ class Home:
         populating = threading.Thread(
             target=self._populate, args=(attached.memory,), name=POPULATING, daemon=True
         )
-        # Without a thread only speed is lost; what follows must happen.
+        # Without the thread only speed is lost; the rest must still be done.
         with suppress(RuntimeError):
             populating.start()
         self._metrics.home_attached.inc()
@@ -258,7 +259,7 @@ class Home:
             old.memory.close(UNMAP_S)
 
     def _populate(self, segment: AttachedSegment) -> None:
-        """Fill the page tables of our mapping, as far as the node has come with its own."""
+        """Fill the page tables of our mapping, as far as the node has filled its own."""
         while segment.populate() < segment.page_bytes:
             self._closing.wait(BEAT_S)
             attached = self.tie.attached

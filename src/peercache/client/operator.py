@@ -1,6 +1,6 @@
-"""An operator's connection to a node: where it is, as whom, and questions with answers.
+"""An operator's connection to a node: its address, the operator's identity, requests and answers.
 
-The command line operates by it, and programs that follow what nodes hold (`client.following`).
+The command line uses it, and so do programs that follow what nodes hold (`client.following`).
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from peercache.wire.messages.membership import (
 from peercache.wire.messages.session import OPERATOR, Hello, Refused, Welcome
 
 TIMEOUT_S = 5.0
-"""How long a node may take to answer; to ask all members takes it a second."""
+"""How long a node may take to answer; asking all members takes it a second."""
 
 CONNECT_S = 2.0
 """How long an address may take to be reached."""
 
 SLICE_S = 0.1
-"""Longest wait between two looks at a connection: a program may follow a hundred nodes, each with a
-question that waits for what changes."""
+"""Longest wait between two checks of a connection: a program may follow a hundred nodes, each with
+a request that waits for changes."""
 
 TURN_S = 0.005
-"""Between the end of a connection and the next Hello."""
+"""Pause between the end of a connection and the next Hello."""
 
 Kind = TypeVar("Kind")
 
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """Which node is asked, and as whom. has_cluster: whether the user named the cluster."""
+    """The node to ask, and the identity to use. has_cluster: whether the user named the cluster."""
 
     at: str
     config: Config
@@ -80,7 +80,7 @@ class Target:
         environment: Mapping[str, str] | None = None,
         **settings: str | None,
     ) -> Target:
-        """Make it of these settings; raise ConfigError.
+        """Create a target from settings; raise ConfigError.
 
         at:     a control address, or ipc://PATH of a home; None: a node of this host.
         config: a TOML file; settings: such as cluster, tls_ca, tls_cert and tls_key.
@@ -102,7 +102,7 @@ class Target:
         return self.at.startswith("ipc://")
 
     def attached(self) -> Config:
-        """Return the settings of a client at this home, of the cluster that the node is of.
+        """Return the settings of a client at this home address, with the node's cluster.
 
         Raises PeerUnreachable, Rejected or DeadlineExceeded.
         """
@@ -135,7 +135,7 @@ def homes_here() -> list[str]:
 
 
 def _here(config: Config) -> str:
-    """Return the address of a node of this host, the default port where none has a home."""
+    """Return the address of a node of this host; the default port if none has a home address."""
     homes = homes_here()
     named = [home for home in homes if Path(home).name.startswith(home_prefix(config.cluster))]
     return next(iter(named or homes), f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
@@ -146,9 +146,9 @@ class Operator:
     """A connection to one node, as an operator; a context manager."""
 
     def __init__(self, target: Target) -> None:
-        """Take the certificates; raise ConfigError for wrong ones."""
+        """Load the certificates; raise ConfigError for wrong ones."""
         self._target = target
-        # A home address is clear text: this process proves there who it is by its user.
+        # A home address is clear text: there, the user of this process is its identity.
         files = None if target.is_home else TlsFiles.load(target.config, is_operator=True)
         live = None
         if files is not None:
@@ -189,21 +189,21 @@ class Operator:
         self._asker.close()
 
     def status(self, *, detail: bool = False) -> Status:
-        """Return how the node is."""
-        told = self.ask(RequestStatus(0, detail), ReportStatus)
-        return _read(decoded_status, told.status)
+        """Return the status of the node."""
+        reply = self.ask(RequestStatus(0, detail), ReportStatus)
+        return _read(decoded_status, reply.status)
 
     def statuses(self, *, detail: bool = False) -> list[MemberStatus]:
-        """Return how every member is, as the node gathers it, by name."""
+        """Return the status of every member, as the node collects it, sorted by name."""
         found: list[MemberStatus] = []
         after, more = 0, True
         while more:
-            told = self.ask(RequestCluster(0, detail, after), ReportCluster)
-            part = _read(decoded_statuses, told.statuses)
-            if not part and told.more:
+            reply = self.ask(RequestCluster(0, detail, after), ReportCluster)
+            part = _read(decoded_statuses, reply.statuses)
+            if not part and reply.more:
                 raise RemoteProtocolError("a portion without statuses")
             found += part
-            more = told.more
+            more = reply.more
             after = int(part[-1].status.incarnation or "0", 16) if part else 0
         return sorted(found, key=lambda member: _by_name(member.status.name))
 
@@ -229,7 +229,7 @@ class Operator:
                 raise RemoteProtocolError(f"a {type(answer).__name__} for a {kind.__name__}")
             if time.monotonic() >= until:
                 raise DeadlineExceeded(f"the answer of {self._target.at}", timeout_s)
-            # The connection has ended. Another incarnation may be there.
+            # The connection has ended. Another incarnation may be at the address.
             time.sleep(TURN_S)
             self._greet(until)
 
@@ -241,7 +241,7 @@ class Operator:
         self._greet(until)
 
     def _resolved(self) -> str:
-        """Return what to dial; raise PeerUnreachable for a name that no address belongs to."""
+        """Return the address to dial; raise PeerUnreachable for a name that does not resolve."""
         at = self._target.at
         if self._target.is_home:
             return at
@@ -271,14 +271,14 @@ class Operator:
         )
 
     def _note_refusal(self, _: int, refused: Refused) -> None:
-        """Note why what has answered is not taken; may come on a thread of nng."""
+        """Record why an answer is refused; may be called on a thread of nng."""
         if refused.reason == "protocol":
             self._refusal = RemoteProtocolError(refused.detail)
         else:
             self._refusal = Rejected(refused.reason, refused.detail)
 
     def _greet(self, until: float) -> None:
-        """Send Hello, and note the node that answers; raise why none does."""
+        """Send Hello, and record the node that answers; raise the reason if none does."""
         self._refusal = None
         answer = self._asker.greet(self._url, until, keeps=True)
         other = self._asker.connections.other_cluster
@@ -291,7 +291,7 @@ class Operator:
                     f"{self._target.at} is of the cluster {other!r}, and not of "
                     f"{self.cluster!r}: name it with --cluster",
                 )
-            # Without certificates its name proves nothing, and the address says which one.
+            # Without certificates the cluster's name proves nothing, and the address identifies it.
             self.cluster, self._may_learn = other, False
             self._asker.close()
             self._asker = self._new_asker()
@@ -308,7 +308,7 @@ class Operator:
         )  # fmt: skip
 
     def _silence(self) -> Exception:
-        """Return why no node has answered the Hello."""
+        """Return the reason why no node has answered the Hello."""
         if self._refusal is not None:
             return self._refusal
         at = self._target.at
@@ -341,7 +341,7 @@ class Operator:
 
 
 def _listens(url: str) -> bool:
-    """Return whether a process accepts connections at tcp://HOST:PORT, whatever it speaks."""
+    """Return whether a process accepts connections at tcp://HOST:PORT, with any protocol."""
     try:
         socket.create_connection(parse_address(url.removeprefix("tcp://")), CONNECT_S).close()
     except OSError:
@@ -361,6 +361,6 @@ def _read(decoded: Callable[[bytes], Kind], raw: bytes) -> Kind:
 
 
 def _by_name(name: str) -> tuple[str, int]:
-    """Return what names are sorted by: ports as numbers."""
+    """Return the sort key of a name: ports are numbers."""
     host, _, port = name.rpartition(":")
     return host, int(port) if port.isdigit() else 0

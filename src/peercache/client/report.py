@@ -1,9 +1,9 @@
-"""What one call of a client did: how much it moved, and why pages were misses.
+"""The report of a call of a client: how much it moved, and why pages were misses.
 
-The answer of a call says which pages are hits. An engine's connector also wants to know why the
-others are not, for this call and no other that runs beside it. The metrics cannot tell: they count
-all calls together. So a caller opens a report, and the calls that it makes in this thread until the
-end of the block write into it: a call runs in its caller's thread from begin to end.
+The return value of a call shows which pages are hits. An engine's connector also needs to know why
+the others are misses, for this call only, not for calls that run at the same time. The metrics
+count all calls together. So a caller opens a report, and the calls that it makes in this thread
+until the end of the block write into it: a call runs in its caller's thread from start to end.
 
     with reporting() as report:
         hits = client.batch_get_into(keys, runs)
@@ -24,10 +24,10 @@ import attrs
 class CallReport:
     """What the calls of one block did.
 
-    pages, bytes: read and verified, or copied into the pool; pages that were there already are
-    none of them. misses: pages that were not served, by miss reason. is_detailed: whether calls
-    give reasons that they do not count for the metrics anyway. call: the number of the last call,
-    which log lines about it carry.
+    pages, bytes: read and verified, or copied into the pool; pages that were stored already do not
+                  count. misses: pages that were not served, by miss reason. is_detailed: whether
+                  calls also report reasons that they do not count for the metrics. call: the number
+                  of the last call, which is in its log lines.
     """
 
     is_detailed: bool = False
@@ -42,13 +42,15 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""`current.report` is the report that is open in this thread, None where nothing asked for one: an
-attribute, because most calls have none and should pay nothing for it."""
+"""`current.report` is the open report of this thread, None if there is none: an attribute, so that
+calls without a report pay nothing for it."""
 
 
 @contextmanager
 def reporting(*, is_detailed: bool = False) -> Iterator[CallReport]:
-    """Collect what calls in this thread do until the end of the block; an outer block rests."""
+    """Collect what calls in this thread do until the end of the block; outer blocks are
+    suspended.
+    """
     outer, report = current.report, CallReport(is_detailed)
     current.report = report
     try:
@@ -57,15 +59,15 @@ def reporting(*, is_detailed: bool = False) -> Iterator[CallReport]:
         current.report = outer
 
 
-def tell_moved(pages: int, moved_bytes: int) -> None:
+def add_moved(pages: int, moved_bytes: int) -> None:
     """Add pages that were moved to the open report."""
     if (report := current.report) is not None:
         report.pages += pages
         report.bytes += moved_bytes
 
 
-def tell_missed(pages_by_reason: Mapping[str, int]) -> None:
-    """Add pages that were not served to the open report; reason "" is no miss."""
+def add_missed(pages_by_reason: Mapping[str, int]) -> None:
+    """Add pages that were not served to the open report; reason "" means no miss."""
     if (report := current.report) is not None:
         for reason, pages in pages_by_reason.items():
             if reason and pages:

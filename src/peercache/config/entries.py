@@ -1,9 +1,10 @@
 """Entries: settings that name several things, `discovery_addr`, `engine_events` and the quotas.
 
-`discovery_addr` names nodes by their addresses, and sources that give addresses, as URLs:
+`discovery_addr` names nodes by their addresses, and sources of addresses, as URLs:
 `dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX` (`etcds://` over TLS),
 `k8s://SERVICE[.NAMESPACE][:PORT]`. `engine_events` names engines that publish which blocks they
-have on their GPU. A quota is NAME=SHARE[/DISK_SHARE][,priority=N], one rule a namespace or pattern.
+have on their GPU. A quota is NAME=SHARE[/DISK_SHARE][,priority=N], one rule for each namespace or
+pattern.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from peercache.config.quantities import (
 from peercache.model.room import PRIORITY_MAX, RULES_MAX, Amount, QuotaRule
 
 ETCD_PORT = 2379
-"""The port that IANA lists for clients of etcd."""
+"""The port that IANA has assigned to clients of etcd."""
 
 SOURCES_MAX = 4
-"""Sources of one node: each is asked all the time."""
+"""Sources of one node: each is queried all the time."""
 
 _SCHEME = re.compile(r"([A-Za-z0-9+.-]+)://(.*)", re.ASCII | re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
@@ -45,7 +46,7 @@ _KUBERNETES = "wants k8s://SERVICE, k8s://SERVICE.NAMESPACE or k8s://SERVICE.NAM
 
 @attrs.frozen
 class DnsAddress:
-    """A name all of whose addresses are nodes', such as that of a headless service."""
+    """A DNS name with the addresses of nodes, such as that of a headless service."""
 
     text: str
     name: str
@@ -64,7 +65,7 @@ class EtcdAddress:
 
 @attrs.frozen
 class KubernetesAddress:
-    """A service of Kubernetes. namespace: "" is the pod's own; port: 0 is the slice's own."""
+    """A service of Kubernetes. namespace: "" means the pod's own; port: 0 means the slice's own."""
 
     text: str
     service: str
@@ -94,8 +95,8 @@ def sources_of(entries: Iterable[str]) -> tuple[SourceAddress, ...]:
 
 
 def hosts_to_ask(entry: str) -> tuple[str, ...]:
-    """Return each HOST:PORT whose name an entry wants resolved; none where a pod receives it from
-    the platform.
+    """Return each HOST:PORT of an entry that must be resolved; none if the platform passes it to
+    the pod.
     """
     if not is_source(entry):
         return (entry,)
@@ -108,12 +109,12 @@ def hosts_to_ask(entry: str) -> tuple[str, ...]:
 
 
 def is_source(entry: str) -> bool:
-    """Return whether an entry is a URL, and no HOST:PORT."""
+    """Return whether an entry is a URL, not a HOST:PORT."""
     return "://" in entry
 
 
 def parse_source(text: str) -> SourceAddress:
-    """Return what a URL names; raise ValueError that says what is allowed."""
+    """Return the source that a URL names; raise a ValueError that explains what is allowed."""
     match = _SCHEME.fullmatch(text)
     scheme, rest = (match[1], match[2]) if match is not None else ("", "")
     if scheme == "dns":
@@ -126,7 +127,7 @@ def parse_source(text: str) -> SourceAddress:
 
 
 def _whole(items: Iterable[str]) -> Iterable[str]:
-    """Yield the entries: the servers of one etcd cluster have commas between them too."""
+    """Yield the entries: the servers of one etcd cluster are also separated by commas."""
     begun = ""
     for item in items:
         if begun and is_source(item):
@@ -187,7 +188,7 @@ def _named(text: str, rest: str, default_port: int, wanted: str) -> tuple[str, i
 
 
 ENGINES_MAX = 64
-"""Engines whose events one process follows."""
+"""The most engines that one process follows."""
 
 _ENTRY = re.compile(r"([A-Za-z0-9_.:-]{1,64})=([^+\s]+)(?:\+([^+\s]+))?", re.ASCII)
 _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})|ipc:///\S{1,100}")
@@ -195,10 +196,10 @@ _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})
 
 @attrs.frozen
 class EngineEvents:
-    """Where an engine publishes its KV events.
+    """The endpoints at which an engine publishes its KV events.
 
     name:     for answers and logs. endpoint: of its publisher, tcp://HOST:PORT or ipc:///PATH.
-    replay:   where it sends events again; "" where it has no such endpoint.
+    replay: the endpoint for events to be sent again; "" if it has none.
     """
 
     name: str
@@ -206,7 +207,7 @@ class EngineEvents:
     replay: str = ""
 
     def __str__(self) -> str:
-        """Return it as the setting has it."""
+        """Return the text of the setting."""
         return f"{self.name}={self.endpoint}{self.replay and '+' + self.replay}"
 
 

@@ -1,8 +1,8 @@
-"""How values are written and read: sizes, addresses, seconds, switches, names.
+"""Parsing and formatting of values: sizes, addresses, seconds, switches, names.
 
-A parser takes what a flag, a TOML file, the environment or a JSON map holds, and returns the value
-that the configuration keeps. It raises ValueError or TypeError that says what is allowed.
-`format_address`, `exact_size` and `written_size` go the other way.
+A parser takes the value of a flag, a TOML file, the environment or a JSON map, and returns the
+value for the configuration. It raises a ValueError or TypeError that explains what is allowed.
+`format_address`, `exact_size` and `written_size` are the inverse.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def parse_listen(value: Any) -> str:
-    """Return the text of an address to listen on; "" is every interface."""
+    """Return the text of an address to listen on; "" means every interface."""
     text = parse_text(value)
     if text:
         parse_address(text, default_port=DEFAULT_CONTROL_PORT)
@@ -108,12 +108,12 @@ def parse_networks(value: Any) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or the name localhost, is reached from this host only."""
+    """Return whether an address, or the name localhost, can be reached only from this host."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host == "localhost"
-    # A socket of IPv6 shows the addresses of IPv4 mapped into its own.
+    # An IPv6 socket shows IPv4 addresses as mapped IPv6 addresses.
     mapped = getattr(address, "ipv4_mapped", None)
     return (address if mapped is None else mapped).is_loopback
 
@@ -130,7 +130,7 @@ def parse_users(value: Any) -> tuple[str, ...]:
 
 
 def parse_ipc(value: Any) -> str:
-    """Return the text of an address on this host, ipc://PATH; "" for no address."""
+    """Return the text of an address on this host, ipc://PATH; "" if there is no address."""
     text = parse_text(value)
     path = text.removeprefix("ipc://")
     if text and (path == text or not path):
@@ -188,13 +188,13 @@ def _finite(value: Any, wanted: str) -> float:
     except (ValueError, OverflowError, TypeError) as error:
         raise ValueError(f"wants {wanted}") from error
     if not math.isfinite(number):
-        # A deadline of NaN never comes: NaN compares false with every time.
+        # A deadline of NaN never passes: NaN compares false with every time.
         raise ValueError(f"wants {wanted}")
     return number
 
 
 def parse_switch(value: Any) -> bool:
-    """Return a switch from true, false, on, off, yes, no, 1 or 0, in any case."""
+    """Return a bool from true, false, on, off, yes, no, 1 or 0, in any case."""
     found = _SWITCHES.get(str(value).strip().lower())
     if found is None:
         raise ValueError("wants true or false")

@@ -4,8 +4,8 @@ Later sources win: defaults, the TOML file, the environment (`PEERCACHE_POOL_SIZ
 keyword arguments or SGLang's extra-config JSON. A configuration is read once, validated as a whole,
 and frozen.
 
-Each value keeps its source, which an error about it names. `RELATIONS` has what settings must be
-beside each other.
+Each value keeps its source, which errors about it name. `RELATIONS` lists the conditions between
+settings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ REMOVED = {
     "credentials": "is gone: a secret that all share distinguishes no process. Use certificates "
     "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
 }
-"""Settings of earlier builds, and what to use instead: one that is left over protects nothing."""
+"""Settings of earlier builds, and what to use instead: a leftover one would protect nothing."""
 
 SGLANG_KEYS = frozenset(
     {
@@ -88,7 +88,7 @@ WAYS_OUT = (
     "give the node a certificate (`peercache certs` makes it; tls_ca, tls_cert, tls_key), or, for "
     "a trial in which every process that connects may read every page, set insecure = NAME"
 )
-"""What the error about an open address tells to do."""
+"""The remedy in the error about an open address."""
 
 RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
@@ -158,7 +158,7 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda config: bool(config.disk_path) or not config.disk_enabled,
     ),
 )
-"""What settings must be beside each other: the one to name, the problem, and the check."""
+"""Conditions between settings: the setting to name, the problem, and the check."""
 
 
 def _is_one_port(config: Any) -> bool:
@@ -181,8 +181,8 @@ else:  # pragma: no cover - the same library under its name before 3.11
     import tomli as tomllib
 
 MISSPELT = 0.78
-"""How similar to a setting a variable must be, without the prefix, to be taken for a mistake. Other
-tools set variables under the same prefix, and so does Kubernetes for a service of this name:
+"""How similar to a setting a variable must be, without the prefix, to count as a mistake. Other
+tools set variables with the same prefix, and so does Kubernetes for a service of this name:
 PEERCACHE_SERVICE_PORT is 0.75 like metrics_port."""
 
 
@@ -215,7 +215,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("config", f"cannot read {path}: {error}") from error
     for name, value in settings.items():
         if isinstance(value, dict):
-            raise ConfigError("config", f"{path} has a table [{name}]: settings stand in none")
+            raise ConfigError("config", f"{path} has a table [{name}]: no setting is in a table")
     return settings
 
 
@@ -654,7 +654,7 @@ class Config:
         try:
             return cls._of({**of_file, **of_variables, **given})
         except ConfigError as error:
-            # A flag or an argument has the setting's own name, which the error says anyway.
+            # A flag or an argument has the setting's own name, which the error contains anyway.
             if error.name in given or error.name not in {**of_file, **of_variables}:
                 raise
             source = environment_name(error.name) if error.name in of_variables else file
@@ -689,7 +689,7 @@ class Config:
 
     @property
     def has_tls(self) -> bool:
-        """Whether every tcp connection is encrypted and wants a certificate of both sides."""
+        """Whether every tcp connection is encrypted and requires certificates of both sides."""
         return bool(self.tls_ca)
 
     @property
@@ -704,9 +704,10 @@ class Config:
         return "" if self.is_open else LOOPBACK, DEFAULT_CONTROL_PORT
 
     def http_address(self, *, in_process: bool) -> tuple[str, int] | None:
-        """Return (host, port) of the HTTP server: port -1 is the default one; None for no server.
+        """Return (host, port) of the HTTP server: port -1 means the default one; None for no
+        server.
 
-        in_process: whether the node runs in an engine, which has HTTP only where it is asked for.
+        in_process: whether the node runs in an engine, which has HTTP only if it is configured.
         """
         is_unasked = in_process and self.metrics_port == -1 and not self.http_listen
         if self.metrics_port == 0 or is_unasked:
@@ -730,7 +731,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def _of_the_trial(config: Config) -> Config:
-    """Give a cluster without certificates the name that `insecure` says."""
+    """Give a cluster without certificates the name in `insecure`."""
     if not config.insecure:
         return config
     if len(config.insecure) > CLUSTER_CHARACTERS_MAX:

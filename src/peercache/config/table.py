@@ -1,4 +1,4 @@
-"""What one row of the table of settings says: how a value is written, and which values are allowed.
+"""A row of the table of settings: how a value is written, and which values are allowed.
 
 `settings.Config` is the table itself. Flags, TOML, environment, SGLang's JSON, the reference pages
 and the validation all read these rows.
@@ -29,10 +29,10 @@ ENVIRONMENT_PREFIX = "PEERCACHE_"
 class Kind:
     """How values of one kind are written.
 
-    metavar: what stands for the value in `--help`.
-    parse:   makes the value; raises ValueError or TypeError that says what is allowed.
+    metavar: the placeholder of the value in `--help`.
+    parse:   returns the value; raises a ValueError or TypeError that explains what is allowed.
     written: writes a value so that `parse` reads it.
-    measure, unit: what the bounds of a setting count, and its name.
+    measure, unit: the quantity that the bounds limit, and its unit.
     """
 
     metavar: str
@@ -68,7 +68,7 @@ SWITCH = Kind("true|false", quantities.parse_switch, lambda value: str(value).lo
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of a text that is one of a few."""
+    """Return the kind of a text with a few allowed values."""
 
     def parse(value: Any) -> str:
         if value not in choices:
@@ -113,12 +113,12 @@ class Setting:
 
     @property
     def choices(self) -> list[str]:
-        """The allowed texts of a setting that has a few, [] for every other."""
+        """The allowed texts of a choice, [] for other settings."""
         return self.kind.metavar.split("|") if "|" in self.kind.metavar else []
 
     @property
     def written_default(self) -> str:
-        """The default as a flag takes it; "" for none."""
+        """The default as written for a flag; "" for none."""
         return self.kind.written(self.default)
 
     @property
@@ -175,6 +175,6 @@ class Setting:
 
 
 def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
-    """Return the field of a configuration that one row of the table describes."""
+    """Return the configuration field that one row of the table describes."""
     row = Setting(kind=kind, default=default, help=help_text, **more)
     return attrs.field(default=default, kw_only=True, metadata={"row": row})

@@ -1,7 +1,7 @@
 """The connector: the methods of SGLang's proposal for a remote KV connector.
 
-`Core` puts the parts together: where each page of each layer is in the engine's KV buffers, the
-prefixes of requests (a growing prompt is hashed from where it has grown), lanes and the page store.
+`Core` combines the parts: the location of each page of each layer in the engine's KV buffers, the
+prefixes of requests (of a growing prompt only the new part is hashed), lanes and the page store.
 The connector's methods and the two queues are built from it.
 """
 
@@ -37,19 +37,21 @@ from peercache.model.runs import I64, U64, PageRuns
 from peercache.observability.log import WarnOnce, get_logger
 
 BUFFERS_MAX = 4096
-"""Of one engine: K and V of 2,048 layers."""
+"""Buffers of one engine: K and V of 2,048 layers."""
 
 
 class KVBuffers:
-    """Buffers of equally many pages, one a layer and part: page i is at i * item length in each.
+    """Buffers with the same number of pages, one for each layer and part. Page i is at i * item
+    length.
 
-    pages: that every buffer has. page_bytes: of one page over all buffers.
+    pages: the number in every buffer. page_bytes: the size of one page over all buffers.
     """
 
     def __init__(self, kv_args: Any) -> None:
-        """Take `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`: bytes, one number a buffer.
+        """Take `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`: bytes, one number for each
+        buffer.
 
-        InvalidRequest: what makes no buffers.
+        InvalidRequest: the values do not describe buffers.
         """
         pointers = _numbers(kv_args, "kv_data_ptrs")
         lengths = _numbers(kv_args, "kv_data_lens")
@@ -71,7 +73,7 @@ class KVBuffers:
         self._items: U64 = np.array(items, np.uint64)
 
     def check(self, pages: I64) -> None:
-        """Raise InvalidRequest for page indices, (n,) int64, that no buffer has."""
+        """Raise InvalidRequest for page indices, (n,) int64, that are not in the buffers."""
         if len(pages) and not 0 <= (low := int(pages.min())) <= (high := int(pages.max())):
             raise InvalidRequest(f"page index {low} is no page of {self.pages}")
         if len(pages) and high >= self.pages:
@@ -99,7 +101,7 @@ def _numbers(kv_args: Any, name: str) -> list[int]:
 
 REQUESTS_MAX = 4096
 TOKENS_MAX = 2**25
-"""Of all requests together: 128 MiB of token ids, and 16 MiB of digests with pages of 64."""
+"""Tokens of all requests together: 128 MiB of ids, and 16 MiB of digests with pages of 64."""
 
 
 @attrs.frozen(eq=False)
@@ -113,14 +115,14 @@ class _Known:
 
 @final
 class Prefixes:
-    """The last prefix of each request, the least recently used forgotten first. Thread-safe.
+    """The last prefix of each request; the least recently used is forgotten first. Thread-safe.
 
-    The lock is held for a look into a dictionary, never while tokens are hashed: a scheduler's
-    thread does not wait for another one's hashing.
+    The lock is held during a dictionary access, never while tokens are hashed: a scheduler's thread
+    does not wait for the hashing of another thread.
     """
 
     def __init__(self, requests_max: int = REQUESTS_MAX, tokens_max: int = TOKENS_MAX) -> None:
-        """Begin with none."""
+        """Start with no request."""
         self._lock = threading.Lock()
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._tokens = 0
@@ -130,8 +132,8 @@ class Prefixes:
     def digests(self, req_id: str, chain: Chain, tokens: TokenIds) -> Digests:
         """Return the digest of each whole page of a request's tokens, (pages, 32) uint8.
 
-        Only what a request has not had at its last call is hashed; a request that comes with other
-        tokens, or another chain, is hashed from where they differ.
+        Only the tokens that are new since a request's last call are hashed; if its tokens or its
+        chain differ, it is hashed from the first difference.
         """
         tokens = tokens[: len(tokens) // chain.page_tokens * chain.page_tokens]
         with self._lock:
@@ -145,7 +147,7 @@ class Prefixes:
         had = known.digests[:pages] if known is not None and pages else None
         new = chain.digests(tokens[begin:], had[-1].tobytes() if had is not None else None)
         digests = new if had is None else np.concatenate([had, new])
-        # A copy: the caller may write other tokens into its array.
+        # A copy: the caller may later change its array.
         self._keep(req_id, _Known(chain.seed, tokens.copy(), digests))
         return digests
 
@@ -185,7 +187,7 @@ CLOSE_S = 10.0
 
 WARN_S = 60.0
 LOOKUPS_MAX = 1024
-"""Lookups of queues that wait: each counts as one page of its lane."""
+"""Waiting lookups of queues: each counts as one page of its lane."""
 
 PageMapping: TypeAlias = Sequence[tuple[int, slice]]
 """(page index, slice of the prompt's tokens) of each page."""
@@ -193,9 +195,10 @@ PageMapping: TypeAlias = Sequence[tuple[int, slice]]
 
 @attrs.frozen(eq=False)
 class Span:
-    """The pages of one call: where they are, and which of the prompt they are.
+    """The pages of one call: their buffer indices, and their position in the prompt.
 
-    indices: (n,) int64, of pages in the engine's buffers. first: the prompt's page of the first.
+    indices: (n,) int64, of pages in the engine's buffers. first: the number of the first page in
+             the prompt.
     """
 
     indices: I64
@@ -203,16 +206,16 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The prompt's page behind the last."""
+        """The number, in the prompt, of the page after the last one."""
         return self.first + len(self.indices)
 
 
 def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
-    """Return the pages that a mapping names; a last slice that is no whole page is left out.
+    """Return the pages that a mapping names; an incomplete last page is left out.
 
     mapping: (page index, slice of the prompt's tokens) for each page, in the prompt's order.
-    tokens:  of the prompt.
-    InvalidRequest: slices that are no pages of it, or that leave one out.
+    tokens: the number in the prompt.
+    InvalidRequest: slices that are not pages of the prompt, or that leave one out.
     """
     try:
         pairs = list(mapping)
@@ -230,7 +233,7 @@ def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
     if not begins:
         return Span(indices, 0)
     first, last = begins[0], ends[-1] - begins[-1]
-    # As lists: so few numbers cost more in arrays.
+    # As lists: for so few numbers arrays are slower.
     wanted = list(range(first, first + len(begins) * page_tokens, page_tokens))
     is_run = begins == wanted and ends[:-1] == wanted[1:] and 0 < last <= page_tokens
     if not is_run or first < 0 or first % page_tokens:
@@ -242,7 +245,7 @@ def span_of(mapping: PageMapping, page_tokens: int, tokens: int) -> Span:
 
 
 def _wrong_slice(begins: list[int], ends: list[int], size: int) -> InvalidRequest:
-    """Return what is wrong with the first slice that is no page behind the one before."""
+    """Return the error about the first slice that is not the page after the one before."""
     for place, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         is_next = begin == begins[0] + place * size and begin >= 0 and begin % size == 0
         is_last = place + 1 == len(begins)
@@ -260,15 +263,16 @@ def _leading(hits: list[bool]) -> int:
 
 @final
 class Core:
-    """What one connector owns: a store, three lanes, the engine's buffers, the requests' prefixes.
+    """The state of one connector: a store, three lanes, the engine's buffers, the requests'
+    prefixes.
 
-    counts: of what was refused, late, cancelled or failed, by lane.
+    counts: how many were refused, late, cancelled or failed, by lane.
     """
 
     def __init__(
         self, metadata: ConnectorMetadata, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Open the store, and start the threads. Raises what the store's opening raises."""
+        """Open the store, and start the threads. Raises what opening the store raises."""
         self.metadata = metadata
         self.chain = metadata.chain()
         self.page_tokens = self.chain.page_tokens
@@ -293,17 +297,17 @@ class Core:
         self.sets = lane("set", metadata.set_threads, metadata.queued_pages)
         self.lookups = lane("lookup", 1, LOOKUPS_MAX)
 
-    # --- what a call needs ------------------------------------------------------------------------
+    # --- checks and arguments of a call -----------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise InvalidRequest where nothing can be done any more."""
+        """Raise InvalidRequest if the connector cannot be used any more."""
         if self._is_closed:
             raise InvalidRequest("the connector is closed")
         if self._fork.is_child:
             raise InvalidRequest("the connector is another process's: a forked child opens its own")
 
     def register(self, kv_args: Any) -> None:
-        """Take the engine's buffers. InvalidRequest: there are some, or these are none."""
+        """Set the engine's buffers. InvalidRequest: they are set already, or are not buffers."""
         self.check_open()
         buffers = KVBuffers(kv_args)
         if self._buffers is not None:
@@ -312,19 +316,19 @@ class Core:
         self._deregister = [self.store.register(*region) for region in buffers.regions]
 
     def buffers(self) -> KVBuffers:
-        """Return the engine's buffers. InvalidRequest: there are none yet."""
+        """Return the engine's buffers. InvalidRequest: they are not set yet."""
         if self._buffers is None:
             raise InvalidRequest("there are no KV buffers: register_kv_buffers comes first")
         return self._buffers
 
     def check_writable(self, span: Span) -> None:
-        """Raise InvalidRequest for pages that no buffer has, and for one that is named twice."""
+        """Raise InvalidRequest for pages that are not in the buffers, and for one named twice."""
         self.buffers().check(span.indices)
         if len(set(span.indices.tolist())) < len(span.indices):
             raise InvalidRequest("the mapping names a page index twice: one page would be lost")
 
     def chain_of(self, salts: Mapping[str, str] | None) -> Chain:
-        """Return the chain of a request's salts, beside the connector's own."""
+        """Return the chain with a request's salts in addition to the connector's own."""
         return self.chain.salted(salts) if salts else self.chain
 
     def keys(self, digests: Digests) -> PageKeys:
@@ -332,7 +336,7 @@ class Core:
         return in_namespace(page_keys_of(digests), self._space_digest)
 
     def agree(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return the smallest of each number over all ranks; None where they did not agree."""
+        """Return the minimum of each number over all ranks; None if the ranks did not agree."""
         reduce = self.metadata.all_reduce_min
         if reduce is None:
             return list(numbers)
@@ -343,13 +347,13 @@ class Core:
         except Exception as error:  # The engine's collective has failed: on some rank, or on all.
             self.warn_once("connector.agreement_failed", type(error).__name__, problem=repr(error))
             return None
-        # Never more than this rank has: what it has not done yet is not done.
+        # Never more than this rank has: it must not report what it has not done yet.
         return list(map(min, reduced, numbers))
 
     # --- lookups ----------------------------------------------------------------------------------
 
     def matched_pages(self, req_id: str, ids: TokenIds, chain: Chain, local_pages: int) -> int:
-        """Return how many pages behind the local ones this rank's store has: a hint."""
+        """Return how many pages after the local ones this rank's store has: a hint."""
         digests = self.prefixes.digests(req_id, chain, ids)[local_pages:]
         if not len(digests):
             return 0
@@ -361,7 +365,7 @@ class Core:
             return 0
 
     def look_up(self, req_id: str, ids: TokenIds, chain: Chain, local_pages: int) -> Future[int]:
-        """Return what `matched_pages` will say, found in a thread of its own."""
+        """Run `matched_pages` in another thread; return its result as a future."""
         found = 0
 
         def move(_begin: int, _end: int) -> int:
@@ -373,7 +377,7 @@ class Core:
         asked = QueuedTransfer(req_id, move, 1, 1, until, 1)
         answer: Future[int] = Future()
         asked.future.add_done_callback(
-            # Cancelled or late: nothing is known to be there.
+            # Cancelled or late: no page is known to exist.
             lambda done: answer.set_result(found if not done.cancelled() and done.result() else 0)
         )
         self.lookups.add(asked)
@@ -399,14 +403,14 @@ class Core:
     def keep(
         self, req_id: str, span: Span, ids: TokenIds, chain: Chain, timeout_s: float
     ) -> tuple[Future[int], int]:
-        """Store a span's pages; return the tokens of the leading run, and where it ends at most."""
+        """Store a span's pages; return the tokens of the leading run, and its latest end."""
         digests = self.prefixes.digests(req_id, chain, ids)
         keys, buffers = self.keys(digests[span.first : span.end]), self.buffers()
 
         def move(begin: int, end: int) -> int:
             runs: PageRuns = buffers.runs(span.indices[begin:end])
             stored = _leading(self.store.set_from(keys[begin:end], runs))
-            self._tell_stored(digests, span.first + begin, stored, ids, chain)
+            self._report_stored(digests, span.first + begin, stored, ids, chain)
             return stored
 
         transfer = self._queued(req_id, move, span, timeout_s)
@@ -414,7 +418,7 @@ class Core:
         return transfer.future, (span.end if is_taken else span.first) * self.page_tokens
 
     def end(self, req_id: str) -> None:
-        """End what a request still has under way, and forget it. InvalidRequest: no such id."""
+        """End the running operations of a request, and forget it. InvalidRequest: no such id."""
         if self._fork.is_child:
             return
         self.end_retrieve(req_id)
@@ -437,7 +441,8 @@ class Core:
         for lane in (self.lookups, self.sets, self.gets):
             is_quiet &= lane.close(CLOSE_S)
         if not is_quiet:
-            # A call of the store hangs and may touch memory: what it uses is left as it is.
+            # A call of the store hangs and may access memory: the memory that it uses is left as it
+            # is.
             self._log.warning("connector.close_timed_out", waited_s=CLOSE_S)
             return
         for deregister in self._deregister:
@@ -451,32 +456,32 @@ class Core:
         until = self.clock() + timeout_s
         return QueuedTransfer(req_id, move, len(span.indices), chunk, until, self.page_tokens)
 
-    def _tell_stored(
+    def _report_stored(
         self, digests: Digests, first: int, pages: int, ids: TokenIds, chain: Chain
     ) -> None:
-        tell = self.metadata.on_stored
-        if tell is None or not pages:
+        report = self.metadata.on_stored
+        if report is None or not pages:
             return
         end, size = first + pages, self.page_tokens
         parent = digests[first - 1].tobytes() if first else None
-        told = StoredPages(
+        stored_pages = StoredPages(
             digests[first:end], parent, ids[first * size : end * size].copy(), size, chain.salts,
             self.keys(digests[first:end]),
         )  # fmt: skip
         try:
-            tell(told)
-        except Exception as error:  # The publisher's trouble is none of the transfer's.
+            report(stored_pages)
+        except Exception as error:  # A failure of the publisher must not fail the transfer.
             self.warn_once("connector.publisher_failed", type(error).__name__, problem=repr(error))
 
 
 def check_id(req_id: object) -> None:
-    """Raise InvalidRequest for what is no request's id."""
+    """Raise InvalidRequest for an invalid request id."""
     if not isinstance(req_id, str):
         raise InvalidRequest(f"a request's id is a text, not {req_id!r:.40}")
 
 
 def checked(req_id: object, tokens: Tokens, local_tokens: object = 0) -> TokenIds:
-    """Return a request's token ids. InvalidRequest: what is no request."""
+    """Return a request's token ids. InvalidRequest: the request is invalid."""
     check_id(req_id)
     ids = token_ids(tokens)
     if not is_whole_number(local_tokens) or not 0 <= local_tokens <= len(ids):
@@ -495,35 +500,35 @@ class RemoteKVConnector:
 
     No method waits for pages to move: the two `_async` ones queue a transfer and return a Future.
     Its result is the number of tokens, from the mapping's first on, whose pages have moved: a
-    leading run, 0 if there is none. It never has an exception. While it is not done the engine
-    must keep the pages as they are; once it is done, or cancelled, nothing touches them.
-    What no call can take raises `InvalidRequest`; every other trouble is a shorter run.
+    leading run, 0 if there is none. It never has an exception. Until it is done, the engine must
+    keep the pages unchanged; once it is done, or cancelled, nothing accesses them. Invalid
+    arguments raise `InvalidRequest`; every other failure is a shorter run.
 
-    Keywords of all calls with tokens: `salts` (texts by name: LoRA, tenant) separates requests
-    beyond the metadata's; `timeout_s` is the transfer's deadline.
+    Keywords of all calls with tokens: `salts` (texts by name: LoRA, tenant) separates requests, in
+    addition to those of the metadata; `timeout_s` is the transfer's deadline.
     """
 
     def __init__(self, metadata: ConnectorMetadata) -> None:
-        """Open the store. Raises what opening it raises, as `Client.open` does."""
+        """Open the store. Raises the same exceptions as `Client.open`."""
         self.core = Core(metadata)
 
     def register_kv_buffers(self, kv_args: Any) -> None:
-        """Take the engine's buffers, once: they are read from and written into in place.
+        """Register the engine's buffers, once: pages are read and written in place.
 
-        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, a number for each buffer
-                 (K or V of a layer): its address, its bytes, and the bytes of a page in it.
+        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, one number for each buffer
+                 (K or V of a layer): its address, its size, and the size of a page in it.
         """
         self.core.register(kv_args)
 
     def store_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
     ) -> tuple[Future[int], int]:
-        """Store pages; return a Future, and the token up to which the pages were taken.
+        """Store pages; return a Future, and the token up to which pages were accepted.
 
-        page_to_tokens_mapping: (page index, slice of `tokens_list`) for each page, one after the
-                     other; what a last slice has short of a page is left out.
-        tokens_list: all tokens from the prompt's first on, a list or an array.
-        A full queue takes nothing: the Future is done, and the end is where the mapping begins.
+        page_to_tokens_mapping: (page index, slice of `tokens_list`) for each page, in order; a last
+                                slice that is shorter than a page is left out.
+        tokens_list: all tokens from the prompt's first on, a list or an array. A full queue accepts
+        nothing: the Future is done, and the end is the start of the mapping.
         """
         core = self.core
         core.check_open()
@@ -538,7 +543,7 @@ class RemoteKVConnector:
     ) -> Future[int]:
         """Read pages into the buffers; return a Future. The arguments are those of a store.
 
-        What pages behind the leading run hold is undefined.
+        The content of pages after the leading run is undefined.
         """
         core = self.core
         core.check_open()
@@ -551,10 +556,10 @@ class RemoteKVConnector:
     def num_external_matched_tokens(
         self, req_id: str, tokens: Tokens, num_local_computed_tokens: int, **kw: Any
     ) -> int:
-        """Return how many tokens behind the local ones every rank can retrieve: a hint.
+        """Return how many tokens after the local ones every rank can retrieve: a hint.
 
-        Asks the store, for as long as its own deadline allows; `AsyncKVPrefetchQueue` asks in
-        another thread. With `all_reduce_min`, each rank calls this in the same order; 0 where that
+        Asks the store, which blocks until the store's own deadline; `AsyncKVPrefetchQueue` asks in
+        another thread. With `all_reduce_min`, each rank must call this in the same order; 0 if that
         fails.
         """
         core = self.core
@@ -568,17 +573,17 @@ class RemoteKVConnector:
         return max(0, reached - num_local_computed_tokens)
 
     def finish_req(self, req_id: str) -> None:
-        """End what this request has under way, and forget its tokens; may be repeated.
+        """End the running operations of this request, and forget its tokens; may be repeated.
 
-        Transfers that wait are cancelled; one that moves ends after its chunk. It returns at once:
-        the Futures say when the pages are free.
+        Waiting transfers are cancelled; a running one ends after its current chunk. The call
+        returns at once: the Futures show when the pages are free.
         """
         self.core.end(req_id)
 
     def close(self) -> None:
         """End everything, within seconds; may be repeated.
 
-        Every Future is done or cancelled then, but those of a store's calls that hang.
+        Every Future is then done or cancelled, except those of hanging calls of the store.
         """
         self.core.close()
 

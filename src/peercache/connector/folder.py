@@ -1,20 +1,22 @@
-"""A folder as a page store: a file a page, on a local disk or a shared file system.
+"""A folder as a page store: one file for each page, on a local disk or a shared file system.
 
-Writes   A page is written beside the others and renamed into its place when it is whole, so no
-         reader and no other process sees half of one. With `is_durable` the file is synced before
-         the rename, and its folder after it; without, a power failure may leave a torn file.
-Reads    Each chunk is verified before it is copied. A torn or changed file is a miss, and goes.
-Faults   Errors that pass (a busy or stale share) are tried again; others are misses, and logged.
+Writes   A page is written to a temporary file and renamed when it is complete, so no reader and no
+         other process sees a part of it. With `is_durable` the file is synced before the rename,
+         and its folder after it; without, a power failure may leave a torn file.
+Reads    Each chunk is verified before it is copied. A torn or changed file is a miss, and is
+         removed.
+Faults   Temporary errors (a busy or stale share) are retried; others are misses, and logged.
 
-Room     The files' bytes are bounded; those used longest ago go first (`FolderRoom`).
+Room     The bytes of all files are bounded; the least recently used are removed first
+         (`FolderRoom`).
 Format   One page as a file:
 
     block 0     header of HEADER_BYTES: magic, version, codec, chunk size, key, length of the page,
                 then stored length and xxh3_64 of each chunk, and the xxh3_64 of all that
     then        each chunk of the page, as the codec stores it, from a multiple of BLOCK on
 
-Checksums are those of the page's own bytes, so they also prove a decompression right. Blocks suit
-O_DIRECT. Numbers are little-endian.
+Checksums cover the page's own bytes, so they also verify the decompression. Blocks suit O_DIRECT.
+Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from peercache.model.runs import PageRuns
 from peercache.observability.log import WarnOnce, get_logger
 
 BLOCK = 4096
-"""Of O_DIRECT: no device wants more."""
+"""Alignment for O_DIRECT: no device requires more."""
 
 MAGIC = b"PCkv"
 VERSION = 1
@@ -62,14 +64,14 @@ RAW, ZSTD = 0, 1
 """Codecs."""
 
 WORTH = 15 / 16
-"""Of a page's bytes: what compresses to more is stored as it is, and read without a codec."""
+"""Fraction of a page's bytes: a page that compresses to more is stored uncompressed."""
 
 
 class NoPage(Exception):
-    """A file is no page, or not this one. is_damaged: it never will be one again."""
+    """A file is not a page, or not this one. is_damaged: it must be removed."""
 
     def __init__(self, problem: str, *, is_damaged: bool) -> None:
-        """Say what is wrong."""
+        """Set the problem."""
         super().__init__(problem)
         self.is_damaged = is_damaged
 
@@ -79,7 +81,7 @@ class Zstd:
     """The codec of the extra `zstd`: compresses chunks; used by one thread at a time."""
 
     def __init__(self, level: int) -> None:
-        """Make one. ConfigError: the library is missing."""
+        """Create a codec. ConfigError: the library is missing."""
         try:
             import zstandard  # noqa: PLC0415 - only a folder that compresses needs it
         except ImportError as error:
@@ -91,13 +93,13 @@ class Zstd:
         self._length_of = zstandard.frame_content_size
 
     def compress(self, raw: memoryview) -> bytes:
-        """Return a chunk as it is stored."""
+        """Return the compressed chunk."""
         compressed: bytes = self._compressor.compress(raw)
         return compressed
 
     def decompress(self, stored: memoryview, length: int) -> bytes:
         """Return the chunk of `length` bytes. Raises what the library raises."""
-        # The library makes room for what the frame says, whatever is allowed.
+        # The library allocates the size in the frame, without a limit.
         if self._length_of(stored) != length:
             raise ValueError("the frame has another length")
         raw: bytes = self._decompressor.decompress(stored)
@@ -106,10 +108,10 @@ class Zstd:
 
 @final
 class Room:
-    """Aligned memory of one thread, for a chunk on its way between a file and the engine."""
+    """Aligned memory of one thread, for a chunk that is copied between a file and the engine."""
 
     def __init__(self) -> None:
-        """Map it: a chunk, and the header."""
+        """Map memory for a chunk and the header."""
         self._map = mmap.mmap(-1, CHUNK_BYTES + HEADER_BYTES)
         self.chunk = memoryview(self._map)[:CHUNK_BYTES]
         self.header = memoryview(self._map)[CHUNK_BYTES:]
@@ -119,8 +121,7 @@ class Room:
 def write_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) -> int:
     """Write a page into an empty file; return the file's bytes. Raises OSError.
 
-    page: in the engine's memory. One that does not get smaller is stored as it is, whatever the
-    codec.
+    page: in the engine's memory. A page that does not become smaller is stored uncompressed.
     """
     length = page.total
     if not 0 < length <= PAGE_BYTES_MAX:
@@ -140,7 +141,7 @@ def write_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) 
 
 
 def page_length(fd: int) -> int:
-    """Return the bytes of the page that a file says it has, unverified; 0 of what is no page."""
+    """Return the page length in a file's header, unverified; 0 if it is not a page."""
     raw = os.pread(fd, FIXED.size, 0)
     if len(raw) < FIXED.size or not raw.startswith(MAGIC):
         return 0
@@ -151,7 +152,7 @@ def page_length(fd: int) -> int:
 def read_page(fd: int, key: bytes, page: Side, room: Room, codec: Zstd | None) -> None:
     """Read a page into the engine's memory, chunk by chunk, each verified before it is copied.
 
-    NoPage: this file is not the page of that key and length. Raises OSError.
+    NoPage: the file is not the page of that key and length. Raises OSError.
     """
     length = page.total
     used, chunks = _header(fd, key, length, room)
@@ -202,7 +203,7 @@ def _write_chunks(
 ) -> tuple[list[tuple[int, int]], int]:
     """Return (stored bytes, checksum) of each chunk, and where the file ends.
 
-    No chunks: one of them does not get smaller.
+    No chunks are returned if one of them does not become smaller.
     """
     chunks, offset = [], HEADER_BYTES
     for begin in range(0, page.total, CHUNK_BYTES):
@@ -212,7 +213,7 @@ def _write_chunks(
             raise NoPage("the engine's memory is not there", is_damaged=False)
         checksum = xxhash.xxh3_64_intdigest(raw)
         stored = size
-        # What grows does not fit in the room; the whole page is then stored as it is.
+        # A chunk that grows does not fit in the room; then the whole page is stored uncompressed.
         if codec is not None and len(compressed := codec.compress(raw)) <= size:
             stored = len(compressed)
             room.chunk[:stored] = compressed
@@ -229,7 +230,7 @@ def _write_chunks(
 def _decompressed(codec: Zstd, stored: memoryview, size: int) -> bytes:
     try:
         return codec.decompress(stored, size)
-    except Exception as error:  # The library's own class, and MemoryError for absurd lengths.
+    except Exception as error:  # The library's own class, or MemoryError for absurd lengths.
         raise NoPage(f"it does not decompress: {error}", is_damaged=True) from error
 
 
@@ -265,15 +266,15 @@ def _read_all(fd: int, into: memoryview, offset: int) -> int:
 
 
 SWEEP_DIVISOR = 16
-"""A sweep is due when a process has written 1/16 of the cap, and leaves 15/16 of it: several
-processes on one folder exceed the cap by 1/16 each at most."""
+"""A sweep is due when a process has written 1/16 of the cap, and reduces the folder to 15/16 of it:
+each of several processes exceeds the cap by at most 1/16."""
 
 SWEEP_S = 60.0
-"""And this often: other processes write, too."""
+"""A sweep is also due this often: other processes write, too."""
 
 CLOSE_S = 5.0
 LEFT_OVER_S = 3600.0
-"""A file that was being written so long ago is what a killed process left."""
+"""A temporary file of this age was left by a killed process."""
 
 PAGE_NAME = re.compile(r"[0-9a-f]{32}")
 SHELF_NAME = re.compile(r"[0-9a-f]{2}")
@@ -284,15 +285,15 @@ LOCK = ".lock"
 
 @final
 class FolderRoom:
-    """Keeps the files of a folder below a number of bytes, the least recently used go first.
+    """Keeps the files of a folder below a number of bytes; removes the least recently used first.
 
-    When a page was used last is its file's time of change, so that restarts and other processes on
-    the folder know it too. Sweeps run in a thread of their own, in one process at a time where
-    the file system has locks; two at once remove more than they must, and break nothing.
+    The modification time of a page's file is the time of its last use, so that it survives restarts
+    and is visible to other processes. Sweeps run in a thread of their own, in one process at a time
+    if the file system has locks; two at a time remove more than necessary, but break nothing.
     """
 
     def __init__(self, root: Path, bytes_max: int, warn: WarnOnce) -> None:
-        """Count what is there, and start the thread."""
+        """Count the files, and start the thread."""
         self._root = root
         self._max = bytes_max
         self._warn_once = warn
@@ -306,7 +307,7 @@ class FolderRoom:
         self._thread.start()
 
     def take(self, size: int) -> bool:
-        """Reserve room for a file; return False if there is none before a sweep."""
+        """Reserve room for a file; return False if there is no room before a sweep."""
         with self._changed:
             has_room = self._found + self._written + self._reserved + size <= self._max
             if has_room:
@@ -316,25 +317,25 @@ class FolderRoom:
         return has_room
 
     def settle(self, size: int, written: int) -> None:
-        """End a reservation of `size` bytes: so many of them were written."""
+        """End a reservation of `size` bytes, of which `written` were written."""
         with self._changed:
             self._reserved -= size
             self._written += written
 
     def used(self) -> int:
-        """Return the bytes that are counted."""
+        """Return the counted bytes."""
         with self._changed:
             return self._found + self._written + self._reserved
 
     def close(self) -> None:
-        """End the thread; one that waits for a share that hangs is left alone."""
+        """End the thread; if it waits for a hanging share, it is left alone."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(CLOSE_S)
 
     def sweep(self) -> None:
-        """Count the files, and remove the oldest of them where they are too many."""
+        """Count the files, and remove the oldest of them if they are too large."""
         with self._changed:
             written_before = self._written
         try:
@@ -346,7 +347,7 @@ class FolderRoom:
             return
         with self._changed:
             self._found = found
-            # What was written meanwhile may be counted twice, until the next sweep.
+            # Files written in the meantime may be counted twice, until the next sweep.
             self._written -= written_before
 
     def _work(self) -> None:
@@ -359,7 +360,7 @@ class FolderRoom:
             begun = time.monotonic()
             self.sweep()
             with self._changed:
-                # A folder that cannot be made smaller is not swept in a circle.
+                # A folder that cannot be reduced is not swept again and again.
                 if not self._is_closed and self._is_due():
                     self._changed.wait(max(1.0, time.monotonic() - begun))
 
@@ -387,7 +388,7 @@ class FolderRoom:
             return total
 
     def _files(self) -> list[tuple[float, int, str]]:
-        """Return (used last, bytes, path) of each page; remove what killed processes left."""
+        """Return (last use, bytes, path) of each page; remove files left by killed processes."""
         files = []
         for shelf in os.scandir(self._root):
             if SHELF_NAME.fullmatch(shelf.name):
@@ -416,24 +417,23 @@ def _remove(path: str) -> None:
 
 
 MARKER = ".peercache-pages"
-"""A file that names the owner of the folder: files in it are removed, so no other folder will
-do."""
+"""A file that marks the folder: files in it are removed, so no other folder must be used."""
 
 TRANSIENT = frozenset(
     getattr(errno, name)
     for name in ("EINTR", "EAGAIN", "EBUSY", "ESTALE", "ETIMEDOUT", "EIO", "ENOBUFS", "ENETRESET")
 )
 RETRY_S = (0.005, 0.02, 0.08)
-"""Waits before the second and later tries."""
+"""Pauses before the second and later attempts."""
 
 USED_S = 60.0
-"""A page whose file says that it was used so recently is not told again."""
+"""A use within this time after the recorded one is not recorded again."""
 
 READER_LEVEL = 3
-"""Of a store that does not compress; it matters for nothing."""
+"""The level of a store that does not compress; it has no effect."""
 
 NO_RETRY_S = 5.0
-"""How long a folder that did not come back gets one try a page: a dead share costs no more."""
+"""How long a folder that did not recover gets only one attempt per page, as for a dead share."""
 
 WARN_S = 60.0
 Result = TypeVar("Result")
@@ -441,10 +441,10 @@ Result = TypeVar("Result")
 
 @final
 class OfThread(threading.local):
-    """What each thread has for itself: room, and a codec; None where the library is missing."""
+    """State of each thread: room, and a codec; None if the library is missing."""
 
     def __init__(self, zstd_level: int) -> None:
-        """Make them; called in each thread."""
+        """Create them; called in each thread."""
         self.room = Room()
         self.codec: Zstd | None = None
         with suppress(ConfigError):
@@ -469,7 +469,7 @@ class FolderPages:
         self._root = root
         self._is_compressed = zstd_level > 0
         if zstd_level:
-            Zstd(zstd_level)  # Says at once that the library is missing.
+            Zstd(zstd_level)  # Raises at once if the library is missing.
         self._flags = os.O_DIRECT if is_direct else 0
         self._is_durable = is_durable
         self._warn_once = WarnOnce(get_logger(path=str(root)), repeat_s=WARN_S)
@@ -490,11 +490,11 @@ class FolderPages:
         return next(lacks, len(paths))
 
     def get_into(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
-        """Read one page a key into its runs; return for each whether they hold it now."""
+        """Read one page for each key into its runs; return for each whether they hold it now."""
         return self._each(self._get, keys, runs)
 
     def set_from(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
-        """Store one page a key from its runs; return for each whether it is kept now."""
+        """Store one page for each key from its runs; return for each whether it is stored now."""
         return self._each(self._set, keys, runs)
 
     def register(self, _address: int, _length: int) -> Callable[[], None]:
@@ -502,7 +502,7 @@ class FolderPages:
         return lambda: None
 
     def close(self) -> None:
-        """Wait for calls, and end the threads; the pages stay."""
+        """Wait for running calls, and end the threads; the pages stay."""
         if not self._is_closed:
             self._is_closed = True
             self._threads.shutdown()
@@ -567,19 +567,19 @@ class FolderPages:
         return True
 
     def _write(self, path: str, key: bytes, page: Side) -> int:
-        """Write a page beside the others, and put it into its place; return the file's bytes."""
+        """Write a page to a temporary file, and rename it; return the file's bytes."""
         name = f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}"
-        beside = os.fspath(self._root / WRITING / name)
+        temporary = os.fspath(self._root / WRITING / name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
         codec = self._own.codec if self._is_compressed else None
         try:
-            with _opened(beside, flags) as fd:
+            with _opened(temporary, flags) as fd:
                 written = write_page(fd, key, page, self._own.room, codec)
                 if self._is_durable:
                     os.fsync(fd)
-            os.rename(beside, path)  # noqa: PTH104
+            os.rename(temporary, path)  # noqa: PTH104
         except BaseException:
-            _unlink(beside)
+            _unlink(temporary)
             raise
         if self._is_durable:
             with _opened(os.path.dirname(path), os.O_RDONLY) as folder:  # noqa: PTH120
@@ -591,7 +591,7 @@ class FolderPages:
         return f"{self._root}/{name[:2]}/{name}"
 
     def _patiently(self, call: Callable[[], Result]) -> Result:
-        """Return what a call comes to; try again, a little later each time, where errors pass."""
+        """Return the result of a call; retry temporary errors, with increasing pauses."""
         for wait_s in RETRY_S if time.monotonic() >= self._no_retry_until else ():
             try:
                 return call()
@@ -616,15 +616,15 @@ def folder_store(
     is_direct: bool = False,
     is_durable: bool = False,
 ) -> OpenStore:
-    """Return what opens a folder as a page store.
+    """Return a function that opens a folder as a page store.
 
-    path:       an empty folder, one that is not there yet, or one that a store has used before.
-    size:       "100GiB" or bytes; the least recently used pages go when it is reached.
-    zstd_level: 1 to 19 compresses pages, with the extra `zstd`; 0 stores them as they are.
-    threads:    files that are read or written at once.
+    path:       an empty folder, one that does not exist yet, or one that a store has used before.
+    size:       "100GiB" or bytes; when it is reached, the least recently used pages are removed.
+    zstd_level: 1 to 19 compresses pages, with the extra `zstd`; 0 stores them uncompressed.
+    threads:    files that are read or written at a time.
     is_direct:  O_DIRECT: pages do not go through the kernel's cache.
-    is_durable: what was stored survives a power failure; a set then waits for the disk.
-    ConfigError, when it is opened: a value that cannot be used, a folder of something else.
+    is_durable: stored pages survive a power failure; a set then waits for the disk. Opening raises
+                ConfigError for a value that cannot be used, or a folder with other files.
     """
     if not 0 <= zstd_level <= 19:
         raise ConfigError("zstd_level", f"0 to 19, not {zstd_level}")
@@ -646,12 +646,12 @@ def folder_store(
 
 
 def _prepare(root: Path) -> None:
-    """Make the folder and what belongs in it."""
+    """Create the folder and its contents."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (found := os.listdir(root)) and MARKER not in found:  # noqa: PTH208
             raise ConfigError("path", f"{root} holds other files: name an empty folder")
-        # Before anything else: another process may look while this one makes the rest.
+        # This is first: another process may check while this one creates the rest.
         (root / MARKER).touch(mode=0o600)
         for name in (WRITING, *(f"{shelf:02x}" for shelf in range(256))):
             (root / name).mkdir(mode=0o700, exist_ok=True)
@@ -669,7 +669,7 @@ def _opened(path: str, flags: int) -> Iterator[int]:
 
 
 def _may_be_page(path: str, page_bytes: int) -> bool:
-    """Return whether a file is there, and says that its page has this size; 0 is any."""
+    """Return whether a file exists, with a page of this size by its header; 0 is any."""
     if not page_bytes:
         return os.path.exists(path)  # noqa: PTH110
     try:
@@ -680,5 +680,5 @@ def _may_be_page(path: str, page_bytes: int) -> bool:
 
 
 def _unlink(path: str) -> None:
-    with suppress(OSError):  # It has gone, or a sweep will remove it.
+    with suppress(OSError):  # It is gone already, or a sweep will remove it.
         os.unlink(path)  # noqa: PTH108

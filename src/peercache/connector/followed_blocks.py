@@ -6,10 +6,10 @@
 
 Needs the extra `events`.
 
-Owns    the pages that connectors of this process have stored, and whether routers know them.
-Takes   what was stored, on threads of the connectors; what nodes hold, on a thread of its own.
-Keeps   routers know a block while a node that is followed holds its page, and UNSEEN_S from the
-        store on; a node that begins again is believed when it has told everything.
+Owns    the pages that connectors of this process have stored, and whether routers know them. Takes
+stored pages, on threads of the connectors; changes of the nodes, on a thread of its own.
+Keeps   routers know a block while a followed node holds its page, and for UNSEEN_S after the store;
+        a node that restarts is trusted after a full resync.
 Limits  blocks_max.
 """
 
@@ -32,25 +32,25 @@ from peercache.events.publishing import BlockPublisher
 from peercache.model.records import GONE
 
 BLOCKS_MAX: Final = 200_000
-"""Blocks that are remembered, those stored last: with 64 tokens each some 120 MB."""
+"""Remembered blocks, the latest ones: with 64 tokens each about 120 MB."""
 
 UNSEEN_S: Final = 10.0
-"""How long a page that was stored may not be seen at any node that is followed."""
+"""How long after its store a page may be missing at all followed nodes."""
 
 TURN_S: Final = 0.2
-"""How soon a close is seen, and a page that was never seen."""
+"""How soon a close is noticed, or a page that no node reported."""
 
 
 @attrs.define(eq=False)
 class _Block:
-    """One page as a block. tokens: uint32, packed. is_told: whether routers know it."""
+    """One page as a block. tokens: uint32, packed. is_published: whether routers have it."""
 
     name: Hash
     parent: Hash | None
     tokens: bytes
     lora: str
     extra: tuple[str | None, ...]
-    is_told: bool = True
+    is_published: bool = True
 
     def stored(self) -> BlockStored:
         """Return the event that reports it."""
@@ -62,7 +62,7 @@ class _Block:
 
 @final
 class FollowedBlocks:
-    """Publishes what is stored, and what no node holds any more. A context manager."""
+    """Publishes stored pages, and pages that no node holds any more. A context manager."""
 
     def __init__(
         self,
@@ -76,21 +76,22 @@ class FollowedBlocks:
         clock: Callable[[], float] = time.monotonic,
         readers: Sequence[str] = (),
     ) -> None:
-        """Bind, and begin to follow.
+        """Bind, and start to follow.
 
-        endpoint, replay, topic, readers: of `BlockPublisher`. Raises what that raises.
-        changes: is read here alone, and closed by its owner.
+        endpoint, replay, topic, readers: as in `BlockPublisher`, which also raises the same
+                                          exceptions.
+        changes: only this object reads it; its owner closes it.
         """
         self._changes = changes
         self._blocks_max, self._unseen_s, self._clock = blocks_max, unseen_s, clock
         self._lock = threading.Lock()
         self._index = Index()
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
-        """By page key: the one that was stored last stands last."""
+        """By page key, in the order of their stores."""
         self._unseen: dict[bytes, float] = {}
-        """Pages that were stored and are at no node yet, and since when: oldest first."""
+        """Stored pages that no node has reported yet, and since when: oldest first."""
         self._partial: dict[str, set[bytes]] = {}
-        """By node that has begun again and not told all: the blocks it held before."""
+        """By node with an unfinished resync: the blocks that it held before."""
         self._publisher = BlockPublisher(
             endpoint, replay, topic=topic, present=self._present, readers=readers
         )
@@ -99,7 +100,7 @@ class FollowedBlocks:
         self._thread.start()
 
     def __enter__(self) -> FollowedBlocks:
-        """Return this."""
+        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,15 +109,17 @@ class FollowedBlocks:
 
     @property
     def publisher(self) -> BlockPublisher:
-        """What publishes: its endpoints and figures."""
+        """The publisher, for its endpoints and figures."""
         return self._publisher
 
-    def stored(self, told: StoredPages) -> None:
+    def stored(self, stored_pages: StoredPages) -> None:
         """Publish pages that were stored; never waits for a router."""
-        event, now = block_stored(told), self._clock()
-        rows = np.ascontiguousarray(told.tokens, np.uint32).reshape(-1, told.page_tokens)
+        event, now = block_stored(stored_pages), self._clock()
+        rows = np.ascontiguousarray(stored_pages.tokens, np.uint32).reshape(
+            -1, stored_pages.page_tokens
+        )
         parents = (event.parent, *event.hashes[:-1])
-        keys: list[bytes] = told.keys.tolist()
+        keys: list[bytes] = stored_pages.keys.tolist()
         with self._lock:
             for at, key in enumerate(keys):
                 self._blocks.pop(key, None)
@@ -130,7 +133,7 @@ class FollowedBlocks:
             while len(self._blocks) > self._blocks_max:
                 key, block = self._blocks.popitem(last=False)
                 self._unseen.pop(key, None)
-                if block.is_told:
+                if block.is_published:
                     forgotten.append(block.name)
             self._publisher.publish([event, *_removed(forgotten)])
 
@@ -151,7 +154,7 @@ class FollowedBlocks:
                 self._withdraw_unseen()
 
     def _take(self, batch: NodeChanges) -> None:
-        """Apply what a node has told, and publish what follows from it."""
+        """Apply the changes of a node, and publish the consequences."""
         if batch.again:
             before = self._index.pages(batch.node).keys() & self._blocks.keys()
             self._partial.setdefault(batch.node, set()).update(before)
@@ -167,8 +170,8 @@ class FollowedBlocks:
                 perhaps_gone.add(key)
                 continue
             self._unseen.pop(key, None)
-            if not block.is_told and self._index.holders(key):
-                block.is_told = True
+            if not block.is_published and self._index.holders(key):
+                block.is_published = True
                 back.append(block.stored())
         if batch.is_gone or batch.is_whole:
             perhaps_gone |= self._partial.pop(batch.node, set())
@@ -177,15 +180,15 @@ class FollowedBlocks:
         self._withdraw(perhaps_gone)
 
     def _withdraw(self, keys: Collection[bytes]) -> None:
-        """Publish that those of these blocks are gone that no node holds, or may still hold."""
+        """Publish the removal of those of these blocks that no node holds, or may still hold."""
         names = []
         for key in keys:
             block = self._blocks.get(key)
-            if block is None or not block.is_told or key in self._unseen:
+            if block is None or not block.is_published or key in self._unseen:
                 continue
             if self._index.holders(key) or any(key in held for held in self._partial.values()):
                 continue
-            block.is_told = False
+            block.is_published = False
             names.append(block.name)
         self._publisher.publish(_removed(names))
 
@@ -193,7 +196,7 @@ class FollowedBlocks:
         """Withdraw pages that were stored a while ago, and that no node reports any more."""
         nodes = self._index.nodes()
         if not nodes or self._partial:
-            return  # Nothing is known yet, or not all.
+            return  # The state of the nodes is not known completely yet.
         until = self._clock() - self._unseen_s
         late = []
         for key, since in self._unseen.items():
@@ -206,10 +209,10 @@ class FollowedBlocks:
             self._withdraw(late)
 
     def _present(self) -> Iterable[BlockStored]:
-        """Return the blocks that routers should know, each behind its parent."""
+        """Return the blocks that routers should know, each after its parent."""
         with self._lock:
-            told = [block for block in self._blocks.values() if block.is_told]
-        return _parents_first(told)
+            stored_pages = [block for block in self._blocks.values() if block.is_published]
+        return _parents_first(stored_pages)
 
 
 def _removed(names: Collection[Hash]) -> list[BlockRemoved]:

@@ -1,4 +1,4 @@
-"""What a connector is given when it is made, and the port to what keeps its pages."""
+"""The parameters of a connector, and the port of its page store."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from peercache.model.runs import PageRuns
 class PageStore(Protocol):
     """Keeps pages by key. Every method may be called from several threads at once, and none raises.
 
-    What a get reports is exactly the page that was set under that key; everything else is a miss,
-    after which the page's runs may hold anything. Nothing touches the runs after the return.
+    A get that reports a hit has read exactly the page that was set under that key; everything else
+    is a miss, after which the content of the page's runs is undefined. Nothing accesses the runs
+    after the return.
     """
 
     def exists(self, keys: PageKeys, page_bytes: int) -> int:
-        """Return the length of the leading run of keys, (n,) V16, that are kept: a hint.
+        """Return the length of the leading run of keys, (n,) V16, that are stored: a hint.
 
-        page_bytes: only pages of this size count: a get of another one is a miss. 0: of any.
+        page_bytes: only pages of this size count: a get of another size is a miss. 0: pages of any
+                    size.
         """
 
     def get_into(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
-        """Read one page a key into its runs; return for each whether they hold it now."""
+        """Read one page for each key into its runs; return for each whether they hold it now."""
 
     def set_from(self, keys: PageKeys, runs: PageRuns) -> list[bool]:
-        """Store one page a key from its runs; return for each whether it is kept now."""
+        """Store one page for each key from its runs; return for each whether it is stored now."""
 
     def register(self, address: int, length: int) -> Callable[[], None]:
-        """Make memory that lives long ready for reads into it; return what ends that."""
+        """Register long-lived memory for reads into it; return a function that ends that."""
 
     def close(self) -> None:
         """End calls and release everything; may be repeated."""
 
 
 OpenStore: TypeAlias = Callable[[Namespace], PageStore]
-"""Opens a store of one namespace. The keys that it is given are that namespace's already."""
+"""Opens a store of one namespace. The keys passed to it belong to that namespace already."""
 
 
 @final
@@ -61,33 +63,34 @@ class ClientPages:
         run = self._client.batch_exists(keys)
         if not run or not page_bytes:
             return run
-        # Known from the question before: it costs none of its own.
+        # Known from the lookup before: it needs no further request.
         fits = [length == page_bytes for length in self._client.lengths(keys[:run])]
         return fits.index(False) if False in fits else run
 
     def register(self, address: int, length: int) -> Callable[[], None]:
-        """Make memory ready for reads into it, in the background; return what ends that."""
+        """Register memory for reads, in the background; return a function that ends that."""
         return self._client.register_memory(address, length)
 
 
 def cluster_store(**settings: Any) -> OpenStore:
-    """Return what opens PeerCache: a client with these settings, as `Client.open` takes them."""
+    """Return a function that opens a client with these settings, as `Client.open` takes them."""
     return lambda namespace: ClientPages(Client.open(namespace=namespace, **settings))
 
 
 SECONDS_MAX = 1e9
-"""Of a timeout, thirty years: a thread cannot wait for `inf` seconds."""
+"""The longest timeout, thirty years: a thread cannot wait for `inf` seconds."""
 
 AllReduceMin: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""Returns, for each place, the smallest number that a tensor-parallel rank gave. Each rank calls it
-with as many numbers, in the same order of calls: the scheduler's thread does."""
+"""Returns, for each position, the smallest number that a tensor-parallel rank passed. Each rank
+calls it with the same count of numbers, in the same order of calls: the scheduler's thread does."""
 
 
 @attrs.frozen(eq=False)
 class StoredPages:
-    """Pages that were stored, for a publisher of KV events.
+    """Stored pages, for a publisher of KV events.
 
-    digests: (pages, 32) uint8. parent: the digest before the first, None at the prompt's begin.
+    digests: (pages, 32) uint8. parent: the digest before the first, None at the start of the
+             prompt.
     tokens:  (pages * page_tokens,) uint32. salts: those of the request's chain.
     keys:    (pages,) V16, the page keys in the namespace of this rank.
     """
@@ -101,14 +104,14 @@ class StoredPages:
 
 
 def whole_number(name: str, value: object, least: int) -> int:
-    """Return a number of this field. InvalidRequest: none, or one below `least`."""
+    """Return a number of this field. InvalidRequest: not a number, or below `least`."""
     if not is_whole_number(value) or value < least:
         raise InvalidRequest(f"{name} is a whole number from {least} on, not {value!r:.40}")
     return int(value)
 
 
 def seconds(value: object) -> float:
-    """Return the seconds of a `timeout_s`. InvalidRequest: none."""
+    """Return the seconds of a `timeout_s`. InvalidRequest: invalid."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not cast("float", value) > 0:
         raise InvalidRequest(f"timeout_s is more than 0 seconds, not {value!r:.40}")
@@ -132,21 +135,22 @@ def _is_callable(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 
 @attrs.frozen(kw_only=True, eq=False)
 class ConnectorMetadata:
-    """What a connector serves, and how.
+    """The parameters of a connector.
 
     model, dtype, page_tokens, salts: of the chain of content addresses (`peercache.content`).
-    namespace:    the name that rights and quotas are given to.
-    layout:       what else the bytes of a page mean: the order of layers, of K and V, of heads. Two
-                  engines with one model and other layouts share no page.
-    tp_rank, tp_size: this process among those that each keep a part of every page.
+    namespace:    the name to which rights and quotas apply.
+    layout:       what else determines the bytes of a page: the order of layers, of K and V, of
+                  heads. Engines with the same model and different layouts share no page.
+    tp_rank, tp_size: the rank of this process; each rank stores a part of every page.
     is_replicated: each rank has the same bytes (MLA): the ranks share pages.
-    store:        opens what keeps the pages: `cluster_store(home=…)`, `folder_store(path)`.
+    store:        opens the page store: `cluster_store(home=…)`, `folder_store(path)`.
     all_reduce_min: agrees on results over ranks; None: each rank has its own.
-    on_stored:    is told what was stored, in a thread of the connector; None: nothing is told.
-    timeout_s:    of a transfer that names none; no part of one begins later.
-    queued_pages: that wait or move, for gets and for sets each; what is beyond is refused.
-    chunk_bytes:  that one call of the store moves: cancellation and deadlines act in between.
-    get_threads, set_threads: calls of the store at once.
+    on_stored: called with the stored pages, in a thread of the connector; None: not called.
+    timeout_s:    of a transfer without a timeout of its own; no part of a transfer begins later.
+    queued_pages: pages that wait or move, for gets and for sets each; further ones are refused.
+    chunk_bytes:  bytes that one call of the store moves: cancellation and deadlines take effect in
+                  between.
+    get_threads, set_threads: calls of the store at a time.
     """
 
     model: str
@@ -172,10 +176,10 @@ class ConnectorMetadata:
     @tp_size.validator
     def _check_rank(self, _: object, size: int) -> None:
         if whole_number("tp_rank", self.tp_rank, 0) >= size:
-            raise InvalidRequest(f"rank {self.tp_rank} is none of {size} tensor-parallel ranks")
+            raise InvalidRequest(f"rank {self.tp_rank} is not one of {size} tensor-parallel ranks")
 
     def chain(self) -> Chain:
-        """Return the chain of content addresses. InvalidRequest: a field that makes none."""
+        """Return the chain of content addresses. InvalidRequest: an invalid field."""
         return Chain(self.model, self.dtype, self.page_tokens, self.salts)
 
     def space(self) -> Namespace:

@@ -1,8 +1,9 @@
 """The two queues of a scheduler: prefetches of waiting requests, and stores of computed pages.
 
-A scheduler adds to them, and polls each once a step. A poll waits for nothing of its own rank; with
-several tensor-parallel ranks it makes one `all_reduce_min`, so every rank polls in the same steps
-and adds and ends the same requests in the same order, as tensor-parallel schedulers do anyway.
+A scheduler adds requests to them, and polls each queue once per step. A poll does not wait for its
+own rank. With several tensor-parallel ranks it calls `all_reduce_min` once, so every rank must poll
+in the same steps, and add and end the same requests in the same order, as tensor-parallel
+schedulers do anyway.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ AGREED_MAX = 32
 class Prefetched:
     """The end of a request's prefetch.
 
-    tokens: that are in the engine's pages now, behind the local ones; 0: the request is computed.
-    pages:  the indices that hold them, the scheduler's from now on.
+    tokens: the number now in the engine's pages, after the local ones; 0: compute the request.
+    pages: the indices that hold them; they belong to the scheduler from now on.
     """
 
     req_id: str
@@ -39,7 +40,7 @@ class Prefetched:
 
 @attrs.frozen
 class Stored:
-    """The end of a request's store. tokens: of the leading run; pages: indices now free to use."""
+    """The end of a request's store. tokens: of the leading run; pages: indices to use again."""
 
     req_id: str
     tokens: int
@@ -66,14 +67,14 @@ class _Store:
 
 
 def _outcome(step: Future[int]) -> int:
-    """Return what a step has come to on this rank, PENDING while it is under way."""
+    """Return the result of a step on this rank, PENDING while it runs."""
     if not step.done():
         return PENDING
     return 0 if step.cancelled() else step.result()
 
 
 class _Entry(Protocol):
-    """What waits in a queue. step: what is under way for it."""
+    """A request in a queue. step: its running operation."""
 
     step: Future[int]
 
@@ -82,7 +83,7 @@ Entry = TypeVar("Entry", bound=_Entry)
 
 
 class _Queue(Generic[Entry]):
-    """What both queues have: a connector, entries in the order of their arrival, agreement."""
+    """The common part of both queues: a connector, entries in the order of arrival, agreement."""
 
     def __init__(self, connector: RemoteKVConnector, requests_max: int) -> None:
         self._requests_max = whole_number("requests_max", requests_max, 1)
@@ -95,7 +96,7 @@ class _Queue(Generic[Entry]):
         return len(self._entries)
 
     def _outcomes(self) -> list[tuple[Entry, int]]:
-        """Return what the first entries have come to on every rank, PENDING where one is not done.
+        """Return the results of the first entries on all ranks, PENDING if one rank is not done.
 
         In the order of their arrival.
         """
@@ -103,24 +104,24 @@ class _Queue(Generic[Entry]):
         own = [_outcome(entry.step) for entry in entries]
         if self._core.metadata.all_reduce_min is None:
             return list(zip(entries, own, strict=True))
-        # As many numbers on every rank, whatever it has; a rank without entries agrees to all.
+        # The same count of numbers on every rank; a rank without entries agrees to everything.
         filled = own + [2**31 - 1] * (AGREED_MAX - len(own))
         agreed = self._core.agree(filled)
-        # What another rank has is not known: the next poll asks again.
+        # The results of other ranks are unknown: the next poll tries again.
         agreed = [PENDING] * len(own) if agreed is None else agreed[: len(own)]
         return list(zip(entries, agreed, strict=True))
 
 
 @final
 class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
-    """Prefetches: a lookup, then, if it is worth it, pages and a retrieve in chunks.
+    """Prefetches: a lookup, then, if it is worth it, an allocation and a retrieve in chunks.
 
     allocate: takes a number of pages, and returns as many indices of the engine's buffers, or None
-              where there is no room: then the request is computed. Called by `poll`.
-    release:  takes the indices back that hold nothing. Called by `poll`.
-              What either raises, and indices that no call can take, are in the log as
-              `connector.allocation_failed`; such a request is computed.
-    retrieve_remote_cache_threshold: tokens that a lookup must find for a retrieve to begin.
+              if there is no room: then the request is computed. Called by `poll`.
+    release:  takes unused indices back. Called by `poll`. Exceptions of either, and invalid
+              indices, are logged as `connector.allocation_failed`; such a request is computed.
+    retrieve_remote_cache_threshold: the least number of tokens that a lookup must find for a
+                                     retrieve.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
         retrieve_remote_cache_threshold: int = 256,
         requests_max: int = 1024,
     ) -> None:
-        """Begin empty."""
+        """Start empty."""
         super().__init__(connector, requests_max)
         self._allocate = allocate
         self._release = release
@@ -147,10 +148,10 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
         num_local_computed_tokens: int = 0,
         salts: dict[str, str] | None = None,
     ) -> bool:
-        """Begin a request's prefetch; return False if the queue is full.
+        """Start a request's prefetch; return False if the queue is full.
 
-        What the engine has itself is whole pages: the rest of a last one is retrieved again.
-        InvalidRequest: what is no request, or one that is in the queue.
+        Only whole local pages count: an incomplete last one is retrieved again. InvalidRequest: the
+        request is invalid, or is in the queue already.
         """
         core = self._core
         core.check_open()
@@ -167,7 +168,7 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
         return True
 
     def poll(self) -> list[Prefetched]:
-        """Go on with what is done; return the requests whose prefetch has ended.
+        """Advance the prefetches; return the requests with a finished prefetch.
 
         At most one retrieve begins in a poll, so that none takes long.
         """
@@ -187,14 +188,14 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
         return ended
 
     def stop(self, req_id: str) -> None:
-        """Have a request that is wanted now take what has arrived: the next polls report it."""
+        """Stop the prefetch of a request that is needed now: polls report what has arrived."""
         for entry in self._entries:
             if entry.req_id == req_id:
                 entry.is_stopped = True
         self._core.end_retrieve(req_id)
 
     def cancel(self, req_id: str) -> None:
-        """End a request that has gone; its pages are released by a poll, and it is not reported."""
+        """Cancel a request that is gone; a poll releases its pages, and it is not reported."""
         for entry in self._entries:
             if entry.req_id == req_id:
                 entry.is_stopped = entry.is_dropped = True
@@ -204,7 +205,7 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
         return pages > 0 and pages * self._core.page_tokens >= self._threshold
 
     def _begin(self, entry: _Prefetch, count: int) -> bool:
-        """Begin the retrieve of `count` pages; return whether there is room for them."""
+        """Start the retrieve of `count` pages; return whether there is room for them."""
         size = self._core.page_tokens
         begins = range(entry.first * size, (entry.first + count) * size, size)
         pages: list[int] = []
@@ -220,7 +221,7 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
             span = span_of(mapping, size, len(entry.ids))
             self._core.check_writable(span)
         except Exception as error:
-            # The engine's own bug costs this request its prefetch, and no other one its report.
+            # A bug of the engine costs this request its prefetch, but does not affect the others.
             self._core.warn_once("connector.allocation_failed", "allocate", problem=repr(error))
             self._give_back(pages)
             return False
@@ -231,7 +232,7 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
 
     def _end(self, entry: _Prefetch, tokens: int, ended: list[Prefetched]) -> None:
         pages = entry.pages or []
-        # Without pages the outcome is a lookup's.
+        # Without pages the result is that of the lookup.
         kept = 0 if entry.is_dropped else min(len(pages), tokens // self._core.page_tokens)
         self._give_back(pages[kept:])
         if not entry.is_dropped:
@@ -251,24 +252,24 @@ class AsyncKVStoreQueue(_Queue[_Store]):
     """Stores: pages stay locked in the engine from `add` until a poll reports them."""
 
     def __init__(self, connector: RemoteKVConnector, *, requests_max: int = 1024) -> None:
-        """Begin empty."""
+        """Start empty."""
         super().__init__(connector, requests_max)
 
     def add(self, req_id: str, mapping: PageMapping, tokens: Tokens, **kw: Any) -> bool:
-        """Begin a store, as `store_kv_async` does; return False if there is no room for it.
+        """Start a store, as `store_kv_async` does; return False if there is no room for it.
 
         Then nothing is stored, and the pages are free.
         """
         if len(self._entries) >= self._requests_max:
             return False
         if isinstance(mapping, Iterator):
-            mapping = list(mapping)  # Such as a zip: it is read twice here.
+            mapping = list(mapping)  # It may be an iterator, such as a zip, and is read twice here.
         step, _ = self._connector.store_kv_async(req_id, mapping, tokens, **kw)
         self._entries.append(_Store(req_id, [int(page) for page, _ in mapping], step))
         return True
 
     def poll(self) -> list[Stored]:
-        """Return the stores that have ended on every rank."""
+        """Return the stores that have finished on every rank."""
         done = [(entry, tokens) for entry, tokens in self._outcomes() if tokens != PENDING]
         for entry, _ in done:
             self._entries.remove(entry)

@@ -1,14 +1,14 @@
 """The chain: from a model and token ids to the addresses of pages.
 
-Version 1 of the addresses. BLAKE3 in three of its modes, so that no message of one step is a
-message of another:
+Version 1 of the addresses. BLAKE3 in three of its modes, so that no hash of one step is a hash of
+another step:
 
     seed    derive_key(context "… seed", model identity, dtype, page size, salts; each framed)
     page    keyed_hash(key = the page before, or the seed; message = the page's token ids)
     layers  derive_key(context "… layers", the page), read on and on: 16 bytes a layer
 
-A page's digest has 32 bytes and stands for the whole prefix that ends with it. Its first 16 bytes
-are the page's hash. The key of a layer does not depend on how many layers there are.
+A page's digest has 32 bytes and identifies the whole prefix that ends with the page. Its first 16
+bytes are the page's hash. The key of a layer does not depend on how many layers there are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 TOKEN = np.dtype("<u4")
 TOKEN_MAX = 2**32 - 1
 TOKENS_MAX = 2**27
-"""Of one list: half a GiB of token ids. What is longer is a mistake, not a prompt."""
+"""Tokens of one list: half a GiB of token ids. A longer list is a mistake, not a prompt."""
 
 
 def token_ids(tokens: Tokens) -> TokenIds:
@@ -49,7 +49,7 @@ def token_ids(tokens: Tokens) -> TokenIds:
         )
     _check_length(len(tokens))
     try:
-        # Twice as fast as numpy for a list, and it takes neither 1.5 nor "1" for a token.
+        # Twice as fast as numpy for a list, and it accepts neither 1.5 nor "1" as a token.
         packed = array("I", tokens)
     except (OverflowError, TypeError):
         raise InvalidRequest(_first_wrong(tokens)) from None
@@ -89,7 +89,7 @@ def _is_token(token: Any) -> bool:
 
 
 def is_whole_number(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer, of Python or numpy; True and False are none."""
+    """Return whether a value is an integer of Python or numpy; True and False are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -111,7 +111,7 @@ DTYPES = frozenset(
         *("float4_e2m1fn_x2", "int8", "uint8", "int4", "uint4"),
     }
 )
-"""What the elements of a KV cache may be, in the names of numpy and torch."""
+"""The element types of a KV cache, by their names in numpy and torch."""
 
 OTHER_NAMES = {
     "half": "float16",
@@ -124,13 +124,13 @@ OTHER_NAMES = {
     "fp8_e5m2": "float8_e5m2",
     "fp4_e2m1": "float4_e2m1fn_x2",
 }
-"""What engines call them on their command lines."""
+"""Their names on the command lines of engines."""
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the one name of a dtype: of `torch.bfloat16`, "bf16" and "bfloat16" the last.
+    """Return the canonical name of a dtype: "bfloat16" for `torch.bfloat16`, "bf16" and "bfloat16".
 
-    InvalidRequest: what is no dtype of a KV cache.
+    InvalidRequest: not a dtype of a KV cache.
     """
     name = np.dtype(dtype).name if isinstance(dtype, (np.dtype, type)) else str(dtype)
     name = name.removeprefix("torch.").lower()
@@ -153,7 +153,7 @@ def _page_tokens(value: object) -> int:
 
 
 def _salts(value: object) -> Mapping[str, str]:
-    """Return a copy: the address of a chain does not change with the caller's dictionary."""
+    """Return a copy: the address of a chain must not change with the caller's dictionary."""
     if not isinstance(value, Mapping) or not all(
         isinstance(part, str) for salt in value.items() for part in salt
     ):
@@ -165,12 +165,12 @@ def _salts(value: object) -> Mapping[str, str]:
 class Chain:
     """The addresses of one model's pages.
 
-    model:       what computed the KV cache: the model's name with the identity of its weights. Two
-                 models with one identity take each other's pages.
-    dtype:       of the elements of the KV cache, in any name that `dtype_name` knows.
-    page_tokens: tokens of a page, 1 to 2**20.
-    salts:       what else separates pages: {"tenant": …, "lora": …}. A salt that is "" counts.
-    InvalidRequest: a field of another kind.
+    model:       the model that computed the KV cache: its name with the identity of its weights.
+                 Models with the same identity share pages.
+    dtype:       the type of the elements of the KV cache, by any name that `dtype_name` knows.
+    page_tokens: tokens in a page, 1 to 2**20.
+    salts:       what else separates pages: {"tenant": …, "lora": …}. An empty salt counts, too.
+    InvalidRequest: a field of another type.
     """
 
     model: str = attrs.field(converter=_identity)
@@ -181,7 +181,8 @@ class Chain:
 
     @seed.default
     def _seed(self) -> bytes:
-        # In the order of names, and each part behind its length: no two sets of facts are one text.
+        # In the order of names, each part after its length: different fields never give the same
+        # text.
         named = [part for name in sorted(self.salts) for part in (name, self.salts[name])]
         parts = [self.model, self.dtype, str(self.page_tokens), *named]
         hasher = blake3(derive_key_context=SEED_CONTEXT)
@@ -190,16 +191,15 @@ class Chain:
         return hasher.digest()
 
     def salted(self, salts: Mapping[str, str]) -> Chain:
-        """Return the chain with these salts beside its own; a salt of the same name is replaced."""
+        """Return the chain with these additional salts; a salt of the same name is replaced."""
         return attrs.evolve(self, salts={**self.salts, **_salts(salts)})
 
     def digests(self, tokens: Tokens, parent: bytes | None = None) -> Digests:
         """Return the digest of each whole page of a prefix, (pages, 32) uint8.
 
-        tokens: those behind the parent; what is left over after the last whole page counts for
-                nothing.
+        tokens: those after the parent; tokens after the last whole page are ignored.
         parent: the digest of the page before, 32 bytes; None: `tokens` begin the prompt.
-        InvalidRequest: tokens that are none, a parent that is no digest.
+        InvalidRequest: invalid tokens, or a parent that is not a digest.
         """
         digest = self.seed if parent is None else bytes(parent)
         if len(digest) != DIGEST_BYTES:
@@ -227,8 +227,8 @@ def page_keys_of(digests: Digests) -> PageKeys:
 def layer_keys_of(digests: Digests, layers: int) -> PageKeys:
     """Return the page key of each layer of each page, (pages, layers) V16.
 
-    For stores of one layer at a time. No key of a layer is the key of a page.
-    InvalidRequest: a number of layers that is none.
+    For stores of one layer at a time. No key of a layer is the key of a page. InvalidRequest: an
+    invalid number of layers.
     """
     if not 1 <= layers <= LAYERS_MAX:
         raise InvalidRequest(f"a model has 1 to {LAYERS_MAX} layers, not {layers}")
@@ -239,9 +239,10 @@ def layer_keys_of(digests: Digests, layers: int) -> PageKeys:
 
 
 def in_namespace(keys: PageKeys, namespace_digest: bytes) -> PageKeys:
-    """Return the keys as a namespace has them, in the shape given.
+    """Return the keys within a namespace, in the given shape.
 
-    What `Client` makes of the keys' hexadecimal text; an array of keys it takes as it is.
+    The same as `Client` computes from the hexadecimal text of the keys; it uses arrays of keys
+    unchanged.
     namespace_digest: the 16 bytes of `Namespace.digest()`.
     """
     words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)

@@ -1,1 +1,1 @@
-"""Discovery: where addresses of nodes to try come from, beside those that the settings name."""
+"""Discovery: sources of node addresses, in addition to those in the settings."""

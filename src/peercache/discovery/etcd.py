@@ -1,8 +1,9 @@
 """etcd://HOST:PORT/PREFIX: every node writes its address below a prefix, and reads all of them.
 
-A node's key has a lease that the node keeps alive, so that the addresses of dead nodes go. It is
-etcd's JSON gateway (3.4 and later) that is asked. A watch only says that something has changed:
-then all keys are read again, so no order and no loss of events matters. etcds:// is etcd over TLS.
+A node's key has a lease that the node keeps alive, so that the addresses of dead nodes are removed.
+The node uses etcd's JSON gateway (3.4 and later). A watch only reports that something has changed:
+then all keys are read again, so the order and the loss of events do not matter. etcds:// is etcd
+over TLS.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import trio
 from peercache.config.entries import EtcdAddress
 from peercache.discovery.port import (
     OK,
+    OnAddresses,
     Request,
     Resolver,
     SourceFailed,
-    Tell,
     WebServer,
     pause,
     reading,
@@ -32,7 +33,7 @@ from peercache.discovery.port import (
 from peercache.errors import ConfigError
 
 LEASE_S = 30
-"""How long the address of a dead node stays; one that is dialled in vain costs little."""
+"""How long the address of a dead node stays; dialling it costs little."""
 
 KEEP_S = 10.0
 """How often the lease is kept alive: two attempts may fail."""
@@ -41,12 +42,12 @@ KEYS_AT_ONCE = 1000
 """Keys of one answer: 150 KB, and a millisecond of the loop."""
 
 GOODBYE_S = 0.5
-"""How long a stop may take to give the lease back."""
+"""How long a stop may take to revoke the lease."""
 
 
 @final
 class EtcdSource:
-    """The addresses below one prefix, and this node's own among them."""
+    """The addresses below one prefix, including this node's own."""
 
     def __init__(
         self,
@@ -57,9 +58,9 @@ class EtcdSource:
         rng: random.Random,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Write `own_address` under `name`, which no other node has.
+        """Write `own_address` under `name`, which must be unique to this node.
 
-        tls: of etcds:// alone, makes the TLS of an attempt, and raises ConfigError.
+        tls: only for etcds://, returns the TLS context of an attempt, and raises ConfigError.
         """
         self.text = address.text
         self._address = address
@@ -72,35 +73,35 @@ class EtcdSource:
         self._lease = ""
         self._written = ""
 
-    async def follow(self, tell: Tell) -> None:
-        """Write the own address, and tell all of them; raise SourceFailed."""
+    async def follow(self, on_addresses: OnAddresses) -> None:
+        """Write the own address, and report all addresses; raise SourceFailed."""
         # The next attempt asks the next member of the etcd cluster.
         self._servers.append(self._servers.pop(0))
         self._servers[0].tls = self._context()
         self._lease = ""
         try:
-            await self._keep_telling(tell)
+            await self._keep_reporting(on_addresses)
         except SourceFailed:
             # The next attempt writes the same key again, under a new lease.
             raise
         except BaseException:
-            # Cancelled, or a group of it: a stop may come while a connection is being made.
+            # Cancelled, or a group with it: a stop may occur while a connection is being made.
             with trio.CancelScope(deadline=trio.current_time() + GOODBYE_S, shield=True):
                 await self._give_back()
             raise
 
     def _context(self) -> ssl.SSLContext | None:
-        """Return the TLS of a new attempt: certificates are replaced while a node runs."""
+        """Return the TLS context of a new attempt: certificates are replaced while a node runs."""
         try:
             return None if self._tls is None else self._tls()
         except ConfigError as error:
             raise SourceFailed(str(error)) from error
 
-    async def _keep_telling(self, tell: Tell) -> None:
+    async def _keep_reporting(self, on_addresses: OnAddresses) -> None:
         await self._register()
         keep_at = trio.current_time() + KEEP_S
         addresses, revision = await self._read()
-        tell(addresses)
+        on_addresses(addresses)
         while True:
             left_s = keep_at - trio.current_time()
             has_news = left_s > 0 and await self._watch(revision + 1, left_s)
@@ -110,7 +111,7 @@ class EtcdSource:
             if has_news:
                 await pause(len(addresses), self._rng)
                 addresses, revision = await self._read()
-                tell(addresses)
+                on_addresses(addresses)
 
     async def _register(self) -> None:
         granted = await self._ask("/v3/lease/grant", TTL=LEASE_S)
@@ -125,7 +126,9 @@ class EtcdSource:
         self._written = own
 
     async def _keep(self) -> None:
-        """Keep the own key alive, or write it again: etcd may have been away for longer."""
+        """Keep the own key alive, or write it again: etcd may have been unreachable for longer than
+        the lease.
+        """
         kept = await self._ask("/v3/lease/keepalive", ID=self._lease)
         with self._reading():
             is_alive = int(kept["result"].get("TTL", 0)) > 0
@@ -145,7 +148,7 @@ class EtcdSource:
         first, end, revision = f"{self._address.prefix}/", f"{self._address.prefix}0", 0
         begin = first.encode()
         while True:
-            # A later page may be newer: the watch begins at the first one.
+            # A later page may be newer: the watch starts at the first one.
             page = await self._ask(
                 "/v3/kv/range", key=_raw(begin), range_end=_raw(end), limit=KEYS_AT_ONCE
             )
@@ -159,13 +162,13 @@ class EtcdSource:
             begin = keys[-1] + b"\0"
 
     async def _watch(self, revision: int, within_s: float) -> bool:
-        """Return whether a key has changed since before this revision, once it has."""
-        heard = False
+        """Wait until a key has changed since this revision; return whether one has."""
+        has_changed = False
 
         def is_news(line: bytes) -> bool:
-            nonlocal heard
-            heard = not _is_created(line)
-            return heard
+            nonlocal has_changed
+            has_changed = not _is_created(line)
+            return has_changed
 
         create = {
             "key": _raw(f"{self._address.prefix}/"),
@@ -175,11 +178,13 @@ class EtcdSource:
         body = json.dumps({"create_request": create}).encode()
         server = self._servers[0]
         ends_at = trio.current_time() + within_s
-        status = await server.hear(Request("POST", "/v3/watch", body=body), is_news, within_s)
+        status = await server.follow_lines(
+            Request("POST", "/v3/watch", body=body), is_news, within_s
+        )
         if status != OK:
             raise self._refused(status, "it refuses to watch")
-        # A watch that ends early is not begun again at once, and may have missed something.
-        return heard or trio.current_time() < ends_at
+        # A watch that ends early is not restarted at once, and may have missed something.
+        return has_changed or trio.current_time() < ends_at
 
     async def _ask(self, path: str, **body: Any) -> Any:
         server = self._servers[0]
@@ -194,14 +199,14 @@ class EtcdSource:
                 raise TypeError("no object")
         return found
 
-    def _refused(self, status: int, said: str) -> SourceFailed:
+    def _refused(self, status: int, reason: str) -> SourceFailed:
         todo = "look at its log"
         if status == 404:
             todo = "it must be etcd 3.4 or later, with its gRPC gateway"
         elif status in (400, 401, 403):
             todo = "allow clients without a user to read and write below the prefix"
         at = self._servers[0].address
-        return SourceFailed(f"etcd at {at} refuses ({status}: {said}): {todo}")
+        return SourceFailed(f"etcd at {at} refuses ({status}: {reason}): {todo}")
 
     def _reading(self) -> Any:
         return reading(self._servers[0].address)
@@ -217,10 +222,10 @@ def _text(value: str) -> str:
 
 
 def _is_created(line: bytes) -> bool:
-    """Return whether a line only says that the watch has begun."""
+    """Return whether a line only reports that the watch has been created."""
     try:
         result = json.loads(line)["result"]
         return bool(result.get("created")) and not result.get("events")
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
-        # Whatever it is: the keys are read again.
+        # Unknown content: the keys are read again.
         return False

@@ -1,7 +1,7 @@
 """The finder: follows every source of a node, for as long as the node runs.
 
-`DnsSource` is dns://NAME:PORT: all addresses of a name, such as that of a headless service, asked
-again.
+`DnsSource` is dns://NAME:PORT: all addresses of a name, such as that of a headless service,
+resolved again and again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from peercache.discovery.kubernetes import ApiServer, KubernetesSource
 from peercache.discovery.port import (
     AddressSource,
     Lookup,
+    OnAddresses,
     Resolver,
     SourceFailed,
-    Tell,
     cleaned,
     looked_up,
     printable,
@@ -31,8 +31,8 @@ from peercache.discovery.port import (
 from peercache.observability.metrics import Metrics
 
 ASK_AGAIN_S = 10.0
-"""How often a name is asked: the system's resolver does not tell how long its answer holds, and a
-new node knocks itself."""
+"""How often a name is resolved: the system's resolver does not return how long its answer is valid,
+and a new node contacts the others itself."""
 
 
 @final
@@ -40,23 +40,23 @@ class DnsSource:
     """The addresses of one name."""
 
     def __init__(self, address: DnsAddress, lookup: Lookup = looked_up) -> None:
-        """Ask the system's resolver."""
+        """Use the system's resolver."""
         self._address = address
         self.text = address.text
         self._resolver = Resolver(lookup)
 
-    async def follow(self, tell: Tell) -> None:
-        """Tell all addresses, again and again; raise SourceFailed."""
+    async def follow(self, on_addresses: OnAddresses) -> None:
+        """Report all addresses, again and again; raise SourceFailed."""
         name, port = self._address.name, self._address.port
         while True:
             hosts = await self._resolver.resolve(name, port)
-            tell([format_address(host, port) for host in hosts])
+            on_addresses([format_address(host, port) for host in hosts])
             await trio.sleep(ASK_AGAIN_S)
 
 
 AGAIN_MIN_S = 1.0
 AGAIN_MAX_S = 30.0
-"""Back-off of a source that fails: a thousand nodes do not keep a server from its start."""
+"""Back-off of a source that fails: a thousand nodes must not keep a server from starting."""
 
 
 def source_of(
@@ -67,10 +67,10 @@ def source_of(
     rng: random.Random,
     etcd_tls: Callable[[], ssl.SSLContext],
 ) -> AddressSource:
-    """Return what asks a source.
+    """Return the client of a source.
 
-    name, own_address: under which name this node may be found, and where.
-    etcd_tls: makes the TLS of etcds://. Raises ConfigError.
+    name, own_address: the name under which this node is published, and its address.
+    etcd_tls: returns the TLS context for etcds://. Raises ConfigError.
     """
     if isinstance(address, DnsAddress):
         return DnsSource(address)
@@ -84,20 +84,20 @@ def source_of(
 
 @final
 class Finder:
-    """Collects what all sources say; one that fails keeps what it said last."""
+    """Collects the addresses of all sources; a failing source keeps its last addresses."""
 
     def __init__(
         self,
         sources: Sequence[AddressSource],
         *,
-        tell: Callable[[tuple[str, ...]], None],
+        on_addresses: Callable[[tuple[str, ...]], None],
         rng: random.Random,
         metrics: Metrics,
         log: Any,
     ) -> None:
-        """Tell the addresses of all sources together whenever they have changed."""
+        """Call `on_addresses` with the addresses of all sources whenever they have changed."""
         self._sources = sources
-        self._tell = tell
+        self._on_addresses = on_addresses
         self._rng = rng
         self._metrics = metrics
         self._log = log
@@ -119,7 +119,7 @@ class Finder:
             except SourceFailed as failure:
                 self._fail(source.text, str(failure))
             except Exception as error:
-                # Nothing that a source sends ends a node.
+                # Nothing that a source sends must end a node.
                 self._fail(source.text, printable(repr(error)))
             if trio.current_time() - began > AGAIN_MAX_S:
                 # It has worked for a while.
@@ -144,11 +144,11 @@ class Finder:
             dropped=answer.dropped,
         )
         self._found[text] = answer.addresses
-        # In one order on every host: the answer of a name has none.
-        self._tell(tuple(sorted(frozenset().union(*self._found.values()))))
+        # In the same order on every host: a DNS answer has no order.
+        self._on_addresses(tuple(sorted(frozenset().union(*self._found.values()))))
 
-    def _fail(self, text: str, said: str) -> None:
-        problem = f"discovery_addr: {text}: {said}"
+    def _fail(self, text: str, reason: str) -> None:
+        problem = f"discovery_addr: {text}: {reason}"
         self._metrics.discovery_answering.labels(text).set(0)
         self._metrics.discovery_failures.labels(text).inc()
         if text not in self._problems:

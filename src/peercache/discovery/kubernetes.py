@@ -1,8 +1,8 @@
-"""k8s://SERVICE: the endpoints of a service, asked of the Kubernetes API with the pod's own token.
+"""k8s://SERVICE: the endpoints of a service, read from the Kubernetes API with the pod's own token.
 
 The API is asked for the EndpointSlices (discovery.k8s.io/v1, Kubernetes 1.21 and later) of the
-service. A watch only says that something has changed: then all slices are read again, so no order
-and no loss of events matters.
+service. A watch only reports that something has changed: then all slices are read again, so the
+order and the loss of events do not matter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from peercache.config.entries import KubernetesAddress
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address
 from peercache.discovery.port import (
     OK,
+    OnAddresses,
     Request,
     Resolver,
     SourceFailed,
-    Tell,
     WebServer,
     pause,
     printable,
@@ -35,16 +35,16 @@ from peercache.discovery.port import (
 from peercache.errors import ConfigError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds the token, the authority and the namespace of its service account."""
+"""The folder with the token, the authority and the namespace of a pod's service account."""
 
 SLICES_AT_ONCE = 10
 """Slices of one answer: a thousand endpoints, 300 KB, and some milliseconds of the loop."""
 
 SLICES_MAX = 4096
-"""Slices read of one service: more addresses than are kept, four to a slice."""
+"""Slices read of one service: enough for all kept addresses, at four per slice."""
 
 WATCH_S = 300
-"""How long one watch lasts; afterwards the slices are read again, whatever it said."""
+"""How long one watch lasts; afterwards the slices are read again in any case."""
 
 PORT_NAME = "control"
 """The port of a service that has several."""
@@ -57,7 +57,7 @@ _GONE = 410
 
 @attrs.frozen
 class ApiServer:
-    """Where the API of this pod's cluster is. account: the folder of the service account."""
+    """The address of the API of this pod's cluster. account: the folder of the service account."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class ApiServer:
 
     @classmethod
     def of_this_pod(cls, text: str, environment: Mapping[str, str] | None = None) -> ApiServer:
-        """Return what Kubernetes tells every pod; raise ConfigError outside one."""
+        """Return the address that Kubernetes passes to pods; raise ConfigError outside a pod."""
         known = os.environ if environment is None else environment
         host, port = known.get("KUBERNETES_SERVICE_HOST", ""), known.get("KUBERNETES_SERVICE_PORT")
         if not host:
@@ -82,24 +82,24 @@ class KubernetesSource:
     """The endpoints of one service."""
 
     def __init__(self, address: KubernetesAddress, api: ApiServer, *, rng: random.Random) -> None:
-        """Ask the API of this pod's cluster."""
+        """Use the API of this pod's cluster."""
         self.text = address.text
         self._address = address
         self._api = api
         self._rng = rng
         self._resolver = Resolver()
 
-    async def follow(self, tell: Tell) -> None:
-        """Tell all addresses, again when they change; raise SourceFailed."""
+    async def follow(self, on_addresses: OnAddresses) -> None:
+        """Report all addresses, again when they change; raise SourceFailed."""
         server = self._server()
         while True:
             addresses, version = await self._read(server)
-            tell(addresses)
+            on_addresses(addresses)
             await self._watch(server, version)
             await pause(len(addresses), self._rng)
 
     def _server(self) -> WebServer:
-        """Return the API, with the authority that the pod has now."""
+        """Return the API server, with the current authority of the pod."""
         authority = self._api.account / "ca.crt"
         try:
             tls = ssl.create_default_context(cafile=str(authority))
@@ -164,7 +164,7 @@ class KubernetesSource:
             return
         port = self._address.port or _port(item.get("ports") or [])
         for endpoint in item.get("endpoints") or []:
-            # One that is not ready yet is a node that starts.
+            # An endpoint that is not ready yet is a starting node.
             if not (endpoint.get("conditions") or {}).get("terminating"):
                 for host in endpoint["addresses"]:
                     yield format_address(str(host), port)
@@ -172,11 +172,11 @@ class KubernetesSource:
     async def _watch(self, server: WebServer, version: str) -> None:
         """Return once a slice has changed since this version, or after WATCH_S."""
         request = self._request(watch="1", resourceVersion=version, timeoutSeconds=str(WATCH_S))
-        status = await server.hear(request, lambda line: bool(line.strip()), WATCH_S)
+        status = await server.follow_lines(request, lambda line: bool(line.strip()), WATCH_S)
         if status not in (OK, _GONE):
             raise self._refused(status, "it refuses a watch", "watch")
 
-    def _refused(self, status: int, said: str, verb: str) -> SourceFailed:
+    def _refused(self, status: int, reason: str, verb: str) -> SourceFailed:
         todo = "look at the log of the API server"
         if status == 401:
             todo = "the pod's token is not valid: look at its service account"
@@ -187,7 +187,7 @@ class KubernetesSource:
             )
         elif status == 404:
             todo = "it must be Kubernetes 1.21 or later"
-        return SourceFailed(f"the Kubernetes API refuses to {verb} ({status}: {said}): {todo}")
+        return SourceFailed(f"the Kubernetes API refuses to {verb} ({status}: {reason}): {todo}")
 
 
 def _port(ports: list[Any]) -> int:

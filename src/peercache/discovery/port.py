@@ -1,10 +1,11 @@
-"""The port of all sources of addresses, and what every one of them is held to.
+"""The port of all sources of addresses, and the limits that apply to every source.
 
-A source only gives addresses. Membership tries them, and decides what is a member: so a source that
-fails, or that gives wrong ones, changes nothing for a cluster that runs.
+A source only returns addresses. Membership tries them, and decides which nodes are members: so a
+source that fails, or returns wrong addresses, does not affect a running cluster.
 
-Names become numbers through the system's resolver, in threads of its own that are left behind when
-late. HTTP is one request a connection, h11 on the node's own loop, everything bounded.
+Names are resolved by the system's resolver, in separate threads, which are abandoned after a
+timeout. HTTP uses one request per connection, with h11 on the node's own loop; all sizes and times
+are bounded.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ import trio
 from peercache.config.quantities import format_address, parse_address
 
 ADDRESSES_MAX = 16_384
-"""Addresses kept of one source: the members of the largest cluster."""
+"""Addresses kept from one source: the members of the largest cluster."""
 
 ADDRESS_CHARACTERS_MAX = 270
-"""The longest name of DNS, a port, and brackets."""
+"""The longest DNS name, a port, and brackets."""
 
 PROBLEM_CHARACTERS_MAX = 200
-"""What a server says about its refusal: a line of the log."""
+"""The longest text of a server's refusal: one line of the log."""
 
-Tell: TypeAlias = Callable[[Iterable[str]], None]
+OnAddresses: TypeAlias = Callable[[Iterable[str]], None]
 
 
 class SourceFailed(Exception):
-    """A source cannot give addresses now. Its text says why, and what to do."""
+    """A source cannot return addresses now. Its text explains why, and what to do."""
 
 
 class AddressSource(Protocol):
-    """Gives addresses of nodes, each HOST:PORT.
+    """A source of addresses of nodes, each HOST:PORT.
 
     text: the entry of `discovery_addr` that names it.
     """
 
     text: str
 
-    async def follow(self, tell: Tell) -> None:
-        """Tell all addresses, and all of them again when they change; raise SourceFailed."""
+    async def follow(self, on_addresses: OnAddresses) -> None:
+        """Report all addresses, and all of them again when they change; raise SourceFailed."""
 
 
 @attrs.frozen
 class Cleaned:
-    """The addresses of an answer that can be dialled. dropped: how many others there were."""
+    """The addresses of an answer that can be dialled. dropped: the number of others."""
 
     addresses: frozenset[str]
     dropped: int
 
 
 def cleaned(raw: Iterable[str]) -> Cleaned:
-    """Return the addresses that are HOST:PORT, and no more than ADDRESSES_MAX of them."""
+    """Return the addresses that are HOST:PORT, at most ADDRESSES_MAX of them."""
     kept: set[str] = set()
     dropped = 0
     for text in raw:
@@ -87,7 +88,7 @@ def _address(text: object) -> str:
 
 @contextmanager
 def reading(whose: str) -> Iterator[None]:
-    """Take any answer that has not the expected shape for a failure of the source."""
+    """Turn an answer without the expected structure into a failure of the source."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -97,14 +98,14 @@ def reading(whose: str) -> Iterator[None]:
         ) from error
 
 
-def printable(said: object) -> str:
-    """Return what another program said, as a short text of one line."""
-    line = "".join(c if c.isprintable() else " " for c in str(said)[: 4 * PROBLEM_CHARACTERS_MAX])
-    return " ".join(line.split())[:PROBLEM_CHARACTERS_MAX] or type(said).__name__
+def printable(value: object) -> str:
+    """Return the text of another program as one short, printable line."""
+    line = "".join(c if c.isprintable() else " " for c in str(value)[: 4 * PROBLEM_CHARACTERS_MAX])
+    return " ".join(line.split())[:PROBLEM_CHARACTERS_MAX] or type(value).__name__
 
 
 def refusal_in(body: bytes) -> str:
-    """Return what a server says about its refusal: the message of a JSON object, or the text."""
+    """Return the reason in a server's refusal: the message of a JSON object, or the text."""
     with suppress(LookupError, TypeError, ValueError, RecursionError, AttributeError):
         found = json.loads(body)
         return printable(found.get("message") or found["error"])
@@ -115,11 +116,11 @@ GAP_MIN_S = 1.0
 GAP_MAX_S = 10.0
 GAP_OF_ONE_S = 0.01
 """Least time between two readings, and how it grows with the addresses: a thousand nodes that start
-at once are not a thousand readings of a thousand keys a second."""
+together must not read a thousand keys a thousand times a second."""
 
 
 async def pause(addresses: int, rng: random.Random) -> None:
-    """Wait between two readings of so many addresses, each node for another time."""
+    """Wait between two readings of this many addresses, each node for a different time."""
     gap_s = min(GAP_MAX_S, GAP_MIN_S + addresses * GAP_OF_ONE_S)
     await trio.sleep(gap_s * rng.uniform(0.5, 1.0))
 
@@ -128,28 +129,28 @@ RESOLVE_S = 5.0
 """How long a name may take: glibc asks a server for five seconds before it asks the next."""
 
 THREADS_MAX = 2
-"""Threads that wait for names, late ones too: a resolver that hangs holds no more."""
+"""Threads that wait for names, abandoned ones included: a hanging resolver blocks no more."""
 
 Lookup: TypeAlias = Callable[[str, int], list[str]]
 
 
 def looked_up(name: str, port: int) -> list[str]:
-    """Return the numeric addresses of a name, IPv4 and IPv6; raise OSError for none. Blocks."""
+    """Return the numeric addresses of a name, IPv4 and IPv6; OSError if there are none. Blocks."""
     rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(row[4][0]) for row in rows))
 
 
 @final
 class Resolver:
-    """Looks names up for one source, without a wait of the loop."""
+    """Resolves names for one source, without blocking the loop."""
 
     def __init__(self, lookup: Lookup = looked_up) -> None:
-        """Ask the system's resolver."""
+        """Use the system's resolver."""
         self._lookup = lookup
         self._threads = trio.CapacityLimiter(THREADS_MAX)
 
     async def resolve(self, name: str, port: int) -> list[str]:
-        """Return the numeric addresses of a name; raise SourceFailed for none in time."""
+        """Return the numeric addresses of a name; raise SourceFailed if there are none in time."""
         look = partial(self._lookup, name, port)
         with trio.move_on_after(RESOLVE_S):
             try:
@@ -184,7 +185,7 @@ Stream: TypeAlias = "trio.abc.Stream"
 
 @attrs.frozen
 class WebAnswer:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     body: bytes
@@ -192,7 +193,7 @@ class WebAnswer:
 
 @attrs.frozen
 class Request:
-    """What a server is asked. headers: beside Host, Connection and Content-Length."""
+    """A request to a server. headers: in addition to Host, Connection and Content-Length."""
 
     method: str
     path: str
@@ -203,7 +204,7 @@ class Request:
 @final
 @attrs.define(eq=False)
 class WebServer:
-    """One server; with `tls` it must prove its name."""
+    """One server; with `tls` its name is verified."""
 
     host: str
     port: int
@@ -212,11 +213,11 @@ class WebServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as errors name it."""
+        """HOST:PORT, as used in errors."""
         return format_address(self.host, self.port)
 
     async def ask(self, request: Request) -> WebAnswer:
-        """Return the whole answer; raise SourceFailed if it does not come in REQUEST_S."""
+        """Return the whole answer; raise SourceFailed if it does not arrive within REQUEST_S."""
         taken = _Whole()
         with trio.move_on_after(REQUEST_S):
             await self._exchange(request, taken.take)
@@ -224,19 +225,19 @@ class WebServer:
             raise self._is_late()
         return WebAnswer(taken.status, bytes(taken.body))
 
-    async def hear(
+    async def follow_lines(
         self, request: Request, is_news: Callable[[bytes], bool], within_s: float
     ) -> int:
-        """Return the status once a line of an endless answer is news, it ends, or time is up.
+        """Return the status once a line of an endless answer is news, it ends, or the time is up.
 
-        Raises SourceFailed if the answer does not begin in REQUEST_S.
+        Raises SourceFailed if the answer does not begin within REQUEST_S.
         """
         with trio.CancelScope(deadline=trio.current_time() + REQUEST_S) as scope:
-            heard = _Lines(is_news, lambda: _extend(scope, within_s))
-            await self._exchange(request, heard.take)
-        if not heard.status:
+            lines = _Lines(is_news, lambda: _extend(scope, within_s))
+            await self._exchange(request, lines.take)
+        if not lines.status:
             raise self._is_late()
-        return heard.status
+        return lines.status
 
     def _is_late(self) -> SourceFailed:
         return SourceFailed(
@@ -245,7 +246,7 @@ class WebServer:
         )
 
     async def _exchange(self, request: Request, take: Callable[[h11.Event], bool]) -> None:
-        """Send a request, and hand over events until `take` wants no more of them."""
+        """Send a request, and pass events to `take` until it returns False."""
         try:
             stream = await self._connect()
             async with stream:
@@ -296,7 +297,7 @@ class WebServer:
 
 @attrs.define
 class _Whole:
-    """An answer that is kept until it is complete."""
+    """An answer that is collected until it is complete."""
 
     status: int = 0
     body: bytearray = attrs.field(factory=bytearray)
@@ -317,7 +318,7 @@ class _Whole:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the kernel or TLS said, out of what trio has wrapped around it."""
+    """Return the error of the kernel or of TLS, without trio's wrappers."""
     error = error.__cause__ or error
     inner = getattr(error, "exceptions", (error,))[0]
     return printable(getattr(inner, "strerror", None) or inner)
@@ -329,7 +330,7 @@ def _extend(scope: trio.CancelScope, by_s: float) -> None:
 
 @attrs.define
 class _Lines:
-    """An answer of lines, none of which is kept. begins: is called when its head has come."""
+    """An answer of lines, which are not kept. begins: called when its head has arrived."""
 
     is_news: Callable[[bytes], bool]
     begins: Callable[[], None]

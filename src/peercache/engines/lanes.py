@@ -1,13 +1,13 @@
 """Lanes: threads that make blocking calls for an engine whose own threads must not wait.
 
 `Lane` moves transfers chunk by chunk, for the connector, which promises a leading run by a
-deadline. `CallLane` is a lane of pieces of work, for adapters that answer each call by themselves.
+deadline. `CallLane` is a lane of calls, for adapters that answer each call themselves.
 
-Owns    one bounded queue a lane, and the threads that take from it.
+Owns    one bounded queue for each lane, and the threads that take work from it.
 Takes   work from the engine's threads, and when to stop.
 Keeps   each piece of work is done or refused, exactly once, and the engine's thread waits for
-        neither. What waited too long is refused: its answer would come after its use. Nothing that
-        a call raises reaches the engine (`harmless`).
+        neither. Work that waited too long is refused: its answer would be too late. No exception of
+        a call reaches the engine (`harmless`).
 Limits  WAITING_MAX pieces, `pages_max` pages of transfers; the calls that are made have
         deadlines of their own.
 """
@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 def harmless(
     answer: Callable[[], Answer],
 ) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
-    """Have a method log what it would raise, and return what `answer` makes: a miss, or nothing."""
+    """Make a method log exceptions, and return `answer()` instead: a miss, or nothing."""
 
     def guard(method: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
         @functools.wraps(method)
@@ -53,17 +53,17 @@ def harmless(
 
 
 IDLE_S = 3600.0
-"""How long a thread waits for work at once; it is woken earlier."""
+"""How long a thread waits for work at a time; new work wakes it earlier."""
 
 
 @attrs.define(eq=False)
 class QueuedTransfer:
     """Pages that move together.
 
-    move:   moves pages begin to end, and returns how many leading ones of them have moved.
-    pages:  all of them. chunk: pages that one call of `move` is given.
+    move:   moves the pages of a range, and returns how many leading ones were moved.
+    pages:  the number of all pages. chunk: pages of one call of `move`.
     until:  on the lane's clock; no chunk begins later.
-    unit:   what the Future counts for a page: its tokens.
+    unit:   what the Future counts for each page: its tokens.
     """
 
     req_id: str
@@ -80,9 +80,9 @@ class Lane:
     """Transfers in the order of their arrival, each in one thread.
 
     A transfer's Future is done when no byte of it moves any more, with the units of the leading run
-    that has moved; one that is ended before it began is cancelled. A call that hangs holds up its
-    own thread only: transfers that wait behind it end at their deadlines.
-    The lock is held for a look at the queue, never while pages move or a Future is done.
+    that was moved; a transfer that ends before it began is cancelled. A call that hangs holds up
+    its own thread only: transfers that wait behind it end at their deadlines. The lock is held
+    while the queue is accessed, never while pages move or a Future is completed.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class Lane:
         warn: WarnOnce,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads. pages_max: of all transfers that wait or move."""
+        """Start the threads. pages_max: pages of all transfers that wait or move."""
         self._name = name
         self._pages_max = pages_max
         self._counts = counts
         self._warn_once = warn
         self._clock = clock
-        # Conditions of one lock: a transfer wakes one thread that can move it, and no other.
+        # Conditions of one lock: a transfer wakes only one thread that can move it.
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._is_due = threading.Condition(lock)
         self._is_idle = threading.Condition(lock)
         self._looks_at = clock() + IDLE_S
-        """When the deadlines are looked at next."""
+        """When the deadlines are checked next."""
         self._waiting: deque[QueuedTransfer] = deque()
         self._moving: set[QueuedTransfer] = set()
         self._pages = 0
@@ -139,7 +139,7 @@ class Lane:
         return has_room
 
     def end(self, req_id: str | None) -> None:
-        """End the transfers of a request, or of all: those that wait at once, others at a chunk."""
+        """End the transfers of a request, or of all: waiting ones at once, others after a chunk."""
         with self._changed:
             ended = [each for each in self._waiting if req_id in {None, each.req_id}]
             self._take_out(ended, "cancelled")
@@ -150,7 +150,7 @@ class Lane:
             _begin(transfer.future)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """End what waits, and wait for the rest; return whether nothing moves any more."""
+        """End waiting transfers, and wait for the rest; return whether nothing moves any more."""
         self.end(None)
         with self._is_idle:
             return self._is_idle.wait_for(lambda: not self._pages, timeout_s)
@@ -190,7 +190,7 @@ class Lane:
                     self._pages -= transfer.pages
                     self._is_idle.notify_all()
                 _settle(transfer.future, moved * transfer.unit)
-                # What it refers to, such as the engine's memory, ends with it.
+                # Drops its references, such as those to the engine's memory.
                 del transfer
 
     def _next(self) -> QueuedTransfer | None:
@@ -214,7 +214,7 @@ class Lane:
             end = min(moved + transfer.chunk, transfer.pages)
             try:
                 run = transfer.move(moved, end)
-            except Exception as error:  # A bug of ours, or of a store, is a miss for the engine.
+            except Exception as error:  # For the engine, a bug of ours or of a store is a miss.
                 with self._changed:
                     self._count("failed")
                 self._warn_once(
@@ -230,7 +230,7 @@ class Lane:
         return moved
 
     def _watch_deadlines(self) -> None:
-        """End the transfers that wait behind a call that hangs."""
+        """End the transfers that wait behind a hanging call."""
         while True:
             with self._changed:
                 if self._is_closed:
@@ -239,7 +239,7 @@ class Lane:
                 late = [transfer for transfer in self._waiting if transfer.until <= now]
                 self._take_out(late, "late")
                 if not late:
-                    # Not woken before: what is queued later is rarely due earlier.
+                    # No need to wake it earlier: a later transfer rarely has an earlier deadline.
                     waiting = (each.until for each in self._waiting)
                     self._looks_at = min(waiting, default=now + IDLE_S)
                     self._is_due.wait(self._looks_at - now)
@@ -251,9 +251,9 @@ class Lane:
 def _begin(future: Future[int]) -> bool:
     """Return whether a transfer is still wanted: its caller has not cancelled or closed its Future.
 
-    An error of the caller's must end no thread that other requests need.
+    A mistake of the caller must not end a thread that other requests need.
     """
-    # A Future that is done is not asked: it would log a critical line first.
+    # A Future that is done is not called: it would log a critical error first.
     with suppress(RuntimeError):
         return (future.cancelled() or not future.done()) and future.set_running_or_notify_cancel()
     return False
@@ -266,14 +266,14 @@ def _settle(future: Future[int], result: int) -> None:
 
 
 WAITING_MAX = 1024
-"""Work of one lane. An engine has some hundred requests, which ask a few times each."""
+"""Waiting work of one lane. An engine has some hundred requests, each with a few calls."""
 
 Work: TypeAlias = Callable[[], None]
 
 
 @final
 class CallLane(Lane):
-    """A lane of pieces of work, each of which is done or refused. Thread-safe."""
+    """A lane of calls, each of which is done or refused. Thread-safe."""
 
     def __init__(
         self,
@@ -287,16 +287,16 @@ class CallLane(Lane):
     ) -> None:
         """Start the threads.
 
-        name: of the threads, for people. timeout_s: after which waiting work is refused.
+        name: of the threads, for operators. timeout_s: waiting work is refused after this time.
         """
         super().__init__(name, threads, work_max, Counter(), WarnOnce(log), clock)
         self._log = log
         self._timeout_s = timeout_s
 
     def submit(self, work: Work, refuse: Work) -> None:
-        """Have a thread do `work`; `refuse` is called instead where that cannot be, maybe here.
+        """Have a thread do `work`; if that is impossible, call `refuse` instead, possibly at once.
 
-        refuse: called too where `work` raises, so it must hold for work that was done in part.
+        refuse: also called if `work` raises, so it must be correct for partly done work.
         """
 
         def ended(done: Future[int]) -> None:
@@ -309,7 +309,7 @@ class CallLane(Lane):
         self.add(piece)
 
     def _done(self, work: Work) -> int:
-        """Do something; return 1, or 0 where it raises."""
+        """Do the work; return 1, or 0 if it raises."""
         try:
             work()
         except Exception:
@@ -319,10 +319,10 @@ class CallLane(Lane):
 
 
 LOAD_THREADS = 4
-"""A load that waits for a slow peer keeps no other load waiting."""
+"""Several, so that a load from a slow peer does not delay the others."""
 
 STORE_TIMEOUT_S = 30.0
-"""Stores may wait: engines hold their memory until they are done, and need none of them soon."""
+"""Stores may wait: engines keep the memory until they are done, and need no store soon."""
 
 CLOSE_S = 5.0
 """How long a close waits for calls in flight; their own deadlines are shorter."""
@@ -330,10 +330,10 @@ CLOSE_S = 5.0
 
 @final
 class AdapterLanes:
-    """The lanes of an adapter: one to ask, one to store and one to load."""
+    """The lanes of an adapter: one for lookups, one for stores and one for loads."""
 
     def __init__(self, engine: str, log: Any, timeout_s: float) -> None:
-        """Start them. timeout_s: after which questions and loads that wait are refused."""
+        """Start them. timeout_s: waiting lookups and loads are refused after this time."""
         self.ask = CallLane(f"{engine}-lookup", log, timeout_s=timeout_s)
         self.store = CallLane(f"{engine}-store", log, timeout_s=STORE_TIMEOUT_S)
         self.load = CallLane(f"{engine}-load", log, threads=LOAD_THREADS, timeout_s=timeout_s)

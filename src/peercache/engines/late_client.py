@@ -1,6 +1,6 @@
-"""The client of an adapter: opened at once where the home node is there, else as soon as it is.
+"""The client of an adapter: opened at once if the home node answers, else as soon as it does.
 
-An engine starts whether its cache serves or not: until the client is open every call is a miss.
+An engine starts even if its cache does not serve: until the client is open every call is a miss.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from peercache.model.keys import Namespace
 from peercache.observability.log import WarnOnce, log_into
 
 OP_TIMEOUT_S = 0.8
-"""Deadline of a get where no setting says another: an engine waits for a load a second at most, of
-which a quarter of this may pass in a queue."""
+"""Default deadline of a get: an engine waits for a load at most a second, and a quarter of this
+time may pass in a queue."""
 
 TIMEOUT_FRACTION = 0.25
-"""Part of a call's deadline that work may wait for its thread."""
+"""The fraction of a call's deadline that work may wait for its thread."""
 
 NOT_OPEN = "not_open"
-"""Why there is no home node: its client could not be opened yet, or is closed."""
+"""Reason: there is no home node, because its client could not be opened yet, or is closed."""
 
 REASONS = (NOT_OPEN, NO_ANSWER, REFUSED)
 
 LOG_LEVEL = environment_name("log_level")
 
 REOPEN_RETRY_S = 5.0
-"""Until the next try to open a client."""
+"""Pause until the next attempt to open a client."""
 
 
 def engine_config(
     settings: Mapping[str, Any], environment: Mapping[str, str], *, engine: str = ""
 ) -> Config:
-    """Return the settings of an engine's JSON line, above those of the environment.
+    """Return the settings of an engine's JSON line, which override those of the environment.
 
-    engine: the package whose logging the log goes to from now on; "" leaves it as it is.
-    Raises ConfigError that names what is wrong: a person reads it as the engine starts.
+    engine: the package to whose logging the log is written from now on; "" leaves the log
+            unchanged.
+    Raises a ConfigError that names the problem: an operator reads it when the engine starts.
     """
     config = Config.load(
         settings, environment={"PEERCACHE_OP_TIMEOUT_S": str(OP_TIMEOUT_S)} | dict(environment)
@@ -52,14 +53,14 @@ def engine_config(
 
 
 def level_named(config: Config, settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the log level that a setting names; "" for none: the default is a command's."""
+    """Return the log level that a setting names; "" if none does: the default is a command's."""
     is_named = settings.get("log_level") is not None or LOG_LEVEL in environment
     return config.log_level if is_named else ""
 
 
 @final
 class LateClient:
-    """A client that is there, or will be. Thread-safe."""
+    """A client that is open, or will be opened. Thread-safe."""
 
     def __init__(
         self,
@@ -71,9 +72,9 @@ class LateClient:
         client_factory: Callable[..., Any] = Client.open,
         retry_s: float = REOPEN_RETRY_S,
     ) -> None:
-        """Try to open a client; go on trying in a thread where that fails. Never raises.
+        """Try to open a client; if that fails, continue to try in a thread. Never raises.
 
-        on_open: hears the client, before any call is made with it.
+        on_open: called with the client, before any other call is made with it.
         """
         self._config = config
         self._namespace = namespace
@@ -93,14 +94,16 @@ class LateClient:
 
     @property
     def client(self) -> Any | None:
-        """The client that serves calls; None while there is none."""
+        """The client that serves calls; None while it is not open."""
         return self._client
 
     def status(self) -> dict[str, Any]:
-        """Return how the home node is, for the status that the engine shows.
+        """Return the state of the home node, for the status that the engine shows.
 
-        home, namespace: which. last_success_s: seconds since it answered; None: it never did.
-        reason: it is not healthy, one of REASONS, and why: as a sentence; "" while it is healthy.
+        home, namespace: names. last_success_s: seconds since its last answer; None: it never
+                         answered.
+        reason: why it is not healthy, one of REASONS; why: the same as a sentence. Both are ""
+                while it is healthy.
         """
         named = {"home": self._config.home, "namespace": self._namespace.name}
         client = self._client
@@ -147,7 +150,7 @@ class LateClient:
         try:
             self._on_open(client)
         except Exception:
-            # Without it reads may cost a copy; they are as right.
+            # Without it reads may need a copy, but are as correct.
             self._log.exception("engines.work_failed", thread=threading.current_thread().name)
         with self._change:
             if not self._closing.is_set():

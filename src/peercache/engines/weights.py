@@ -1,12 +1,13 @@
-"""Identifies the weights of a model, so that pages of other weights have other keys.
+"""Identifies the weights of a model, so that pages of different weights have different keys.
 
-A model's name says little: two teams serve different fine-tunes as "chat", and one folder gets new
-weights. The identity comes from the weights themselves where this host can read them:
+A model's name is not enough: two teams may serve different fine-tunes as "chat", and a folder may
+get new weights. The identity comes from the weights themselves if this host can read them:
 
 * a snapshot of Hugging Face's cache: the repository and the commit, which never changes,
 * a folder or file: a digest of its configuration, of the names and sizes of its weight files, and
-  of samples of their bytes. The path is no part of it: hosts mount one model in several places.
-* anything else (an object store): the path and the revision that the server was given.
+  of samples of their bytes. The path is not part of it: hosts mount the same model at different
+  paths.
+* anything else (an object store): the path and the revision passed to the server.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SAMPLES = 1024
-"""Blocks that are read of all weight files together: 4 MiB, in 0.1 s from a local disk. A training
-run changes far more than a 1,024th of the weights."""
+"""Blocks that are read from all weight files together: 4 MiB, in 0.1 s from a local disk. A
+training run changes far more than a 1,024th of the weights."""
 
 BLOCK_BYTES = 4096
 
@@ -43,7 +44,7 @@ _SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-
 
 
 def weights_identity(path: str, revision: str | None = None, cache: str | None = None) -> str:
-    """Return a text that two hosts share if they serve the same weights from `path`.
+    """Return a text that is equal on two hosts if they serve the same weights from `path`.
 
     path:     a folder, a file, a repository of Hugging Face or an address in an object store.
     revision: branch, tag or commit of a repository.
@@ -84,7 +85,7 @@ def content_digest(place: Path) -> str:
     sizes = [file.stat().st_size for file in weights]
     spacing = max(BLOCK_BYTES, -(-sum(sizes) // SAMPLES))
     for file, size in zip(weights, sizes, strict=True):
-        # The name of a file alone is no content: a single file may have another on each host.
+        # The name of a single file is not part of its content: it may differ between hosts.
         add(os.fsencode(file.name) if place.is_dir() else b"")
         add(size.to_bytes(8, "little"))
         for block in _samples(file, size, spacing):
@@ -105,7 +106,7 @@ def _samples(file: Path, size: int, spacing: int) -> Iterator[bytes]:
 
 
 def _snapshot(repository: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return where Hugging Face's cache has a repository's files, None if it has none."""
+    """Return the folder of a repository in Hugging Face's cache, None if it is not cached."""
     try:
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - SGLang's, not ours
     except ImportError:
@@ -113,7 +114,7 @@ def _snapshot(repository: str, revision: str | None, cache: str | None) -> Path 
     for name in sorted(CONFIGURATIONS):
         try:
             file = try_to_load_from_cache(repository, name, cache_dir=cache, revision=revision)
-        except ValueError:  # no name of a repository
+        except ValueError:  # not the name of a repository
             return None
         if isinstance(file, str):
             return Path(file).parent

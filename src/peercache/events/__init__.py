@@ -1,1 +1,1 @@
-"""KV events: who stores which blocks, told as it happens, in the formats that routers read."""
+"""KV events: reports of who stores which blocks, in the formats that routers read."""

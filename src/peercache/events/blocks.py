@@ -2,9 +2,8 @@
 
 A batch travels as three frames of ZeroMQ: topic, sequence (8 bytes, big-endian), and msgpack
 `[seconds, [event, …], rank]`. An event is a map with its name under "type" (vLLM and SGLang of
-today), or an array that begins with its name (earlier versions). Fields that are not known here are
-passed over, and so is an event of an unknown kind: a batch is never lost by one of its events.
-Needs the extra `events`.
+today), or an array that begins with its name (earlier versions). Unknown fields are ignored, and so
+are events of an unknown kind: one event never makes a batch invalid. Needs the extra `events`.
 """
 
 from __future__ import annotations
@@ -20,35 +19,37 @@ from peercache.content.chain import token_ids
 from peercache.errors import InvalidRequest, RemoteProtocolError
 
 GPU: Final = "GPU"
-"""The medium of blocks in GPU memory; so are those whose events name none."""
+"""The medium of blocks in GPU memory; also the default of events that name no medium."""
 
 SEQUENCE: Final = struct.Struct(">q")
 SEQUENCE_END: Final = -1
-"""In place of a sequence: the end of a replay."""
+"""Marks the end of a replay, in place of a sequence."""
 
 Hash: TypeAlias = int | bytes | str
-"""An engine's own name of a block: it says nothing to anything but its other events."""
+"""An engine's own name of a block: it only has a meaning for other events of this engine."""
 
 
 @attrs.frozen
 class BlockStored:
-    """Blocks that hold the KV of tokens, one behind the other.
+    """Consecutive blocks that hold the KV of tokens.
 
-    hashes:       of the blocks, in the order of the tokens.
-    parent:       of the block before the first one; None where they begin a prompt.
-    tokens:       token ids, as many as the blocks have together. Of a group of layers that keeps
-                  some blocks only, those of all blocks: then it is not told which are kept.
-    block_tokens: tokens of a block; 0 of blocks that are not on a GPU and come without tokens, as
+    hashes:       names of the blocks, in the order of the tokens.
+    parent:       name of the block before the first one; None if they begin a prompt.
+    tokens:       the token ids of all blocks. For a group of layers that keeps only some blocks,
+                  those of all blocks; then the event does not show which blocks are kept.
+    block_tokens: tokens in a block; 0 for blocks that are not on a GPU and come without tokens, as
                   vLLM's offloading connectors send them.
-    medium:       where the blocks are, as the engine calls it; "" where it does not say.
-    lora:         the adapter, "" for none.
-    extra:        by block, what else it depends on (images, a salt), or None; empty for nothing.
-    group:        of layers, in an engine that keeps several; None: it keeps one.
-    kind:         of that group, as vLLM names it ("sliding_window"); "" where it does not say.
-    window:       tokens of a sliding window; 0: none.
-    ahead:        by block, the tokens behind it that its hash covers too, equally many of each;
-                  empty for none. With a draft model of EAGLE's kind the last position of a block
-                  depends on them.
+    medium:       the engine's name of the place where the blocks are; "" if it names none.
+    lora:         the LoRA adapter, "" for none.
+    extra:        for each block, what else it depends on (images, a salt), or None; empty if no
+                  block has any.
+    group:        the group of layers, in an engine with several groups; None: it has one.
+    kind:         the kind of that group, as vLLM names it ("sliding_window"); "" if it is not
+                  given.
+    window:       tokens of a sliding window; 0: there is no window.
+    ahead:        for each block, the following tokens that its hash also covers, the same number
+                  for each; empty for none. With a draft model like EAGLE the last position of a
+                  block depends on them.
     """
 
     hashes: tuple[Hash, ...]
@@ -66,7 +67,7 @@ class BlockStored:
 
 @attrs.frozen
 class BlockRemoved:
-    """Blocks that are no longer in this medium. group: as in BlockStored; None: in any."""
+    """Blocks that are no longer in this medium. group: as in BlockStored; None: all groups."""
 
     hashes: tuple[Hash, ...]
     medium: str = GPU
@@ -87,7 +88,7 @@ class EventBatch:
 
     at:      seconds since 1970, by the publisher's clock.
     rank:    of the data-parallel rank; None: there is one.
-    skipped: why events of the message are not among `events`, one reason each.
+    skipped: the reason for each event of the message that is not in `events`.
     """
 
     at: float
@@ -97,12 +98,12 @@ class EventBatch:
 
 
 def encode(batch: EventBatch) -> bytes:
-    """Return the third frame of a batch: events as maps, which all readers of today take."""
+    """Return the third frame of a batch: events as maps, which all current readers accept."""
     return _encoded([batch.at, [_map_of(event) for event in batch.events], batch.rank])
 
 
 def check(event: BlockEvent) -> None:
-    """Raise InvalidRequest for an event that readers could not take: they would lose its batch."""
+    """Raise InvalidRequest for an event that readers would reject, and its batch with it."""
     if isinstance(event, AllBlocksCleared):
         return
     if not isinstance(event, (BlockStored, BlockRemoved)):
@@ -138,9 +139,9 @@ def sequence_of(frame: bytes) -> int:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Return the batch in a third frame; raise RemoteProtocolError if it is none.
+    """Return the batch in a third frame; raise RemoteProtocolError if it is invalid.
 
-    An event that is invalid, or of an unknown kind, is left out and told in `skipped`.
+    An event that is invalid, or of an unknown kind, is left out, with a reason in `skipped`.
     """
     try:
         parts = _decoded(payload)
@@ -148,13 +149,13 @@ def decode(payload: bytes) -> EventBatch:
         raise RemoteProtocolError(f"no msgpack: {error}") from None
     if not isinstance(parts, list) or len(parts) < 2 or not isinstance(parts[1], list):
         raise RemoteProtocolError("no array of a time and events")
-    at, told = parts[:2]
+    at, raw = parts[:2]
     rank = parts[2] if len(parts) > 2 else None
     if type(at) not in (int, float) or not (rank is None or type(rank) is int):
         raise RemoteProtocolError("a time that is no number, or a rank that is no integer")
     events: list[BlockEvent] = []
     skipped: list[str] = []
-    for one in told:
+    for one in raw:
         event = _event_of(one)
         if isinstance(event, str):
             skipped.append(event)
@@ -172,13 +173,13 @@ _STORED: Final = (
     "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
 )  # fmt: skip
 _REMOVED: Final = ("block_hashes", "medium", "group_idx")
-"""The fields of an event that is an array, behind its name."""
+"""The fields of an event that is an array, after its name."""
 
 
-def _event_of(told: Any) -> BlockEvent | str:
+def _event_of(raw: Any) -> BlockEvent | str:
     """Return an event, or why it is not one."""
     try:
-        kind, fields = _named(told)
+        kind, fields = _named(raw)
         if kind == "BlockStored":
             return _stored_of(fields)
         if kind == "BlockRemoved":
@@ -191,13 +192,13 @@ def _event_of(told: Any) -> BlockEvent | str:
     return f"an event of the kind {str(kind)[:40]!r}"
 
 
-def _named(told: Any) -> tuple[Any, Mapping[Any, Any]]:
+def _named(raw: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Return the kind and the fields of an event."""
-    if isinstance(told, dict):
-        return told.get("type"), told
-    if isinstance(told, list) and told:
-        names = _STORED if told[0] == "BlockStored" else _REMOVED
-        return told[0], dict(zip(names, told[1:], strict=False))
+    if isinstance(raw, dict):
+        return raw.get("type"), raw
+    if isinstance(raw, list) and raw:
+        names = _STORED if raw[0] == "BlockStored" else _REMOVED
+        return raw[0], dict(zip(names, raw[1:], strict=False))
     raise _NoEvent("an event that is neither a map nor an array")
 
 
@@ -231,9 +232,9 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
 
 
 def _fits(tokens: int, block_tokens: int, hashes: int, group: int | None) -> bool:
-    """Return whether so many blocks have so many tokens.
+    """Return whether these numbers of blocks and tokens fit together.
 
-    A group of layers leaves out the blocks that it does not keep, and not their tokens.
+    A group of layers leaves out blocks that it does not keep, but not their tokens.
     """
     if not block_tokens:
         return False
@@ -241,10 +242,10 @@ def _fits(tokens: int, block_tokens: int, hashes: int, group: int | None) -> boo
     return not rest and (hashes == blocks or (hashes < blocks and group is not None))
 
 
-def _hashes(told: Any) -> tuple[Hash, ...]:
-    if not isinstance(told, list) or not all(type(one) in (int, bytes, str) for one in told):
-        raise _NoEvent("block hashes that are none")
-    return tuple(told)
+def _hashes(raw: Any) -> tuple[Hash, ...]:
+    if not isinstance(raw, list) or not all(type(one) in (int, bytes, str) for one in raw):
+        raise _NoEvent("invalid block hashes")
+    return tuple(raw)
 
 
 def _medium(fields: Mapping[Any, Any]) -> str:
@@ -271,7 +272,7 @@ def _kind(fields: Mapping[Any, Any]) -> tuple[str, int]:
 
 
 def _extra(fields: Mapping[Any, Any], blocks: int, lora: Any) -> tuple[str | None, ...]:
-    """Return what each block depends on beside its tokens, as text that no other such has.
+    """Return what each block depends on in addition to its tokens, as a unique text.
 
     lora: the adapter's name or None. vLLM repeats it as the first of a block's keys.
     """
@@ -282,30 +283,30 @@ def _extra(fields: Mapping[Any, Any], blocks: int, lora: Any) -> tuple[str | Non
         keys = [one[1:] if isinstance(one, list) and one[:1] == [lora] else one for one in keys]
     if not salt and not any(keys or ()):
         return ()
-    told = keys or [None] * blocks
-    return tuple(repr((salt, one)) if salt or one else None for one in told)
+    raw = keys or [None] * blocks
+    return tuple(repr((salt, one)) if salt or one else None for one in raw)
 
 
 def _ahead(fields: Mapping[Any, Any], blocks: int) -> tuple[tuple[int, ...], ...]:
-    """Return what the hash of each block covers behind it."""
-    told = fields.get("lookahead_token_ids")
-    if told is None:
+    """Return the tokens after each block that its hash covers."""
+    raw = fields.get("lookahead_token_ids")
+    if raw is None:
         return ()
     if (
-        not isinstance(told, list)
-        or len(told) != blocks
-        or not all(isinstance(one, list) and len(one) == len(told[0]) for one in told)
-        or not all(type(token) is int for one in told for token in one)
+        not isinstance(raw, list)
+        or len(raw) != blocks
+        or not all(isinstance(one, list) and len(one) == len(raw[0]) for one in raw)
+        or not all(type(token) is int for one in raw for token in one)
     ):
         raise _NoEvent("lookahead tokens that are not equally many a block")
-    return tuple(map(tuple, told))
+    return tuple(map(tuple, raw))
 
 
 def _map_of(event: BlockEvent) -> dict[str, Any]:
-    told: dict[str, Any] = {"type": type(event).__name__}
+    raw: dict[str, Any] = {"type": type(event).__name__}
     if isinstance(event, BlockStored):
-        # Readers of today want these six, whatever their values.
-        told |= {
+        # Current readers require these six fields, even with default values.
+        raw |= {
             "block_hashes": event.hashes,
             "parent_block_hash": event.parent,
             "token_ids": event.tokens,
@@ -315,24 +316,24 @@ def _map_of(event: BlockEvent) -> dict[str, Any]:
             "lora_name": event.lora or None,
         }
         if event.extra:
-            told |= _extra_told(event.extra)
+            raw |= _extra_fields(event.extra)
     elif isinstance(event, BlockRemoved):
-        told |= {"block_hashes": event.hashes, "medium": event.medium}
+        raw |= {"block_hashes": event.hashes, "medium": event.medium}
     if not isinstance(event, AllBlocksCleared) and event.group is not None:
-        told["group_idx"] = event.group
+        raw["group_idx"] = event.group
     if isinstance(event, BlockStored) and event.kind:
-        told["kv_cache_spec_kind"] = event.kind
-        told["kv_cache_spec_sliding_window"] = event.window or None
+        raw["kv_cache_spec_kind"] = event.kind
+        raw["kv_cache_spec_sliding_window"] = event.window or None
     if isinstance(event, BlockStored) and event.ahead:
-        told["lookahead_token_ids"] = event.ahead
-    return told
+        raw["lookahead_token_ids"] = event.ahead
+    return raw
 
 
-def _extra_told(extra: tuple[str | None, ...]) -> dict[str, Any]:
-    """Return the field for what blocks depend on: a salt if it is one for all of them.
+def _extra_fields(extra: tuple[str | None, ...]) -> dict[str, Any]:
+    """Return the field for what blocks depend on: a salt if all blocks have the same one.
 
-    Dynamo's indexer keeps salts apart and passes over lists of keys; keys that are no lists cost
-    it the whole batch.
+    Dynamo's indexer separates salts and ignores lists of keys; for keys that are not lists it
+    rejects the whole batch.
     """
     if None not in extra and len(set(extra)) == 1:
         return {"cache_salt": extra[0]}

@@ -1,12 +1,12 @@
-"""Follow what nodes hold: one node's changes, an index of many nodes, and a whole cluster.
+"""Follow the pages of nodes: one node's changes, an index of many nodes, and a whole cluster.
 
-`NodeFollower` is the follower's end of `wire.messages.directory`, without I/O. What it returns is
-applied in its order: after a gap, a restart or too long a pause the node tells everything again.
+`NodeFollower` is the follower's end of `wire.messages.directory`, without I/O. Its results must be
+applied in order: after a gap, a restart or too long a pause the node sends everything again.
 
-`ClusterFollower` has a thread a node, and one iterator over what all of them tell. A reader that is
-slow lets the threads wait, and so the nodes are asked later: nothing piles up beyond `BATCHES_MAX`.
-A node that was asked too late begins again. One that does not answer any more, or is no member, is
-gone, and so is all that it told.
+`ClusterFollower` has a thread for each node, and one iterator over the changes of all nodes. If the
+reader is slow, the threads wait, and so the nodes are asked later: at most `BATCHES_MAX` answers
+are queued. A node that is asked too late sends everything again. A node that no longer answers, or
+is no longer a member, is gone, with all that it reported.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import ALL_ROWS, ReportChanges, RequestChanges
 
 PAGES_MAX: Final = 50_000_000
-"""Pages of an index, over all nodes: some ten gigabytes. Those beyond are left out: an index that
-lacks a page costs a router one better choice."""
+"""Pages of an index, over all nodes: some ten gigabytes. Further ones are left out: a page that is
+missing in the index costs a router one better choice."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class NodeChanges:
-    """What a follower has received from one node.
+    """Changes that a follower has received from one node.
 
     node:     the control address of the node.
-    again:     all that was told of this node before is void; first of all where its store is lost.
-    is_gone:  the node does not answer any more: it holds nothing that can be read.
-    is_whole: all that was there when the follower began has been told by now.
+    again:     all that was reported of this node before is void, for example because its store is
+               lost.
+    is_gone:  the node no longer answers: none of its pages can be read.
+    is_whole: all pages from before the start of the follower have been reported by now.
     changes:  (n,) `model.records.CHANGE`, in their order.
     """
 
@@ -51,60 +52,60 @@ class NodeChanges:
 @final
 @attrs.define
 class NodeFollower:
-    """What is known of one node: the number of its last change, and how far its table was read."""
+    """The state of following one node: the number of its last change, the position in its table."""
 
     node: str
     _incarnation: int = 0
     _after: int = 0
     _row: int = 0
     _failures: int = 0
-    _has_told: bool = False
+    _has_reported: bool = False
 
     def question(self, timeout_s: float) -> RequestChanges:
-        """Return what to ask the node next. timeout_s: how long it may wait for a change."""
+        """Return the next request to the node. timeout_s: how long it may wait for a change."""
         return RequestChanges(0, self._incarnation, self._after, self._row, timeout_s)
 
-    def take(self, told: ReportChanges) -> NodeChanges | None:
-        """Take an answer; None if it tells nothing. Raises RemoteProtocolError for a wrong one."""
+    def take(self, reply: ReportChanges) -> NodeChanges | None:
+        """Apply an answer; None if it has no change. Raises RemoteProtocolError for a wrong one."""
         self._failures = 0
-        changes, held = changes_from_bytes(told.changes), changes_from_bytes(told.held)
-        if not told.again:
-            missed = told.after - self._after - len(changes)
-            if told.incarnation != self._incarnation or missed or told.row < self._row:
+        changes, held = changes_from_bytes(reply.changes), changes_from_bytes(reply.held)
+        if not reply.again:
+            missed = reply.after - self._after - len(changes)
+            if reply.incarnation != self._incarnation or missed or reply.row < self._row:
                 self.forget()
                 raise RemoteProtocolError(
-                    f"{self.node} told changes up to {told.after} that do not follow what it told"
+                    f"{self.node} reported changes up to {reply.after} not following its last"
                 )
-        is_whole, was_whole = told.row >= ALL_ROWS, self._row >= ALL_ROWS and not told.again
-        self._incarnation, self._after, self._row = told.incarnation, told.after, told.row
-        if not told.again and not len(changes) and not len(held) and is_whole == was_whole:
+        is_whole, was_whole = reply.row >= ALL_ROWS, self._row >= ALL_ROWS and not reply.again
+        self._incarnation, self._after, self._row = reply.incarnation, reply.after, reply.row
+        if not reply.again and not len(changes) and not len(held) and is_whole == was_whole:
             return None
-        self._has_told = True
+        self._has_reported = True
         both = np.concatenate([changes, held]) if len(held) else changes
         return NodeChanges(
-            node=self.node, again=told.again, is_gone=False, is_whole=is_whole, changes=both
+            node=self.node, again=reply.again, is_gone=False, is_whole=is_whole, changes=both
         )
 
     def failed(self) -> NodeChanges | None:
-        """Note a question without an answer; return that the node is gone if it was the second.
+        """Note a request without an answer; after the second one, return that the node is gone.
 
-        A connection that broke is made again, and nothing is lost; a node that cannot be asked
-        twice holds nothing that can be read.
+        A broken connection is replaced, and nothing is lost; after two failed requests the node's
+        pages cannot be read.
         """
         self._failures += 1
         return self.gone() if self._failures > 1 else None
 
     @property
     def is_silent(self) -> bool:
-        """Whether the node counts as gone since it was asked last."""
+        """Whether the node counts as gone since the last request."""
         return self._failures > 1
 
     def gone(self) -> NodeChanges | None:
-        """Return that the node is gone, None if nothing was told of it; it begins again then."""
-        # By itself: a node that has told something wrong begins again, and what it told stays.
-        has_told, self._has_told = self._has_told, False
+        """Return that the node is gone, None if it had no pages; then it must start again."""
+        # Separate from `forget`: a node that sent something wrong starts again, but its pages stay.
+        has_reported, self._has_reported = self._has_reported, False
         self.forget()
-        if not has_told:
+        if not has_reported:
             return None
         nothing = np.empty(0, CHANGE)
         return NodeChanges(
@@ -112,13 +113,13 @@ class NodeFollower:
         )
 
     def forget(self) -> None:
-        """Begin again with the next question."""
+        """Start again with the next request."""
         self._incarnation = self._after = self._row = 0
 
 
 @final
 class Index:
-    """Which node holds which pages, and where: what a router keeps. Not thread-safe."""
+    """Which node holds which pages, and on which tier: the index of a router. Not thread-safe."""
 
     def __init__(self, *, pages_max: int = PAGES_MAX) -> None:
         """Start empty. pages_max: over all nodes."""
@@ -126,14 +127,14 @@ class Index:
         self._pages_max = pages_max
         self._count = 0
         self.left_out = 0
-        """Pages that were told and had no room."""
+        """Reported pages for which there was no room."""
 
     def __len__(self) -> int:
-        """Return the pages of all nodes; one that two nodes hold counts twice."""
+        """Return the pages of all nodes; a page that two nodes hold counts twice."""
         return self._count
 
     def apply(self, batch: NodeChanges) -> None:
-        """Apply what was told of a node."""
+        """Apply the changes of a node."""
         if batch.again:
             self._count -= len(self._nodes.pop(batch.node, ()))
         if batch.is_gone:
@@ -152,7 +153,7 @@ class Index:
         self._count += len(pages) - before
 
     def nodes(self) -> list[str]:
-        """Return the nodes that are followed and answer."""
+        """Return the followed nodes that answer."""
         return list(self._nodes)
 
     def pages(self, node: str) -> dict[bytes, int]:
@@ -172,34 +173,35 @@ class Index:
 
 
 TIMEOUT_S: Final = 1.0
-"""How long a node may wait for a change before it answers that there is none; so long takes a
-close, too."""
+"""How long a node may wait for a change before it answers without one; a close may take as long."""
 
 ANSWER_S: Final = 5.0
-"""How long behind that a node counts as one that answers."""
+"""How long after that a node still counts as answering."""
 
 RETRY_S: Final = 1.0
 """Pause before a node is tried again."""
 
 LOOK_S: Final = 5.0
-"""How often it is asked who the members are."""
+"""How often the list of members is requested."""
 
 BATCHES_MAX: Final = 64
-"""Answers that wait for the reader: of the largest, 12 MiB."""
+"""Answers that wait for the reader: 12 MiB if all have the largest size."""
 
 NODES_MAX: Final = 1024
 """Members that are followed; each has a thread and a connection."""
 
 TURN_S: Final = 0.2
-"""How soon a thread that waits for the reader sees that it should end."""
+"""How soon a thread that waits for the reader notices that it should end."""
 
-Told = TypeVar("Told")
+Answer = TypeVar("Answer")
 
 
 class AskedNode(Protocol):
-    """A node that can be asked, over a connection of its own."""
+    """A node with a connection of its own for requests."""
 
-    def ask(self, question: Message, kind: type[Told], *, within_s: float | None = None) -> Told:
+    def ask(
+        self, question: Message, kind: type[Answer], *, within_s: float | None = None
+    ) -> Answer:
         """Return the answer of this kind, or raise a PeerCacheError."""
 
     def close(self) -> None:
@@ -220,25 +222,25 @@ class ClusterFollower:
         look_s: float = LOOK_S,
         failed: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
-        """Begin to follow.
+        """Start to follow.
 
         connect: opens a connection to a control address; called on the thread of that node.
         members: returns the control addresses of the members to follow; called on one thread.
-        failed:  hears, on those threads, of each PeerCacheError or OSError that they raise, and of
-                 which node, "" for `members`; it is tried again.
+        failed: called, on those threads, with the node ("" for `members`) and each PeerCacheError
+                or OSError that they raise; the call is retried.
         """
         self._connect, self._members = connect, members
         self._timeout_s, self._retry_s, self._look_s = timeout_s, retry_s, look_s
-        self._told: queue.Queue[NodeChanges] = queue.Queue(BATCHES_MAX)
+        self._queue: queue.Queue[NodeChanges] = queue.Queue(BATCHES_MAX)
         self._is_closing = threading.Event()
         self._ends: dict[str, threading.Event] = {}
-        """By node that is followed: set where it is a member no longer."""
+        """By followed node: an event that is set when it is no longer a member."""
         self._threads: list[threading.Thread] = []
         self._failed = failed
         self._start(self._look, "members")
 
     def __enter__(self) -> ClusterFollower:
-        """Return this."""
+        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,21 +248,21 @@ class ClusterFollower:
         self.close()
 
     def __iter__(self) -> Iterator[NodeChanges]:
-        """Yield what nodes tell, until `close`."""
+        """Yield the changes of nodes, until `close`."""
         while not self._is_closing.is_set():
             batch = self.next(TURN_S)
             if batch is not None:
                 yield batch
 
     def next(self, timeout_s: float) -> NodeChanges | None:
-        """Return what a node told next; None if nothing comes within `timeout_s`."""
+        """Return the next changes of a node; None if there are none within `timeout_s`."""
         try:
-            return self._told.get(timeout=timeout_s)
+            return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """End all threads; waits for answers that are on the way, at most `ANSWER_S`."""
+        """End all threads; wait for outstanding answers, at most `ANSWER_S`."""
         self._is_closing.set()
         for end in list(self._ends.values()):
             end.set()
@@ -275,7 +277,7 @@ class ClusterFollower:
         thread.start()
 
     def _look(self) -> None:
-        """Follow those that are members, and end the others."""
+        """Follow the members, and stop to follow other nodes."""
         while not self._is_closing.is_set():
             try:
                 members = set(self._members())
@@ -284,7 +286,7 @@ class ClusterFollower:
             else:
                 for gone in self._ends.keys() - members:
                     self._ends.pop(gone).set()
-                # One that is back waits for its old thread, which tells last that it left.
+                # A node that is back waits for its old thread, which finally reports that it left.
                 ending = {thread.name for thread in self._threads if thread.is_alive()}
                 for node in sorted(members - self._ends.keys()):
                     if len(self._ends) < NODES_MAX and _thread_of(node) not in ending:
@@ -301,31 +303,31 @@ class ClusterFollower:
                 while not end.is_set():
                     question = follower.question(self._timeout_s)
                     within_s = self._timeout_s + ANSWER_S
-                    told = connection.ask(question, ReportChanges, within_s=within_s)
-                    self._tell(follower.take(told), end)
+                    reply = connection.ask(question, ReportChanges, within_s=within_s)
+                    self._pass_on(follower.take(reply), end)
             except (PeerCacheError, OSError) as error:
                 self._failed(node, error)
-                self._tell(follower.failed(), end)
+                self._pass_on(follower.failed(), end)
                 if follower.is_silent:
                     end.wait(self._retry_s)
             finally:
                 if connection is not None:
                     connection.close()
         if not self._is_closing.is_set():
-            self._tell(follower.gone(), self._is_closing)
+            self._pass_on(follower.gone(), self._is_closing)
 
-    def _tell(self, batch: NodeChanges | None, end: threading.Event) -> None:
-        """Hand something to the reader; wait for it while `end` is not set."""
+    def _pass_on(self, batch: NodeChanges | None, end: threading.Event) -> None:
+        """Pass something to the reader; wait for room while `end` is not set."""
         if batch is None:
             return
         while not self._is_closing.is_set() and not self._put(batch):
-            # Of a node that is no member any more, only that it is gone is of interest.
+            # For a node that is no longer a member, only the fact that it is gone matters.
             if end.is_set():
                 return
 
     def _put(self, batch: NodeChanges) -> bool:
         try:
-            self._told.put(batch, timeout=TURN_S)
+            self._queue.put(batch, timeout=TURN_S)
         except queue.Full:
             return False
         return True

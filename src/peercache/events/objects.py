@@ -1,10 +1,10 @@
-"""Publishes object events over ZeroMQ, as Mooncake's store does: which pages a shared cache has.
+"""Publishes object events over ZeroMQ, like Mooncake's store: the pages of a shared cache.
 
 Dynamo's router reads them for the cache that all its workers share. A page is one or several
-objects, named by SGLang's hash of the prompt up to its end; it counts once all are stored. The
-router forgets everything when a sequence is left out, and asks for nothing again. So everything
-that is there is told again to each reader that comes, and after a loss, behind a sequence that is
-left out on purpose. Needs the extra `events`.
+objects, named by SGLang's hash of the prompt up to its end; it counts once all of them are stored.
+The router forgets everything when a sequence is skipped, and requests nothing again. So all pages
+are sent again to each new reader, and after a loss: a sequence is skipped on purpose before. Needs
+the extra `events`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PAGES_A_MESSAGE: Final = 256
 """Pages of one message: some tens of kilobytes for each object that a page has."""
 
 QUEUE_PAGES_MAX: Final = 65_536
-"""Pages that wait to be told. A caller never waits: beyond that everything is told again."""
+"""Pages that wait to be sent. A caller never waits: beyond that everything is sent again."""
 
 TENANT: Final = "default"
-"""Mooncake's tenant of stores that name none."""
+"""Mooncake's tenant for stores that name no tenant."""
 
 
 @attrs.frozen
 class ObjectNames:
     """How SGLang's Mooncake store names the objects of a page.
 
-    prefix: its tag and the model's served name, joined by "_"; "" for none.
-    ranks:  of tensor parallelism, each with a K and a V object; 0: MLA, one object for all ranks.
-    stages: of a pipeline, each with objects of its own.
+    prefix: the store's tag and the model's served name, joined by "_"; "" for none.
+    ranks:  tensor-parallel ranks, each with a K and a V object; 0: MLA, one object for all ranks.
+    stages: pipeline stages, each with objects of its own.
     """
 
     prefix: str = ""
@@ -65,9 +65,9 @@ class ObjectNames:
 class ObjectPublisher(EventPublisher[tuple[str, bool]]):
     """One publisher of object events, with a thread that owns its socket.
 
-    Its queue has pages, and whether each is stored or removed. With one message more than
-    WAITING_MAX for one reader, all readers are notified of everything again, once that one reads
-    again or has gone.
+    Its queue holds pages, and whether each was stored or removed. If more than WAITING_MAX messages
+    wait for one reader, everything is sent again to all readers, once that one reads again or has
+    gone.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
         rank: int = 0,
         readers: Sequence[str] = (),
     ) -> None:
-        """Bind, and notify each reader that comes of what is present.
+        """Bind, and send each new reader all pages that are present.
 
         endpoint: to bind, such as tcp://127.0.0.1:5558; `tcp://127.0.0.1:*` takes a free port.
-        present:  yields the hashes of all pages there are now; called by the publisher's thread.
-        rank:     of data parallelism.
-        readers:  addresses or networks of other hosts that may connect; wanted for an endpoint
-                  beyond loopback.
+        present:  yields the hashes of all current pages; called by the publisher's thread.
+        rank: the data-parallel rank.
+        readers:  addresses or networks of other hosts that may connect; required for an endpoint
+        beyond loopback.
         Raises OSError with the endpoint if it cannot be bound, ConfigError without readers.
         """
         super().__init__(
@@ -93,7 +93,7 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
             is_lossless=True,
         )  # fmt: skip
         self.resyncs = 0
-        """How often everything was told again after a loss."""
+        """How often everything was sent again after a loss."""
         self._names, self._present, self._rank = names, present, rank
         self._encoder = msgspec.msgpack.Encoder()
         self._has_joined = False
@@ -107,8 +107,8 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
 
     # --- the thread ---------------------------------------------------------------------------
 
-    def _hear(self) -> None:
-        self._has_joined |= self._readers.hear()
+    def _receive(self) -> None:
+        self._has_joined |= self._readers.receive()
 
     def _send_some(self) -> bool:
         pages, is_lossy = self._take(0 if self._has_joined else PAGES_A_MESSAGE)
@@ -117,15 +117,15 @@ class ObjectPublisher(EventPublisher[tuple[str, bool]]):
                 self._send(pages)
             return bool(pages)
         if is_lossy:
-            # Readers then forget what was removed and could not be told.
+            # Readers then also forget pages with a removal that could not be sent.
             self._next += 1
             self.resyncs += 1
         self._has_joined = False
-        # Pages that are queued from here on may be told twice, in their order: that is harmless.
+        # Pages that are queued from here on may be sent twice, in order: that is harmless.
         for part in _parts(self._present()):
             self._send(part)
         if is_lossy:
-            self._send([])  # Where nothing is there, this one shows that a sequence was left out.
+            self._send([])  # If there are no pages, this message shows that a sequence was skipped.
         return True
 
     def _send(self, pages: Sequence[tuple[str, bool]]) -> None:

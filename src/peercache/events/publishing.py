@@ -1,16 +1,16 @@
-"""Publishes block events over ZeroMQ, as vLLM does: routers that read vLLM's engines read these.
+"""Publishes block events over ZeroMQ, like vLLM, for routers that read events of vLLM's engines.
 
-A reader that joins late, or has missed a batch, asks the replay endpoint for all since a sequence;
-where that is further back than what is kept, everything is told again to all readers.
-Routers forget nothing by themselves when a publisher starts again, and ignore sequences below those
-that they have seen. So sequences begin with the clock, and a publisher's first event, as that after
-a loss of its own, is AllBlocksCleared, followed by what there is.
+A reader that joins late, or has missed a batch, asks the replay endpoint for all batches since a
+sequence; if those are not kept any more, everything is sent again to all readers. Routers do not
+forget blocks by themselves when a publisher restarts, and ignore sequences below those that they
+have seen. So sequences start with the clock, and a publisher's first event, also after a loss, is
+AllBlocksCleared, followed by all current blocks.
 
-ZeroMQ asks for no certificate, and keeps what each reader subscribes to. So a socket that other
-hosts reach names the addresses that may connect; others are closed as they are accepted. What a
-reader may send is small, and too many subscriptions end the connections of all readers, which
-connect again by themselves. Who may connect is trusted with what is published, and not to send a
-message of endless parts: ZeroMQ bounds no number of them.
+ZeroMQ requires no certificate, and stores the subscriptions of each reader. So a socket that other
+hosts reach has a list of addresses that may connect; other connections are closed when they are
+accepted. Readers may only send small messages, and too many subscriptions end the connections of
+all readers, which reconnect by themselves. Hosts that may connect are trusted with the events, and
+trusted not to send a message with endless parts: ZeroMQ does not limit their number.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from peercache.observability.log import get_logger
 PORT_MAX: Final = 65_535
 
 FRAME_BYTES_MAX: Final = 512
-"""Of what a reader sends: a topic, or the sequence of a replay; and the handshake, in which a name
-has at most 255 bytes. ZeroMQ ends a connection that sends more."""
+"""The longest frame of a reader: a topic, the sequence of a replay, or the handshake, in which a
+name has at most 255 bytes. ZeroMQ ends a connection that sends more."""
 
 TOPIC_BYTES_MAX: Final = 256
 
 SUBSCRIPTIONS_MAX: Final = 1000
-"""Of all readers together; each reader has one. ZeroMQ keeps some kilobytes for each."""
+"""Subscriptions of all readers; each reader has one. ZeroMQ uses some kilobytes for each."""
 
 HANDSHAKE_MS: Final = 5_000
-"""After which a connection without a handshake is closed: each holds a descriptor of the engine."""
+"""A connection without a handshake is closed after this: it uses an engine's descriptor."""
 
 WARN_S: Final = 60.0
 
@@ -62,7 +62,7 @@ THIS_HOST: Final = "127.0.0.0/8"
 
 
 def is_on_this_host(endpoint: str) -> bool:
-    """Return whether only processes of this host can connect to an endpoint that is bound."""
+    """Return whether only processes of this host can connect to a bound endpoint."""
     scheme, _, place = endpoint.partition("://")
     if scheme != "tcp":
         return scheme in ("ipc", "inproc")
@@ -86,9 +86,9 @@ def networks_of(readers: Sequence[str]) -> tuple[str, ...]:
 def bind(socket: zmq.Socket[bytes], endpoint: str, readers: Sequence[str] = ()) -> None:
     """Bind for these readers.
 
-    readers: addresses or networks of other hosts; a socket that they reach wants some.
-    Raises ConfigError for readers that are missing or none, OSError with the endpoint, and why it
-    cannot be bound.
+    readers: addresses or networks of other hosts; required if they can reach the socket.
+    Raises ConfigError for missing or invalid readers, OSError with the endpoint and the reason why
+    it cannot be bound.
     """
     networks = networks_of(readers)
     if not is_on_this_host(endpoint):
@@ -102,7 +102,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, readers: Sequence[str] = ()) 
             socket.setsockopt_string(zmq.TCP_ACCEPT_FILTER, network)
     port = endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp://") and port.isdecimal() and int(port) > PORT_MAX:
-        # ZeroMQ takes what is left of it in 16 bits: no router would find the publisher there.
+        # ZeroMQ truncates it to 16 bits: no router would find the publisher there.
         raise OSError(errno.EINVAL, f"a port is at most {PORT_MAX}: {endpoint}")
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -114,7 +114,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, readers: Sequence[str] = ()) 
 
 @final
 class Readers:
-    """The socket that all readers of a publisher listen to. For one thread."""
+    """The socket of all readers of a publisher. Used by one thread."""
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class Readers:
         self._socket: zmq.Socket[bytes] | None = self._bound(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def hear(self) -> bool:
-        """Take what readers have sent; return whether one has come."""
+    def receive(self) -> bool:
+        """Handle the messages of readers; return whether a new reader has subscribed."""
         if self._socket is None and not self._bind_again():
             return False
         socket, has_come = self._socket, False
         while socket is not None and socket.poll(0):
-            # 1 and a topic: a reader has come; 0: one has gone.
+            # 1 and a topic: a reader has subscribed; 0: one has unsubscribed.
             is_one = socket.recv()[:1] == b"\1"
             has_come |= is_one
             self._subscriptions += 1 if is_one else -1
@@ -149,12 +149,12 @@ class Readers:
         return has_come
 
     def send(self, frames: Sequence[bytes], flags: int = 0) -> None:
-        """Send to each reader; raise zmq.Again as the socket's options have it."""
+        """Send to each reader; raise zmq.Again according to the options of the socket."""
         if self._socket is not None:
             self._socket.send_multipart(frames, flags)
 
     def _drop(self, socket: zmq.Socket[bytes]) -> None:
-        """Let all readers go, and what ZeroMQ keeps of them; those that are well come again."""
+        """Disconnect all readers, and free what ZeroMQ stores for them; good readers reconnect."""
         now = time.monotonic()
         if now - self._warned_at >= WARN_S:
             self._warned_at = now
@@ -169,7 +169,7 @@ class Readers:
         try:
             self._socket = self._bound(self.endpoint)
         except OSError:
-            # ZeroMQ closes in a thread of its own: the next turn tries again.
+            # ZeroMQ closes the socket in another thread: the next turn tries again.
             return False
         return True
 
@@ -177,9 +177,9 @@ class Readers:
         socket = self._context.socket(zmq.XPUB)
         try:
             socket.linger = 0
-            # Each subscription and each end of one is received, also one like another.
+            # Each subscription and unsubscription is received, duplicates included.
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)
-            # Not more of them wait than are taken in a turn.
+            # At most as many of them wait as are handled in a turn.
             socket.rcvhwm = SUBSCRIPTIONS_MAX // 10
             self._prepare(socket)
             bind(socket, endpoint, self._readers)
@@ -192,8 +192,8 @@ class Readers:
 Item = TypeVar("Item")
 
 RESYNC_S: Final = 5.0
-"""Pause before all is sent again after an error, such as one of what yields what is present; block
-events: at most so often because a replay reaches back no further."""
+"""Pause before everything is sent again after an error, for example of `present`. For block events
+also the pause after a replay that asks for batches that are no longer kept."""
 
 WAITING_MAX: Final = 1000
 """Messages that wait for one reader."""
@@ -202,13 +202,13 @@ CLOSE_S: Final = 1.0
 """How long `close` waits for what is queued."""
 
 POLL_MS: Final = 50
-"""How long a batch waits for more where few come, and how soon a reader or a close is seen."""
+"""How long a batch waits for more events, and how soon a reader or a close is noticed."""
 
 
 class EventPublisher(Generic[Item]):
-    """A queue, a socket for readers, and the thread that owns it. Subclasses say what is sent.
+    """A queue, a socket for readers, and the thread that owns it. Subclasses define what is sent.
 
-    What the queue has no room for, and what could not be sent, is a loss: `_send_some` then sends
+    It is a loss if the queue is full, or something could not be sent: then `_send_some` sends
     everything again.
     """
 
@@ -223,7 +223,7 @@ class EventPublisher(Generic[Item]):
     ) -> None:
         """Bind; the subclass starts the thread. Raises as `bind`.
 
-        name: of the thread. is_lossless: what one reader has no room for is an error.
+        name: of the thread. is_lossless: a full queue of one reader is an error.
         """
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
@@ -240,8 +240,8 @@ class EventPublisher(Generic[Item]):
         self._queue: deque[Item] = deque()
         self._is_lossy = False
         """Something was not queued, or not sent: everything is sent again."""
-        # Above all that an earlier publisher of this endpoint has used: it sent fewer than a
-        # million messages a second.
+        # Higher than all sequences of an earlier publisher at this endpoint, which sent fewer than
+        # a million messages a second.
         self._next = time.time_ns() // 1000
         self._resting_until = -math.inf
         self._is_closing = threading.Event()
@@ -249,14 +249,14 @@ class EventPublisher(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def resync(self) -> None:
-        """Have all readers forget what they were sent, and send them what is present."""
+        """Make all readers forget what they were sent, and send everything that is present."""
         with self._lock:
             self._queue.clear()
             self._is_lossy = True
         self._has_items.set()
 
     def close(self) -> None:
-        """Send what is queued, and end; bounded, may be repeated."""
+        """Send the queue, and end; bounded, may be repeated."""
         self._is_closing.set()
         self._has_items.set()
         self._thread.join(CLOSE_S + 1)
@@ -269,7 +269,7 @@ class EventPublisher(Generic[Item]):
                 self._is_lossy = True
             elif not self._is_lossy:
                 self._queue.extend(items)
-            # What happens before what is present is asked for is in the answer.
+            # Changes before the call of `present` are part of its result.
         self._has_items.set()
 
     # --- the thread ---------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class EventPublisher(Generic[Item]):
         until = math.inf
         try:
             while time.monotonic() < until:
-                self._hear()
+                self._receive()
                 sent = self._tried()
                 if self._is_closing.is_set():
                     if not sent:
@@ -291,9 +291,9 @@ class EventPublisher(Generic[Item]):
             self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _tried(self) -> bool:
-        """Send some; after an error send all again a little later.
+        """Send some items; after an error send everything again a little later.
 
-        Without this a thread that has ended would leave routers with its last blocks forever.
+        Otherwise an ended thread would leave routers with its last blocks forever.
         """
         if time.monotonic() < self._resting_until:
             return False
@@ -307,18 +307,18 @@ class EventPublisher(Generic[Item]):
             return False
 
     def _take(self, count: int) -> tuple[list[Item], bool]:
-        """Return what is queued, at most so much, and whether everything is to be sent again."""
+        """Return up to `count` queued items, and whether everything must be sent again."""
         with self._lock:
             is_lossy, self._is_lossy = self._is_lossy, False
             return [self._queue.popleft() for _ in range(min(len(self._queue), count))], is_lossy
 
     @abstractmethod
-    def _hear(self) -> None:
-        """Take what readers have sent."""
+    def _receive(self) -> None:
+        """Handle the messages of readers."""
 
     @abstractmethod
     def _send_some(self) -> bool:
-        """Send one message, or everything again; return whether there was something."""
+        """Send one message, or everything again; return whether there was something to send."""
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -333,23 +333,23 @@ EVENTS_A_BATCH: Final = 256
 """Events of one message: some hundred kilobytes."""
 
 QUEUE_EVENTS_MAX: Final = 16_384
-"""Events that wait to be sent. A caller never waits: what is too many is told again, all of it."""
+"""Events that wait to be sent. A caller never waits: beyond that everything is sent again."""
 
 REPLAY_BATCHES_MAX: Final = 10_000
 REPLAY_BYTES_MAX: Final = 64 * 2**20
-"""What is kept for readers that have missed something."""
+"""Bytes that are kept for readers that have missed something."""
 
 QUIET_S: Final = 1.0
-"""Silence after which an empty batch goes out: a reader that has missed the last one, or has joined
-since, sees the gap and asks for a replay."""
+"""Silence after which an empty batch is sent: a reader that has missed the last batch, or has
+joined since, sees the gap and asks for a replay."""
 
 REPLAYS_A_TURN: Final = 8
-"""Replays that are answered before the next events go out."""
+"""Replays that are answered before the next events are sent."""
 
 
 @attrs.frozen
 class PublisherFigures:
-    """What a publisher has done. resyncs: how often it told everything again after a loss."""
+    """Counters of a publisher. resyncs: how often it sent everything again after a loss."""
 
     events: int
     batches: int
@@ -371,15 +371,15 @@ class BlockPublisher(EventPublisher[BlockEvent]):
         present: Callable[[], Iterable[BlockEvent]] = tuple,
         readers: Sequence[str] = (),
     ) -> None:
-        """Bind, and send what is present.
+        """Bind, and send all blocks that are present.
 
         endpoint: to bind, such as tcp://127.0.0.1:5557; `tcp://127.0.0.1:*` takes a free port.
-        replay:   the same for readers that have missed something; "" for none.
-        present:  yields events that store all blocks there are now; called by the publisher's
-                  thread when it begins and after it had too many events to send. After an error
-                  of it, which the log tells, it is called again RESYNC_S later.
-        readers:  addresses or networks of other hosts that may connect, such as 10.0.0.0/16; wanted
-                  for an endpoint beyond loopback.
+        replay:   the endpoint for readers that have missed something; "" for none.
+        present:  yields events that store all current blocks; called by the publisher's thread when
+                  it starts and after it had too many events to send. After an error, which is
+                  logged, it is called again RESYNC_S later.
+        readers:  addresses or networks of other hosts that may connect, such as 10.0.0.0/16;
+        required for an endpoint beyond loopback.
         Raises OSError with the endpoint if one cannot be bound, ConfigError without readers.
         """
         if len(topic.encode()) > TOPIC_BYTES_MAX:
@@ -404,22 +404,22 @@ class BlockPublisher(EventPublisher[BlockEvent]):
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Queue events; never waits. With too many waiting, everything is told again instead.
+        """Queue events; never waits. With too many waiting, everything is sent again instead.
 
-        Raises InvalidRequest, and queues none of them, where readers could not take one.
+        Raises InvalidRequest, and queues none of them, if readers would reject one.
         """
         for event in events:
             check(event)
         self._add(events)
 
     def figures(self) -> PublisherFigures:
-        """Return what was done so far."""
+        """Return the counters."""
         return PublisherFigures(**self._counts)
 
     # --- the thread ---------------------------------------------------------------------------
 
-    def _hear(self) -> None:
-        self._readers.hear()
+    def _receive(self) -> None:
+        self._readers.receive()
         if self._router is not None:
             self._answer_replays(self._router)
 
@@ -432,7 +432,7 @@ class BlockPublisher(EventPublisher[BlockEvent]):
             return bool(events)
         self._has_begun = True
         batch: list[BlockEvent] = [AllBlocksCleared()]
-        # Events that are queued from here on may be told twice, in their order: that is harmless.
+        # Events that are queued from here on may be sent twice, in order: that is harmless.
         for event in self._present():
             batch.append(event)
             if len(batch) == EVENTS_A_BATCH:
@@ -450,14 +450,15 @@ class BlockPublisher(EventPublisher[BlockEvent]):
         while len(self._kept) > REPLAY_BATCHES_MAX or self._kept_bytes > REPLAY_BYTES_MAX:
             self._kept_bytes -= len(self._kept.popleft()[1])
             self._is_trimmed = True
-        # An XPUB socket drops for a reader that is too slow, which sees the gap and asks again.
+        # An XPUB socket drops messages of a reader that is too slow; it sees the gap and asks
+        # again.
         self._readers.send(frames_of(number, payload, self._topic))
         self._sent_at = time.monotonic()
         self._counts["batches"] += 1
         self._counts["events"] += len(events)
 
     def _answer_replays(self, router: zmq.Socket[bytes]) -> None:
-        """Send what is kept, to each reader that asks for it: all since a sequence, and an end."""
+        """Answer each request for a replay: all kept batches since a sequence, and an end."""
         for _ in range(REPLAYS_A_TURN):
             if not router.poll(0):
                 return
@@ -470,12 +471,13 @@ class BlockPublisher(EventPublisher[BlockEvent]):
             self._resync_before(since)
             for number, payload in self._kept:
                 if number >= since:
-                    # Not copied: askers that do not read would hold what is kept, each.
+                    # Not copied: otherwise each reader that does not read would hold a copy of all
+                    # kept batches.
                     router.send_multipart([asker, *frames_of(number, payload)], copy=False)
             router.send_multipart([asker, *frames_of(SEQUENCE_END, b"")])
 
     def _resync_before(self, since: int) -> None:
-        """Tell everything again if a reader has missed what is not kept any more."""
+        """Send everything again if a reader has missed a batch that is not kept any more."""
         now = time.monotonic()
         if self._is_trimmed and since < self._kept[0][0] and now - self._resynced_at >= RESYNC_S:
             self._resynced_at = now
@@ -486,7 +488,8 @@ class BlockPublisher(EventPublisher[BlockEvent]):
     def _asked_at(self, endpoint: str, readers: Sequence[str]) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
-        # What waits for one reader that does not read; more is dropped, and the reader sees a gap.
+        # Messages that wait for one slow reader; further ones are dropped, and the reader sees a
+        # gap.
         socket.sndhwm = REPLAY_BATCHES_MAX + 1
         socket.copy_threshold = 0
         bind(socket, endpoint, readers)

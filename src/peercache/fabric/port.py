@@ -1,4 +1,4 @@
-"""The port that every fabric implements: bytes out of a peer's published memory."""
+"""The port that every fabric implements: it reads bytes from a peer's published memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peercache.model.reads import Fetched, PeerRead
 
 
 class Fabric(Protocol):
-    """Moves bytes out of a peer's published memory. Called from any thread."""
+    """Reads bytes from a peer's published memory. Called from any thread."""
 
     name: str
 
@@ -20,7 +20,7 @@ class Fabric(Protocol):
     def read(self, read: PeerRead, deadline: float) -> Fetched:
         """Fill the destinations in page order by `deadline` (time.monotonic seconds).
 
-        Never raises for what the world does. After it returns nothing writes to a destination.
+        Never raises for external failures. After it returns nothing writes to a destination.
         """
 
     def close(self) -> None:
@@ -29,11 +29,11 @@ class Fabric(Protocol):
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A fabric that reads faster into memory that it was told of before."""
+    """A fabric that reads faster into memory that was registered before."""
 
     def register(self, name: str, address: int, length: int, owner: object) -> Callable[[], None]:
-        """Begin to make memory ready, in the background; return what ends that.
+        """Start to register memory, in the background; return a function that ends that.
 
-        name:  what the memory is, for people.
+        name: a description of the memory, for operators.
         owner: kept alive until then: the memory must not be freed before.
         """

@@ -1,12 +1,12 @@
 """The shared-memory fabric: peers on this host, one copy out of their mapped segment.
 
-Owns    the mappings of peers' segments, one an incarnation.
+Owns    the mappings of peers' segments, one for each incarnation.
 Takes   reads, from any thread; `forget` when a member is dead.
-Sends   seals, loaded after the last byte of every page of the read. It judges nothing:
+Sends   seals, loaded after the last byte of every page of the read. It does not verify them:
         whether a seal makes a hit is decided in one place, for all fabrics.
-Keeps   a page's word is the record's generation before its first byte is copied, or no byte is.
-        No byte outside a peer's page memory is read, and none outside the destination written.
-        No seal is returned for a page whose bytes are not all there.
+Keeps   a page is copied only if its word was the record's generation before. No byte outside a
+        peer's page memory is read, and no byte outside the destination is written. No seal is
+        returned for an incomplete page.
 Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S.
 
 The order "word, bytes, seal" is kept by fences in `memory/_seals.c`, on every processor.
@@ -35,11 +35,11 @@ from peercache.observability.reasons import DEADLINE, INTERNAL, PEER_UNREACHABLE
 from peercache.trust.sharing import Sharing
 
 SEGMENTS_MAX = 64
-"""A host runs a handful of nodes; each mapping may cost 2 MiB of page tables a GiB of pool."""
+"""A host runs a few nodes; each mapping may need 2 MiB of page tables per GiB of pool."""
 
 RETRY_S = 1.0
-"""How long a failure to open is believed: a read must not try again for every batch, and a node
-that has just started is found within a heartbeat."""
+"""How long a failure to open is cached: a read must not try again for every batch, and a node that
+has just started is found within a heartbeat."""
 
 FAILURES_MAX = 1024
 """Members that can fail at a time: the view's own size, in the largest cluster on one host."""
@@ -65,13 +65,13 @@ class ShmFabric:
     ) -> None:
         """Start with no mapping.
 
-        boot_id: of this host, `segment.layout.boot_id()`.
-        sharing: whose segments are mapped; None is this process's user and root.
-        folders: where segments are looked for: a peer could name a folder whose file system
-                 answers late or never. None is wherever the member says; only tests do.
-        clock:   seconds, the clock of the deadlines.
-        between: called between the bytes and the seals of a read; only tests give one.
-        before:  called between the first look and the bytes; only tests give one.
+        boot_id: that of this host, `segment.layout.boot_id()`.
+        sharing: the users whose segments are mapped; None: this process's user and root.
+        folders: the allowed folders of segments: a peer could name a folder on a file system that
+                 hangs. None: any folder, only for tests.
+        clock:   the clock of the deadlines, in seconds.
+        between: called between the bytes and the seals of a read; only for tests.
+        before:  called between the first check and the bytes; only for tests.
         """
         self._boot_id = boot_id
         self._sharing = sharing if sharing is not None else Sharing.of()
@@ -91,8 +91,8 @@ class ShmFabric:
     def read(self, read: PeerRead, deadline: float) -> Fetched:
         """Compare the words, copy the pages, then load their seals.
 
-        Pages outside the peer's page memory are refused; those not copied by `deadline` are ODD,
-        and come after all that were.
+        Pages outside the peer's page memory are refused; pages that are not copied by `deadline`
+        are ODD, and come after all copied ones.
         """
         segment = self._segment(read.member)
         if segment is not None:
@@ -124,7 +124,7 @@ class ShmFabric:
         runs, offsets = read.runs, read.offsets
         if len(index) < len(inside):
             offsets = offsets[index]
-        # Before the first byte: a record that names a later commit would vouch for older bytes.
+        # Before the first byte: otherwise a record of a later commit could validate older bytes.
         words = segment.words(offsets)
         is_there = still_committed(words, read.generations[index])
         if not is_there.all():
@@ -137,7 +137,7 @@ class ShmFabric:
         count = segment.copy(runs, offsets, to_slots=False, deadline=deadline, clock=self._clock)
         if self._between is not None:
             self._between()
-        # After the bytes of all these pages, never before.
+        # Always after the bytes of all these pages.
         loaded = segment.seals(offsets[:count])
         if count == len(seals):
             return Fetched(loaded, "")
@@ -145,7 +145,7 @@ class ShmFabric:
         if count < len(index):
             if self._clock() >= deadline:
                 return Fetched(seals, DEADLINE)
-            # In time and not copied: an address that is not there, ours or a truncated file's.
+            # In time but not copied: an address is not mapped, ours or one of a truncated file.
             name, at = name_of(read.member.incarnation), read.member.control
             get_logger().warning("shm.copy_faulted", node=name, at=at)
             return Fetched(seals, INTERNAL)
@@ -164,7 +164,7 @@ class ShmFabric:
                 return found
             if self._retry_at.get(incarnation, 0.0) > self._clock():
                 return None
-            # Opened under the lock, so that no two threads map one segment: 0.1 ms.
+            # Opened under the lock, so that no two threads map the same segment: 0.1 ms.
             found = self._open(member)
             if found is None:
                 return None
@@ -202,14 +202,14 @@ class ShmFabric:
 
 
 def _inside(segment: AttachedSegment, read: PeerRead) -> npt.NDArray[np.bool_]:
-    """Return which pages are in the page memory, in whole, where slots may begin."""
+    """Return which pages are completely in the page memory, at places where slots may begin."""
     page_bytes, granule = np.uint64(segment.page_bytes), np.uint64(segment.granule)
     lengths, offsets = read.lengths, read.offsets
     # A sum could wrap around, a difference of checked numbers cannot.
     inside: npt.NDArray[np.bool_] = (lengths > 0) & (lengths <= page_bytes)
     inside &= offsets <= page_bytes - np.minimum(lengths, page_bytes)
-    # The seal of an offset within a granule is another slot's.
+    # The seal of an offset within a granule belongs to another slot.
     inside &= offsets % granule == 0
-    # The copy goes by the destination's size.
+    # The copy uses the destination's size.
     inside &= lengths == read.runs.lengths
     return inside

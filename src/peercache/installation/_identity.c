@@ -1,4 +1,4 @@
-/* Says which sources this library was compiled from; see sources.py. */
+/* Identifies the sources that this library was compiled from; see sources.py. */
 
 const char *peercache_sources(void)
 {

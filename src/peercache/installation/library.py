@@ -1,11 +1,11 @@
-"""What pip installed: the distribution's name and version, and the compiled libraries.
+"""The installation: the distribution's name and version, and the compiled libraries.
 
 No other project may share the distribution's folder, and a library that does not fit this package
 is refused.
 
 `libpeercache.so` is a required part: a wheel carries it, and an installation from source compiles
 it. `libpeercache_tls.so` is linked with OpenSSL and needed for TLS only: an installation from
-source has it where OpenSSL's headers were there. Both are plain C behind ctypes, so they fit every
+source has it if OpenSSL's headers were present. Both are plain C behind ctypes, so they fit every
 version of Python.
 """
 
@@ -24,7 +24,7 @@ from peercache.installation.sources import SOURCES, TLS_SOURCES, digest_of
 PACKAGE = Path(__file__).parents[1]
 
 NAME = "peercache-kv"
-"""Ours on PyPI. The name `peercache` belongs to another project there."""
+"""Our name on PyPI, where `peercache` belongs to another project."""
 
 OTHER_NAME = "peercache"
 """A distribution of this name installs a package that is called `peercache`, too."""
@@ -32,9 +32,9 @@ OTHER_NAME = "peercache"
 
 @functools.cache
 def version() -> str:
-    """Return the distribution's version; "unknown" where a source tree is only on the path.
+    """Return the distribution's version; "unknown" if a source tree is only on the path.
 
-    It is read once: a node that answers with it may have no descriptor left.
+    It is read once: a node that needs it later may have no descriptor left.
     """
     try:
         return importlib.metadata.version(NAME)
@@ -46,9 +46,9 @@ def refuse_other_project() -> None:
     """Raise BrokenInstallation if the other project is installed here: its files mix with ours."""
     for found in importlib.metadata.distributions(name=OTHER_NAME):
         if found.metadata["Name"].lower() != OTHER_NAME:
-            continue  # The search goes by the beginning of a folder's name.
-        # pip records what it installs. An egg-info folder without a record is what a build of our
-        # own sources left there while the distribution still had the other name.
+            continue  # The search matches the beginning of a folder's name.
+        # pip records what it installs. An egg-info folder without a record was left by a build of
+        # our own sources while the distribution still had the other name.
         if found.read_text("RECORD") is None:
             continue
         raise BrokenInstallation(
@@ -59,7 +59,7 @@ def refuse_other_project() -> None:
 
 
 def how_to_install(package: Path) -> str:
-    """Return the command that installs a package again: in place where it is in a checkout."""
+    """Return the command that installs a package again: in place if it is in a checkout."""
     checkout = package.parents[1]
     if (checkout / "setup.py").exists():
         return f"pip install --editable {checkout}"
@@ -70,10 +70,10 @@ LIBRARY = "installation/libpeercache.so"
 TLS_LIBRARY = "installation/libpeercache_tls.so"
 
 Begin: Any = ctypes.c_char * 0
-"""`addressof(Begin.from_buffer(memory))` is where writable memory begins, such as that of a
-contiguous array, of no bytes too: for functions that write to it. An array's own
-`__array_interface__` describes its dtype, too: that takes twice as long, and five times for one
-with fields."""
+"""`addressof(Begin.from_buffer(memory))` is the address of writable memory, such as that of a
+contiguous array, which may be empty: for functions that write to it. An array's
+`__array_interface__` also describes its dtype: that takes twice as long, and five times with
+fields."""
 
 
 def checked_library(
@@ -95,7 +95,7 @@ def checked_library(
         raise BrokenInstallation(problem, how_to_install(package)) from error
     identity.restype = ctypes.c_char_p
     if identity().decode() != expected:
-        # A structure that the two sides see differently would be a crash, or wrong bytes.
+        # If the two sides see a structure differently, that causes a crash, or wrong bytes.
         problem = f"the compiled library {path} is stale: its C sources have changed since"
         raise BrokenInstallation(problem, how_to_install(package))
     return os.fspath(path)

@@ -29,14 +29,14 @@ SOURCES = (
     "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",
 )
-"""What is compiled into the library that every installation has, below the package's folder."""
+"""The sources of the library that every installation has, below the package's folder."""
 
 TLS_SOURCES = (
     "installation/_identity.c",
     "fabric/tcp/_tls.c",
     "fabric/tcp/_tls_context.c",
 )
-"""What is compiled into the library with OpenSSL, which an installation may lack."""
+"""The sources of the library with OpenSSL, which an installation may not have."""
 
 HEADERS = (
     "actors/directory/_table.h",
@@ -44,13 +44,13 @@ HEADERS = (
     "fabric/tcp/_serving.h",
     "fabric/tcp/_tls.h",
 )
-"""What sources of both libraries include."""
+"""Headers that sources of both libraries include."""
 
 
 def digest_of(package: Path, sources: tuple[str, ...] = SOURCES) -> str:
-    """Return the digest of a library's sources; raises OSError if one is gone.
+    """Return the digest of a library's sources; raises OSError if one is missing.
 
-    package: the folder that they are below.
+    package: the folder that contains them.
     """
     digest = hashlib.sha256()
     for name in (*sources, *HEADERS):

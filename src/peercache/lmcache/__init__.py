@@ -14,7 +14,7 @@ except ImportError as error:
         raise
     raise ImportError(
         "peercache.lmcache works inside an LMCache server: install lmcache 0.5.6 or later "
-        f"in this Python, beside peercache ({error})",
+        f"in this Python, next to peercache ({error})",
         name=error.name,
     ) from error
 

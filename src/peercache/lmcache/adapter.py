@@ -1,16 +1,16 @@
 """Owns PeerCacheL2Adapter, the class that LMCache's `plugin` L2 adapter builds.
 
-Owns    the tasks of LMCache's controllers until their results are asked for, and the counts of
-        what is locked; the client moves the bytes, into and out of LMCache's own memory.
+Owns    the tasks of LMCache's controllers until their results are requested, and the counts of
+        locks; the client moves the bytes, into and out of LMCache's own memory.
 Takes   LMCache's store and prefetch loops, and its main thread.
-Keeps   no method raises or waits. Each task gets one result and one signal. LMCache takes the bytes
-        of a set bit as they are, so a bit is set for a verified page alone.
-Limits  RESULTS_MAX results wait to be asked for; those of the lanes and of the client's deadlines.
+Keeps   no method raises or waits. Each task gets one result and one signal. LMCache does not check
+        the bytes of a set bit, so a bit is set only for a verified page.
+Limits  RESULTS_MAX results that are not requested yet; the limits of the lanes and the client's
+        deadlines.
 
-A chunk hash says which tokens an object is for. The model, the rank, the object group and the salt
-stand beside it in LMCache's key; the layout of the bytes stands nowhere, so it is taken from the
-memory that they are in. All of that is part of the address (`Addresses`): what differs in any of it
-is a miss.
+A chunk hash identifies the tokens of an object. LMCache's key also has the model, the rank, the
+object group and the salt, but not the layout of the bytes, so that is taken from the memory of the
+object. All of these are part of the address (`Addresses`): a difference in any of them is a miss.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from peercache.model.runs import PageRuns
 from peercache.observability.log import get_logger
 
 GEOMETRY = {"engine": "lmcache"}
-"""Of the client's own namespace: one server holds objects of several models."""
+"""Geometry of the client's own namespace: one server holds objects of several models."""
 
 LAYOUTS_MAX = 256
-"""Layouts that are remembered for deletions: a server has one a model and object group."""
+"""Layouts that are remembered for deletions: a server has one per model and object group."""
 
 Space: TypeAlias = tuple[str, str, int, int, str]
-"""What one namespace digest is made from: model, layout, rank, group, salt."""
+"""The input of one namespace digest: model, layout, rank, group, salt."""
 
 
 def layout_of(described: Any) -> str:
-    """Return the shapes and types of an object's parts as text; "" where LMCache names none.
+    """Return the shapes and types of an object's parts as text; "" if LMCache names none.
 
     described: anything with `shapes` and `dtypes`: a layout, or the metadata of an object.
     """
@@ -67,14 +67,16 @@ class Addresses:
     """The page keys of one namespace's objects."""
 
     def __init__(self, name: str) -> None:
-        """Name objects in the namespaces of this name."""
+        """Create the addresses of objects in the namespaces of this name."""
         self._name = name
-        # Tenants have salts, so there may be many; a digest is made again where one was forgotten.
+        # Tenants have salts, so there may be many; a forgotten digest is computed again.
         self._digest = functools.lru_cache(maxsize=4096)(self._digest_of)
         self._layouts: dict[tuple[str, int], dict[str, None]] = {}
 
     def of(self, keys: Sequence[Any], layouts: Iterable[str]) -> PageKeys:
-        """Return the page keys of LMCache's keys, (n,) V16. layouts: one a key, of `layout_of`."""
+        """Return the page keys of LMCache's keys, (n,) V16. layouts: one per key, from
+        `layout_of`.
+        """
         places: dict[Space, list[int]] = {}
         for place, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             space = (key.model_name, layout, key.kv_rank, key.object_group_id, key.cache_salt)
@@ -82,19 +84,19 @@ class Addresses:
         named: PageKeys = np.empty(len(keys), KEY)
         for space, those in places.items():
             self._remember(space)
-            # Hashed whole: 16 bytes of a short hash that LMCache pads may say nothing.
+            # The whole hash is hashed: LMCache pads short ones, so 16 bytes of it may be constant.
             hashes = [b"lmcache:" + keys[place].chunk_hash for place in those]
             named[those] = page_keys(hashes, self._digest(space))
         return named
 
     def likely(self, key: Any) -> str:
-        """Return a layout for a question that names none, as LMCache's own benchmark asks."""
+        """Return a layout for a lookup without one, such as those of LMCache's own benchmark."""
         return next(iter(self._layouts.get((key.model_name, key.object_group_id), ())), "")
 
     def known(self, keys: Sequence[Any]) -> tuple[PageKeys, list[int]]:
-        """Return the page keys of keys without a layout, in every layout that was met.
+        """Return the page keys of keys without a layout, in every known layout.
 
-        Returns (m,) V16 for the keys whose model and group were met, and the places of those keys.
+        Returns (m,) V16 for the keys with a known model and group, and the positions of those keys.
         """
         layouts = [self._layouts.get((key.model_name, key.object_group_id), {}) for key in keys]
         pairs = [(key, layout) for key, met in zip(keys, layouts, strict=True) for layout in met]
@@ -118,20 +120,20 @@ class Addresses:
 
 
 DEFAULT_NAME = "lmcache"
-"""The namespace of an adapter that is given none."""
+"""The default namespace of an adapter."""
 
 RESULTS_MAX = 8192
-"""Results that wait. A prefetch that LMCache gives up asks for none, and they must not grow."""
+"""Waiting results. LMCache does not request those of an abandoned prefetch; they must not grow."""
 
 STORE_BYTES = 256 << 20
-"""Bytes of one call of a store: each call has the deadline of its own."""
+"""Bytes of one call of a store: each call has its own deadline."""
 
 USAGE_S = 5.0
-"""Between two questions to the home node for its usage, which LMCache's metrics want often."""
+"""Pause between two requests to the home node for its usage, which LMCache's metrics need often."""
 
 
 class _Results:
-    """Results of one kind of task, and the descriptor that says there are some."""
+    """Results of one kind of task, and the descriptor that signals them."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
@@ -145,7 +147,7 @@ class _Results:
         return number
 
     def put(self, task: int, result: Any) -> None:
-        """Keep a result, and signal."""
+        """Store a result, and signal."""
         with self._lock:
             if self._is_closed:
                 return
@@ -155,7 +157,7 @@ class _Results:
             self._notifier.notify()
 
     def take(self, task: int) -> Any | None:
-        """Return a result once; None before it is there."""
+        """Return a result once; None before it is available."""
         with self._lock:
             return self._done.pop(task, None)
 
@@ -174,7 +176,7 @@ class _Results:
 
 
 class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no stubs
-    """L2 of an LMCache server in the memory of every host of a PeerCache cluster."""
+    """The L2 of an LMCache server, in the memory of all hosts of a PeerCache cluster."""
 
     def __init__(
         self,
@@ -183,13 +185,13 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         *,
         client_factory: Callable[..., Any] = Client.open,
     ) -> None:
-        """Check the settings; raise ConfigError that names the one that is wrong.
+        """Check the settings; raise a ConfigError that names a wrong one.
 
         params:         `adapter_params` of LMCache's JSON line: settings of PeerCache.
-        l1_memory_desc: the memory that objects are in; it is made ready for reads into it.
+        l1_memory_desc: the memory of the objects; it is registered for reads into it.
         client_factory: what opens the client; tests pass a fake with the same contract.
         """
-        # PeerCache evicts by itself: LMCache's eviction has no capacity to look at.
+        # PeerCache evicts by itself: LMCache's eviction must not see a capacity.
         super().__init__(max_capacity_bytes=0)
         config = engine_config(params, os.environ, engine="lmcache")
         name = config.namespace or DEFAULT_NAME
@@ -230,7 +232,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     # --- store -------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        """Store objects; return the task's number. The objects' memory is read until it is done."""
+        """Store objects; return the task's number. The memory is in use until then."""
         task, keys, objects = next(self._numbers), list(keys), list(objects)
         self._lanes.store.submit(
             lambda: self._stores.put(task, self._store(keys, objects)),
@@ -248,9 +250,10 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     def submit_lookup_and_lock_task(
         self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Ask which objects are held, and have them evicted last; return the task's number.
+        """Look up which objects are held, and have them evicted last; return the task's number.
 
-        PeerCache pins nothing for a reader: a load of an object that went meanwhile is a miss.
+        PeerCache pins nothing for a reader: if an object is evicted before its load, the load is a
+        miss.
         """
         task, keys = next(self._numbers), list(keys)
         self._lanes.ask.submit(
@@ -261,12 +264,12 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: None)
     def query_lookup_and_lock_result(self, task_id: int) -> Any | None:
-        """Return which objects are held, once; None before it is known."""
+        """Return which objects are held, once; None before the answer."""
         return self._lookups.take(task_id)
 
     @harmless(lambda: None)
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Count locks down."""
+        """Decrement the counts of locks."""
         with self._lock:
             for key in keys:
                 if self._locked[key] > 1:
@@ -287,10 +290,10 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: None)
     def query_load_result(self, task_id: int) -> Any | None:
-        """Return which objects were read and verified, once; None before it is known."""
+        """Return which objects were read and verified, once; None before they are loaded."""
         return self._loads.take(task_id)
 
-    # --- the rest ----------------------------------------------------------------------------
+    # --- other methods -----------------------------------------------------------------------
 
     @harmless(lambda: None)
     def delete(self, keys: Sequence[Any]) -> None:
@@ -303,7 +306,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: AdapterUsage(0, 0))
     def get_usage(self) -> Any:
-        """Return the bytes used of the home node's pool, as they were when this was asked last."""
+        """Return the used bytes of the home node's pool, as of the previous call."""
         if self._clock() - self._usage_asked_s >= USAGE_S:
             self._usage_asked_s = self._clock()
             self._lanes.ask.submit(self._ask_usage, lambda: None)
@@ -311,7 +314,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: {"is_healthy": False, "type": "PeerCacheL2Adapter"})
     def report_status(self) -> dict[str, Any]:
-        """Return what a person asks first: how the home node is, locks, and what waits."""
+        """Return a status for operators: the state of the home node, locks, and waiting work."""
         with self._lock:
             locked = len(self._locked)
         return self._late.status() | {
@@ -392,19 +395,19 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
     def _register_memory(self, client: Any) -> None:
         if self._l1 is None:
             return
-        # A lazy arena grows: only its first part stays where it is.
+        # A lazy arena grows: only its first part keeps its address.
         size = getattr(self._l1, "stable_registration_size", None)
         client.register_memory(self._l1.ptr, self._l1.size if size is None else size)
 
 
 def _runs(objects: Sequence[Any]) -> tuple[PageRuns, Any]:
-    """Return where objects are, one run each, and their sizes in bytes, (n,) int64."""
+    """Return the memory of objects, one run each, and their sizes in bytes, (n,) int64."""
     addresses = np.array([each.data_ptr for each in objects], np.uint64)
     sizes = np.array([each.get_size() for each in objects], np.int64)
     return PageRuns.regular(addresses, sizes, len(objects)), sizes
 
 
 def _parts(sizes: Any) -> list[Any]:
-    """Return places of objects in groups of about STORE_BYTES, in their order."""
+    """Return indices of objects in groups of about STORE_BYTES, in their order."""
     groups = (np.cumsum(sizes) - sizes) // STORE_BYTES
     return np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(groups)) + 1)

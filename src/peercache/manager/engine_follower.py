@@ -1,9 +1,9 @@
 """Follows the KV events of engines: one thread, a ZMQ subscription for each engine.
 
-Owns    the sockets. The publisher binds; a lost connection is made again by ZMQ.
-Keeps   an engine whose connection ends is away from then on: a dead engine's blocks are not told.
-        A host that stops answering is noticed by ZMQ's own heartbeats.
-Limits  ENGINES_MAX engines, UNREAD_MAX batches that wait, REPLAY_S for those that are sent again.
+Owns    the sockets. The publisher binds; ZMQ reconnects after a lost connection.
+Keeps   an engine is unknown after its connection ends: blocks of a dead engine are not reported. A
+        host that stops answering is noticed by ZMQ's own heartbeats.
+Limits  ENGINES_MAX engines, UNREAD_MAX waiting batches, REPLAY_S for a replay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from peercache.manager.engine_stream import Batch, EngineStream
 
 UNREAD_MAX: Final = 10_000
-"""Batches of one engine; what comes on top is missed, and seen as a gap."""
+"""Waiting batches of one engine; further ones are dropped, which is noticed as a gap."""
 
 BATCH_BYTES_MAX: Final = 16 * 2**20
 
@@ -37,7 +37,7 @@ REPLAYED_MAX: Final = 100_000
 CLOSE_S: Final = 5.0
 
 _END = 2**64 - 1
-"""The number behind the last batch of a replay."""
+"""The number that marks the end of a replay."""
 
 
 @final
@@ -45,7 +45,7 @@ class EngineFollower:
     """Follows engines until `close`."""
 
     def __init__(self, engines: Sequence[EngineEvents], blocks: GpuBlocks) -> None:
-        """Begin. ConfigError: the libraries are not installed."""
+        """Start to follow. ConfigError: the libraries are not installed."""
         try:
             import zmq  # noqa: PLC0415 - of the extra `events`, and only where engines are followed
             import zmq.utils.monitor as monitoring  # noqa: PLC0415
@@ -58,7 +58,7 @@ class EngineFollower:
                 "engine_events", f"wants {error.name}: pip install 'peercache-kv[events]'"
             ) from error
         self._zmq: Any = zmq
-        self._heard = monitoring.recv_monitor_message
+        self._receive_event = monitoring.recv_monitor_message
         self._log = get_logger()
         self._blocks = blocks
         self._context = zmq.Context()
@@ -79,7 +79,7 @@ class EngineFollower:
         if thread is not None:
             self._wake.send(b"")
             thread.join(CLOSE_S)
-            # It closes what a thread that did not end has left open: `term` would wait for that.
+            # It closes what a thread that did not end has left open: `term` would wait for it.
             self._context.destroy(0)
 
     def _subscribe(self, engine: EngineEvents, kind: type[EngineStream]) -> None:
@@ -122,11 +122,11 @@ class EngineFollower:
                 socket.close(0)
 
     def _turn(self, engine: EngineEvents, socket: Any, monitor: Any, stream: EngineStream) -> None:
-        """Take what an engine has sent: first whether it is there, then its events."""
+        """Handle what an engine has sent: first the state of its connection, then its events."""
         was_known = self._blocks.is_known(engine.name)
         try:
             while monitor.poll(0):
-                event = self._heard(monitor)["event"]
+                event = self._receive_event(monitor)["event"]
                 if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     stream.connected()
                 else:
@@ -136,8 +136,8 @@ class EngineFollower:
                 if len(frames) == 3 and len(frames[1]) == 8:
                     stream.take(int.from_bytes(frames[1], "big"), frames[2])
         except Exception:
-            # One engine's events must not end the others', and a thread that died would tell what
-            # it knew last forever.
+            # An error in one engine's events must not affect the others, and with a dead thread the
+            # last state would be reported forever.
             self._log.exception("manager.engine_failed", engine=engine.name)
             self._blocks.lose(engine.name, "an event of it met a bug of PeerCache: see the log")
         why = self._blocks.why(engine.name)

@@ -1,12 +1,13 @@
-"""The events of one engine, followed without a gap: what its GPU has, or that this is not known.
+"""The events of one engine, followed without a gap: the blocks of its GPU, or that they are
+unknown.
 
-vLLM and SGLang publish numbered batches of events. A reader that joins late, or misses one, does
-not know what the engine has, until the engine sends the events again or clears its cache.
+vLLM and SGLang publish numbered batches of events. A reader that joins late, or misses a batch,
+does not know the blocks of the engine until the engine sends the events again or clears its cache.
 
-Takes   that the publisher is connected or gone; batches with their numbers.
-Sends   to `GpuBlocks` what was stored and removed, and when an engine is not known, and why.
-Keeps   no batch is applied twice, or before the ones that it follows. An event that cannot be read
-        makes the engine unknown: it may have removed a block.
+Takes   connects and disconnects of the publisher; batches with their numbers.
+Sends   to `GpuBlocks` which blocks were stored and removed, and when and why an engine is unknown.
+Keeps   no batch is applied twice, or before its predecessors. An event that cannot be read makes
+        the engine unknown: it may have removed a block.
 
 Needs the extra `events`.
 """
@@ -24,7 +25,7 @@ Batch: TypeAlias = tuple[int, bytes]
 """The number of a batch, and its bytes."""
 
 Replay: TypeAlias = Callable[[int], Sequence[Batch] | None]
-"""Returns the batches from a number on, as far as the engine still has them; None: no answer."""
+"""Returns the batches from a number on that the engine still keeps; None: no answer."""
 
 AWAY = "it cannot be reached"
 
@@ -39,7 +40,7 @@ class EngineStream:
     """Follows the events of one engine."""
 
     def __init__(self, name: str, blocks: GpuBlocks, *, replay: Replay | None = None) -> None:
-        """Tell `blocks` of the engine."""
+        """Add the engine to `blocks`."""
         self._name = name
         self._blocks = blocks
         self._replay = replay
@@ -49,11 +50,11 @@ class EngineStream:
         """Batches before this number came by a replay: they may come again."""
 
     def connected(self) -> None:
-        """Begin with a publisher, which may be another process than before."""
+        """Start with a publisher, which may be a new process."""
         self._next, self._replayed = None, 0
         again = self._replay(0) if self._replay is not None else None
         if again is not None and not again:
-            # It has published nothing yet: of what it has published it keeps the last.
+            # It has published nothing yet: otherwise it would still keep its last batch.
             self._blocks.begin(self._name)
             self._next = 0
         elif again is None or not self._take_again(0, again):
@@ -61,16 +62,16 @@ class EngineStream:
             self._next = None
 
     def disconnected(self) -> None:
-        """Forget what a publisher has said that is gone: its GPU's memory may be gone, too."""
+        """Forget the events of a publisher that is gone: its GPU's memory may be gone, too."""
         self._next = None
         self._blocks.lose(self._name, AWAY, is_away=True)
 
     def take(self, number: int, payload: bytes) -> None:
-        """Take a batch; ask for those before it that did not come."""
+        """Apply a batch; request earlier ones that were missed."""
         if self._next is not None and number < self._next:
             if number < self._replayed:
                 return
-            # Another process numbers again.
+            # A new process starts its numbers again.
             self._next, self._replayed = None, 0
         if self._next is None:
             if number == 0:
@@ -87,12 +88,15 @@ class EngineStream:
             self._apply(payload)
 
     def _catch_up(self, first: int, until: int) -> bool:
-        """Have the batches from `first` to before `until` sent again; return whether all came."""
+        """Have the batches from `first` to before `until` sent again; return whether all
+        arrived.
+        """
         again = self._replay(first) if self._replay is not None else None
         return again is not None and self._take_again(first, again) and (self._next or 0) >= until
 
     def _take_again(self, first: int, again: Sequence[Batch]) -> bool:
-        """Apply batches that were sent again; return whether the engine can be known by them.
+        """Apply batches that were sent again; return whether the engine's blocks are known
+        afterwards.
 
         They begin with `first`, or one of them clears the cache: publishers that number their
         batches by the clock begin with that.

@@ -1,20 +1,21 @@
-"""Which blocks of tokens are in the GPU memory of which engines, by their own events.
+"""Which blocks of tokens are in the GPU memory of which engines, according to their events.
 
-Engines name blocks by hashes of their own, so blocks are found by what is in them: one tree of
-token blocks for all engines, and in each of its nodes the engines that have this block behind this
-prefix, as bits of a number: a bit for each group of layers that an engine keeps apart. One walk
-answers for all engines of a block size.
+Engines name blocks by hashes of their own, so blocks are found by their tokens: one tree of token
+blocks for all engines. Each node of the tree has the engines with this block after this prefix, as
+bits of a number: one bit for each separate group of layers of an engine. One walk gives the answer
+for all engines with the same block size.
 
 Owns    the tree, and each engine's hashes of its blocks.
-Keeps   an engine is known only while nothing of its events was missed: otherwise its blocks are
-        dropped, and it says why until it has cleared its cache or is followed from its beginning.
+Keeps   an engine is known only while none of its events was missed: otherwise its blocks are
+        dropped, and the reason is shown until it has cleared its cache or is followed from its
+        start.
 Limits  BLOCKS_MAX blocks, and as many hashes of an engine; ENGINES_MAX engines, GROUPS_MAX groups
-        of layers of each. Nothing holds the lock for more than PART blocks.
+        of layers of each. The lock is never held for more than PART blocks.
 
-Engines with several kinds of layers (hybrid models) keep the blocks of each kind as a group of its
-own, and evict them apart. A prefix is usable if every group has what the next token reads: of full
-attention all blocks, of a sliding window the last ones, of a recurrent state the last one. The
-rules are those of vLLM 0.32 (`find_longest_cache_hit` of its `HybridKVCacheCoordinator`).
+Engines with several kinds of layers (hybrid models) have a group of blocks for each kind, and evict
+them separately. A prefix is usable if every group has the blocks that the next token reads: all
+blocks for full attention, the last ones for a sliding window, the last one for a recurrent state.
+The rules are those of vLLM 0.32 (`find_longest_cache_hit` of its `HybridKVCacheCoordinator`).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from peercache.model.prefix import Mask, Overlap, ends_of, leading_columns
 from peercache.model.records import ON_DISK, RESIDENT
 
 if TYPE_CHECKING:
-    # Of the extra `events`, which a process that follows no engine may lack.
+    # Part of the extra `events`, which a process that follows no engine may not have.
     from peercache.events.blocks import BlockStored
 
 
 ALL = 2**62
-"""Tokens that are read of a prefix: every one of it."""
+"""Tokens of a prefix that are read: all of them."""
 
 _READ = {
     "": ALL,
@@ -47,7 +48,7 @@ _READ = {
     "sink_full_attention": ALL,
     "mamba": 1,
 }
-"""By the kind that an event names; events of engines with one group name none."""
+"""By the kind in an event; events of engines with one group have no kind."""
 
 _WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
 
@@ -55,7 +56,7 @@ _WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
 def tokens_read(kind: str, window: int) -> int | None:
     """Return how many tokens before it the next token reads; None: no rule is known for this kind.
 
-    window: in tokens, of a sliding window, which has the next token in it.
+    window: tokens of a sliding window, which includes the next token.
     """
     if kind in _WINDOWS:
         return window - 1 if window > 0 else None
@@ -64,10 +65,10 @@ def tokens_read(kind: str, window: int) -> int | None:
 
 @attrs.frozen
 class HeldBlocks:
-    """Which blocks of a prompt a group has.
+    """The blocks of a prompt that a group has.
 
-    held:         (blocks,) bool, from the first block of the prompt on; those behind are absent.
-    block_tokens: tokens of each. read: tokens at a prefix's end that the next token reads.
+    held:         (blocks,) bool, from the first block of the prompt on; later blocks are absent.
+    block_tokens: tokens in a block. read: tokens at the end of a prefix that the next token reads.
     """
 
     read: int
@@ -76,7 +77,7 @@ class HeldBlocks:
 
 
 def usable_tokens(groups: Sequence[HeldBlocks]) -> int:
-    """Return the longest prefix, in tokens, that all groups can go on behind.
+    """Return the longest prefix, in tokens, after which all groups can continue.
 
     It ends where a block of every group ends.
     """
@@ -90,33 +91,35 @@ def usable_tokens(groups: Sequence[HeldBlocks]) -> int:
 
 
 BLOCKS_MAX = 2**20
-"""Different blocks of all engines: about 300 MB in blocks of 16 tokens."""
+"""Different blocks of all engines: about 300 MB with blocks of 16 tokens."""
 
 ENGINES_MAX = 64
 
 GROUPS_MAX = 64
 
 PART = 4096
-"""Blocks that are changed under the lock at once: a few milliseconds."""
+"""Blocks that are changed at a time under the lock: a few milliseconds."""
 
 TOKENS_IN = np.dtype("<u4")
 
 _Root: TypeAlias = tuple[int, str]
-"""(tokens of a block, LoRA adapter): where prompts begin."""
+"""(tokens of a block, LoRA adapter): the root of the prompts."""
 
 _Hashed: TypeAlias = tuple[int, int]
-"""(tokens of a block, tokens behind it that its hash covers too)."""
+"""(tokens of a block, tokens after it that its hash also covers)."""
 
 _Key: TypeAlias = "tuple[_Block | _Root, bytes, str]"
-"""(the block before or a root, token ids, what else the block depends on).
+"""(the previous block or a root, token ids, what else the block depends on).
 
-The token ids are those of the block, and those behind it that its hash covers too.
+The token ids are those of the block, and those after it that its hash also covers.
 """
 
 
 @attrs.define(eq=False)
 class _Block:
-    """A node of the tree. held_by: a bit each group. children: blocks behind it, of any group."""
+    """A node of the tree. held_by: one bit per group. children: the blocks after it, of any
+    group.
+    """
 
     key: _Key
     held_by: int = 0
@@ -128,11 +131,12 @@ class _Group:
     """A group of layers of an engine.
 
     read:  tokens of a prefix that the next token reads.
-    ahead: tokens behind a block that its hash covers too.
-    is_sparse: an event of it has not told which blocks of its tokens it keeps.
-    blocks: by the engine's own hash; None: it is not known where in a prompt the block is.
+    ahead: tokens after a block that its hash also covers.
+    is_sparse: an event of it did not show which blocks of its tokens it keeps.
+    blocks: by the engine's own hash; None: the position of the block in a prompt is unknown.
     copies: further copies of blocks, each of which is removed by an event of its own.
-    names:  further hashes of blocks: an adapter's blocks get new ones when SGLang loads it again.
+    names:  further hashes of blocks: SGLang gives the blocks of an adapter new hashes when it loads
+            the adapter again.
     """
 
     bit: int
@@ -146,22 +150,22 @@ class _Group:
 
     @property
     def place(self) -> int:
-        """Return the place of its bit."""
+        """Return the position of its bit."""
         return self.bit.bit_length() - 1
 
     @property
     def hashed(self) -> _Hashed:
-        """Return what a hash of it covers."""
+        """Return the tokens that one of its hashes covers."""
         return self.block_tokens, self.ahead
 
 
 @attrs.define(eq=False)
 class _Engine:
     why: str
-    """Why it is not known; "" while it is."""
+    """Why it is unknown; "" while it is known."""
     groups: dict[int, _Group] = attrs.field(factory=dict)
     bits: dict[int, int] = attrs.field(factory=dict)
-    """The bit of each group that it ever had."""
+    """The bits of all groups that it ever had."""
 
     @property
     def block_tokens(self) -> int:
@@ -173,11 +177,11 @@ class _Engine:
 class OnGpu:
     """How much of a prompt an engine has on its GPU.
 
-    engine:       the name that the settings give it.
+    engine:       its name in the settings.
     state:        "known", or "unknown" or "away" with the reason in `why`.
-    prefix_tokens: leading tokens that it need not compute, in whole blocks; 0 unless it is known.
+    prefix_tokens: leading tokens that it need not compute, in whole blocks; 0 if it is unknown.
     block_tokens: tokens of one of its blocks; 0 before its first block.
-    blocks:       blocks that it has in all, of each group of its layers.
+    blocks:       the number of all its blocks, of all groups of layers.
     """
 
     engine: str
@@ -198,13 +202,13 @@ class GpuBlocks:
     """The blocks of some engines. Thread-safe."""
 
     def __init__(self, engines: Iterable[str], *, blocks_max: int = BLOCKS_MAX) -> None:
-        """Know nothing of these engines yet."""
+        """Start with no known state of these engines."""
         names = tuple(dict.fromkeys(engines))
         if len(names) > ENGINES_MAX:
             raise ValueError(f"{len(names)} engines, at most {ENGINES_MAX} are followed")
         self._engines = {name: _Engine("it was not reached yet") for name in names}
         self._bits = 0
-        """Bits that groups were given."""
+        """Bits that are assigned to groups."""
         self._away = set(names)
         self._tree: dict[_Key, _Block] = {}
         self._blocks_max = blocks_max
@@ -214,54 +218,54 @@ class GpuBlocks:
         """Return how many different blocks are held."""
         return len(self._tree)
 
-    # --- what the follower of an engine's events says ------------------------------------------
+    # --- calls of the follower of an engine's events ----------------------------------------------
 
     def begin(self, name: str) -> None:
-        """Follow an engine from its beginning: what it was before may have been another model."""
+        """Follow an engine from its start: before, it may have had another model."""
         self._drop(name)
         with self._lock:
             self._engines[name].groups.clear()
         self.clear(name)
 
     def clear(self, name: str) -> None:
-        """Follow an engine from when its cache is empty."""
+        """Follow an engine from a point at which its cache is empty."""
         self._drop(name)
         with self._lock:
             self._engines[name].why = ""
             self._away.discard(name)
 
     def lose(self, name: str, why: str, *, is_away: bool = False) -> None:
-        """Know nothing of an engine from now on. is_away: it cannot be reached."""
+        """Mark an engine as unknown from now on. is_away: it cannot be reached."""
         with self._lock:
             self._engines[name].why = why
             (self._away.add if is_away else self._away.discard)(name)
         self._drop(name)
 
     def is_known(self, name: str) -> bool:
-        """Return whether nothing of this engine's events was missed."""
+        """Return whether no event of this engine was missed."""
         return not self._engines[name].why
 
     def why(self, name: str) -> str:
-        """Return why an engine is not known; "" while it is."""
+        """Return why an engine is unknown; "" while it is known."""
         return self._engines[name].why
 
     def store(self, name: str, event: BlockStored) -> None:
-        """Note blocks that an engine has stored, one behind the other.
+        """Note consecutive blocks that an engine has stored.
 
-        VLLM, which names groups, tells each copy of a block that it has computed more than once.
+        vLLM, which names groups, reports each copy of a block that it has computed more than once.
         """
         engine = self._engines[name]
         if engine.why:
             return
         hashes, tokens, block_tokens = event.hashes, event.tokens, event.block_tokens
         if block_tokens < 1 or len(tokens) % block_tokens:
-            self.lose(name, "an event of it told another number of tokens than its blocks have")
+            self.lose(name, "one of its events has another number of tokens than its blocks have")
             return
         try:
             packed = np.asarray(tokens, TOKENS_IN).tobytes()
             behind = [np.asarray(some, TOKENS_IN).tobytes() for some in event.ahead]
         except (OverflowError, TypeError, ValueError):
-            self.lose(name, "an event of it told tokens that are no token ids")
+            self.lose(name, "one of its events has tokens that are no token ids")
             return
         into = self._group(engine, event)
         if isinstance(into, str):
@@ -271,7 +275,8 @@ class GpuBlocks:
             into.ahead = len(event.ahead[0]) if event.ahead else 0
         is_whole = len(tokens) == len(hashes) * block_tokens
         into.is_sparse |= bool(hashes) and not is_whole
-        # A block that ends within one of its group, too, is where another group has its end.
+        # A block that ends within a block of its group, too, is the end of a block of another
+        # group.
         is_placed = is_whole and block_tokens == into.block_tokens
         size = block_tokens * TOKENS_IN.itemsize
         why, parent, extra = "", event.parent, event.extra
@@ -300,10 +305,10 @@ class GpuBlocks:
                 return
 
     def settle(self, name: str) -> None:
-        """End a batch of events: lose an engine of which some cannot be understood.
+        """End a batch of events: mark an engine as unknown if some events were not understood.
 
-        The blocks that a group keeps are found by their hashes in a group that keeps all. Within a
-        batch the one may come before the other.
+        The blocks that a sparse group keeps are found by their hashes in a group that keeps all
+        blocks. Within a batch either group may come first.
         """
         engine = self._engines[name]
         groups = engine.groups
@@ -311,12 +316,13 @@ class GpuBlocks:
             return
         whole = {one.block_tokens for one in groups.values() if not one.is_sparse}
         if any(one.is_sparse and one.block_tokens not in whole for one in groups.values()):
-            self.lose(name, "its events do not tell which blocks a group of its layers keeps")
+            self.lose(name, "its events do not name which blocks a group of its layers keeps")
 
     def remove(self, name: str, hashes: Iterable[Hashable], group: int | None = None) -> None:
-        """Note blocks that an engine has no longer; unknown ones are passed over.
+        """Note blocks that an engine no longer has; unknown ones are ignored.
 
-        group: of layers, of which one copy of each block is gone; None: all copies in any.
+        group: the group of layers in which one copy of each block is gone; None: all copies in all
+               groups.
         """
         engine, wanted = self._engines[name], list(hashes)
         groups = [one for at, one in engine.groups.items() if group in (at, None)]
@@ -326,23 +332,23 @@ class GpuBlocks:
                     for held in groups:
                         self._take(held, one, all_copies=group is None)
 
-    # --- what is asked ----------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def find(self, tokens: npt.NDArray[np.uint32], lora: str = "") -> list[OnGpu]:
-        """Return for each engine how much of a prompt it has on its GPU; of nothing if empty."""
+        """Return for each engine how much of a prompt it has on its GPU."""
         packed = np.ascontiguousarray(tokens, TOKENS_IN).tobytes()
         found: list[OnGpu] = []
         with self._lock:
-            told = [group for one in self._engines.values() for group in one.groups.values()]
+            known = [group for one in self._engines.values() for group in one.groups.values()]
             held = {
                 hashed: self._held(packed, hashed, lora)
-                for hashed in dict.fromkeys(group.hashed for group in told)
+                for hashed in dict.fromkeys(group.hashed for group in known)
             }
             runs = {hashed: leading_columns(has.T) for hashed, has in held.items()}
             for name, engine in self._engines.items():
                 size, groups = engine.block_tokens, list(engine.groups.values())
                 if len(groups) == 1 and groups[0].read == ALL:
-                    # As most engines: all of them at once.
+                    # The case of most engines: all of them in one walk.
                     prefix = int(runs[groups[0].hashed][groups[0].place]) * size
                 else:
                     prefix = _usable(groups, held) if groups else 0
@@ -355,8 +361,8 @@ class GpuBlocks:
         """Return which blocks of a prompt each group has: (blocks, bits), shorter if none has."""
         width = -(-self._bits // 8)
         path = self._path(packed, hashed, lora)
-        told = b"".join([block.held_by.to_bytes(width, "little") for block in path])
-        rows = np.frombuffer(told, np.uint8).reshape(-1, width)
+        masks = b"".join([block.held_by.to_bytes(width, "little") for block in path])
+        rows = np.frombuffer(masks, np.uint8).reshape(-1, width)
         return np.unpackbits(rows, axis=1, bitorder="little").view(np.bool_)
 
     def _path(self, packed: bytes, hashed: _Hashed, lora: str) -> Iterator[_Block]:
@@ -375,7 +381,7 @@ class GpuBlocks:
     # --- groups and the tree, under the lock ------------------------------------------------------
 
     def _group(self, engine: _Engine, event: BlockStored) -> _Group | str:
-        """Return a group of an engine as an event tells it, or why it cannot be followed."""
+        """Return the group of an engine that an event names, or why it cannot be followed."""
         read = tokens_read(event.kind, event.window)
         if read is None:
             return f"no rule is known for a group of its layers of the kind {event.kind[:40]!r}"
@@ -405,7 +411,7 @@ class GpuBlocks:
         self._give(group, one, block)
         if len(engine.groups) > 1:
             for other in engine.groups.values():
-                # It has told this hash before, and not where it is.
+                # It has reported this hash before, without its position.
                 if (
                     other.block_tokens == group.block_tokens
                     and other.blocks.get(one, block) is None
@@ -414,7 +420,7 @@ class GpuBlocks:
         return block
 
     def _hold(self, engine: _Engine, group: _Group, one: Hashable) -> None:
-        """Note that a group has a block by its hash alone: another group tells where it is."""
+        """Note that a group has a block, by its hash alone: another group gives the position."""
         block = group.blocks.get(one) or _placed(engine, group, one)
         if block is not None:
             self._give(group, one, block)
@@ -441,9 +447,9 @@ class GpuBlocks:
                 self._leave(group, block)
 
     def _leave(self, group: _Group, block: _Block) -> None:
-        """Note that a group has it no longer by one of its hashes.
+        """Note that a group no longer has a block under one of its hashes.
 
-        What no group has, and none continues, goes.
+        A block without groups and without children is removed.
         """
         names = group.names.pop(block, 0)
         if names:
@@ -460,7 +466,7 @@ class GpuBlocks:
             block = before
 
     def _drop(self, name: str) -> None:
-        """Forget all blocks of an engine, a part at a time."""
+        """Forget all blocks of an engine, PART at a time."""
         for group in self._engines[name].groups.values():
             group.copies.clear()
             while group.blocks:
@@ -472,12 +478,12 @@ class GpuBlocks:
 
 
 def _before(group: _Group, parent: Hashable | None, lora: str) -> _Block | _Root | None:
-    """Return what blocks are behind; None: the group was not told where that is."""
+    """Return the node before new blocks; None: its position is unknown to the group."""
     return (group.block_tokens, lora) if parent is None else group.blocks.get(parent)
 
 
 def _placed(engine: _Engine, group: _Group, one: Hashable) -> _Block | None:
-    """Return the block that another group has under this hash: it names the whole prefix."""
+    """Return the block of another group with this hash, which identifies the whole prefix."""
     for other in engine.groups.values():
         if other is not group and other.block_tokens == group.block_tokens:
             block = other.blocks.get(one)
@@ -504,12 +510,12 @@ def _usable(groups: Sequence[_Group], held: dict[_Hashed, Mask]) -> int:
 class OnNode:
     """How much of a prompt one node has. A page may be in its memory and on its disk.
 
-    node:          its HOST:PORT, or its incarnation where the view has not named it.
+    node:          its HOST:PORT, or its incarnation if it is not in the view.
     incarnation:   16 hexadecimal digits.
-    prefix_pages:  leading pages that it has, on any tier; prefix_tokens: the same in tokens, 0
-                   where the question was about page hashes.
+    prefix_pages:  leading pages that it has, on any tier; prefix_tokens: the same in tokens, 0 if
+                   the query used page hashes.
     memory_prefix_pages: leading pages that it has in memory.
-    memory_pages, disk_pages: pages that it has, wherever in the prompt.
+    memory_pages, disk_pages: pages that it has, anywhere in the prompt.
     """
 
     node: str
@@ -523,12 +529,13 @@ class OnNode:
 
 @attrs.frozen
 class FoundPrefix:
-    """How much of a prompt is where, now: a hint, that promises no later read.
+    """How much of a prompt is stored, and where: a hint, which does not guarantee later reads.
 
     pages:         whole pages of the prompt; page_tokens: tokens of each, 0 for page hashes.
     stored_pages:  leading pages that some node has, on any tier; stored_tokens: in tokens.
     memory_pages:  leading pages that some node has in memory.
-    whole:         that what is not named is absent. False: a node that may know more was not heard.
+    whole:         whether all other pages are absent. False: a node that may know more did not
+                   answer.
     nodes:         those that have any page, the longest prefix first.
     engines:       every engine whose events are followed, in the order of the settings.
     """
@@ -550,7 +557,7 @@ def prefix_of(
     named: Callable[[int], str],
     engines: Sequence[OnGpu] = (),
 ) -> FoundPrefix:
-    """Return an answer. named: HOST:PORT of a member, "" where it is not known."""
+    """Return an answer. named: returns HOST:PORT of a member, "" if unknown."""
     runs, in_memory = overlap.run().tolist(), overlap.run(RESIDENT).tolist()
     memory, disk = overlap.pages(RESIDENT).tolist(), overlap.pages(ON_DISK).tolist()
     nodes = [

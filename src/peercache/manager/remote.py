@@ -2,10 +2,10 @@
 
     with Client.open(home="ipc:///run/peercache/node.ipc") as client:
         manager = RemoteKVManager(client)
-        told = manager.find_tokens(tokens, Chain("llama-3-8b", "bfloat16", 64))
-        told.stored_tokens, [(node.node, node.prefix_tokens) for node in told.nodes]
+        found = manager.find_tokens(tokens, Chain("llama-3-8b", "bfloat16", 64))
+        found.stored_tokens, [(node.node, node.prefix_tokens) for node in found.nodes]
 
-It keeps nothing of the stores: each answer comes from the directory, by way of the home node.
+It has no copy of the stores: each answer comes from the directory, via the home node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from peercache.model.prefix import Overlap
 
 
 class Store(Protocol):
-    """What is asked: a `Client`."""
+    """The source of answers: a `Client`."""
 
     namespace: Namespace
 
@@ -37,10 +37,10 @@ class Store(Protocol):
 
 @final
 class RemoteKVManager:
-    """Answers how much of a prompt is where. Every method may be called from any thread."""
+    """Finds out where which part of a prompt is stored. Thread-safe."""
 
     def __init__(self, client: Store, *, engines: Sequence[EngineEvents] = ()) -> None:
-        """Ask through a client, in its namespace; follow the events of these engines.
+        """Use a client and its namespace; follow the events of these engines.
 
         ConfigError: engines without the extra `events`.
         """
@@ -50,14 +50,14 @@ class RemoteKVManager:
         self._follower = EngineFollower(engines, self._gpu) if engines else None
 
     def find_tokens(self, tokens: Tokens, chain: Chain, *, lora: str = "") -> FoundPrefix:
-        """Return how much of a prompt is where, in whole pages; on GPUs too.
+        """Return where which part of a prompt is, in whole pages, also on GPUs.
 
         tokens: a list of int or a one-dimensional integer array.
-        chain:  how the stored pages are named. lora: the adapter, as engines name it.
-        InvalidRequest: tokens that are none.
+        chain:  the chain of the stored pages' names. lora: the adapter, as engines name it.
+        InvalidRequest: invalid tokens.
         """
         ids = token_ids(tokens)
-        # What the connector stores under, and what the client makes of the keys' text.
+        # The same keys as those of the connector, and of a client that gets the keys as text.
         keys = in_namespace(chain.keys(ids), self._digest)
         engines = self._gpu.find(ids.astype(np.uint32, copy=False), lora)
         return prefix_of(
@@ -68,15 +68,15 @@ class RemoteKVManager:
         )
 
     def find_hashes(self, hashes: Sequence[Key] | PageKeys) -> FoundPrefix:
-        """Return how much of a prompt is where, by its page hashes: nothing about GPUs.
+        """Return where which part of a prompt is, by its page hashes; without GPUs.
 
-        hashes: as a client takes keys: SGLang's page hashes, any names, or page keys (n,) V16.
+        hashes: keys as in a client: SGLang's page hashes, any names, or page keys (n,) V16.
         """
         overlap = self._client.overlap(hashes)
         return prefix_of(overlap, page_tokens=0, named=self._named)
 
     def close(self) -> None:
-        """Follow no engine any more. The client stays open: it is its owner's. May be repeated."""
+        """Stop to follow engines. The client stays open for its owner. May be repeated."""
         if self._follower is not None:
             self._follower.close()
 

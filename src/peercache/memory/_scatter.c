@@ -14,18 +14,19 @@ struct piece {
     uint64_t size;
 };
 
-/* Pieces whose first and last byte are probed: one call of the kernel takes them all. */
+/* The most pieces of which the first and last bytes are probed, with one system call. */
 #define PROBED_MAX 512
 
-/* Pieces of one call of the kernel: IOV_MAX of Linux. */
+/* Pieces of one system call: IOV_MAX of Linux. */
 #define LISTED_MAX 1024
 
-/* Return how many leading bytes of the pieces are there, so that an address that is wrong, or a file
- * that was cut short, is a miss and not a crash. Of more than PROBED_MAX pieces a part is probed.
+/* Return how many leading bytes of the pieces are mapped, so that a wrong address, or a truncated
+ * file, causes a miss and not a crash. If there are more than PROBED_MAX pieces, only some are
+ * probed.
  *
- * The kernel pins the side of its call that it names remote, and cannot pin memory that a driver
- * mapped, such as page-locked buffers of CUDA. So the engine's memory is the local side, and only a
- * segment the remote one.
+ * The kernel pins the remote side of the call, and cannot pin memory that a driver has mapped, such
+ * as page-locked buffers of CUDA. So the engine's memory is the local side, and only a segment is
+ * the remote one.
  */
 static uint64_t reachable(const struct piece *pieces, uint64_t count, uint64_t total, int is_segment,
                           int is_target)
@@ -43,7 +44,7 @@ static uint64_t reachable(const struct piece *pieces, uint64_t count, uint64_t t
     }
     scratch.iov_base = bytes;
     scratch.iov_len = used;
-    /* The call that writes to a target also finds memory that may only be read. */
+    /* The call that writes to a target also detects read-only memory. */
     if (is_segment && is_target)
         moved = process_vm_writev(getpid(), &scratch, 1, probed, used, 0);
     else if (is_segment)
@@ -52,19 +53,20 @@ static uint64_t reachable(const struct piece *pieces, uint64_t count, uint64_t t
         moved = process_vm_readv(getpid(), probed, used, &scratch, 1, 0);
     else
         moved = process_vm_writev(getpid(), probed, used, &scratch, 1, 0);
-    /* Where a sandbox forbids the call, nothing is known, and the copy goes ahead. */
+    /* If a sandbox forbids the call, nothing is known, and the copy goes ahead. */
     if ((moved < 0 && errno != EFAULT) || (uint64_t)moved == used)
         return total;
-    /* Up to the last piece that was probed and found. */
+    /* Up to the last piece that was probed successfully. */
     good = moved < 0 ? 0 : (uint64_t)moved / 2;
     for (uint64_t at = 0; good && at <= (good - 1) * stride; at++)
         found += pieces[at].size;
     return found;
 }
 
-/* Copy one run with stores that bypass the cache. A batch leaves the cache before it is read again,
- * and a store through the cache first reads the line that it overwrites: a third of the memory
- * traffic, which limits a copy. memcpy bypasses the cache only from megabytes a call on.
+/* Copy one run with stores that bypass the cache. A batch is evicted from the cache before it is
+ * read again, and a store through the cache first reads the line that it overwrites: that is a
+ * third of the memory traffic, which limits a copy. memcpy bypasses the cache only for copies of
+ * megabytes.
  */
 #if defined(__SSE2__)
 #define STREAM_BYTES_MIN 4096
@@ -108,8 +110,8 @@ static void copy_run(char *to, const char *from, uint64_t size)
 #endif
 
 /* Copy `total` bytes from one list of pieces to another, in order; return the leading bytes copied,
- * which are fewer where an address is not there. The lists may be cut differently; both hold `total`
- * bytes, and no piece is empty. One list is in the engine's memory, the other in a segment.
+ * which are fewer if an address is not mapped. The lists may be divided differently; both have
+ * `total` bytes, and no piece is empty. One list is in the engine's memory, the other in a segment.
  */
 uint64_t peercache_scatter(const struct piece *to, uint64_t to_count, const struct piece *from,
                            uint64_t from_count, uint64_t total, int to_segment)
@@ -142,8 +144,8 @@ uint64_t peercache_scatter(const struct piece *to, uint64_t to_count, const stru
             from_at = 0;
         }
     }
-    /* A later store does not wait for stores past the cache: a reader that sees the commit must see
-     * the bytes. And the generation word is loaded after the bytes, never before. */
+    /* Stores that bypass the cache are not ordered before later stores: a reader that sees the
+     * commit must see the bytes. And the generation word must be loaded after the bytes. */
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
@@ -165,16 +167,16 @@ static uint64_t listed(struct iovec *list, unsigned long *used, const struct pie
     return bytes;
 }
 
-/* Go `moved` bytes on in a list of pieces. */
+/* Advance by `moved` bytes in a list of pieces. */
 static void advance(const struct piece **pieces, uint64_t *count, uint64_t *at, uint64_t moved)
 {
     for (*at += moved; *count && *at >= (*pieces)->size; (*pieces)++, (*count)--)
         *at -= (*pieces)->size;
 }
 
-/* Copy as `peercache_scatter` does, with the kernel's own copy, half as fast: whatever is not there,
- * or goes away meanwhile, ends the copy and raises no signal. For a segment whose file another user
- * may cut short under us. Returns the leading bytes copied.
+/* Copy like `peercache_scatter`, with the kernel's own copy, at half the speed: memory that is not
+ * mapped, or is unmapped during the copy, ends the copy and raises no signal. For a segment with a
+ * file that another user may truncate at any time. Returns the leading bytes copied.
  */
 uint64_t peercache_scatter_by_kernel(const struct piece *ours, uint64_t ours_count,
                                      const struct piece *segment, uint64_t segment_count,

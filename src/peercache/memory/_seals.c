@@ -1,8 +1,8 @@
 /* Stores and loads the seals of published memory in the order that every processor must keep.
  *
  * Keeps   a word is one aligned 8-byte store or load. Key, space and length are stored before the
- *         word that vouches for them, and loaded before the word that is compared last. Nothing that
- *         the caller does after `store` comes before it, nothing that it did before `load` after it.
+ *         word that validates them, and loaded before the word that is compared last. No access of
+ *         the caller after `store` is moved before it, and none before `load` is moved after it.
  */
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -20,9 +20,8 @@ struct seal {
 _Static_assert(sizeof(struct seal) == 64, "as in model/seal.py");
 
 /* Store word `words[i]` at seal `indices[i]`, in order; with `named`, its key, space and length
- * first. The word that is replaced is odd then: no reader trusts what stands beside it. Returns
- * whether all indices are in the table: with any other, which would change what is no seal, nothing
- * is stored. */
+ * first. The word that is replaced is odd then, so no reader trusts these fields. Returns whether
+ * all indices are in the table: if one is not, nothing is stored. */
 int peercache_seals_store(struct seal *table, uint64_t table_count, const int64_t *indices,
                           const uint64_t *words, const struct seal *named, uint64_t count)
 {
@@ -40,12 +39,12 @@ int peercache_seals_store(struct seal *table, uint64_t table_count, const int64_
     }
     for (uint64_t at = 0; at < count; at++)
         __atomic_store_n(&table[indices[at]].word, words[at], __ATOMIC_RELEASE);
-    /* A slot is granted, and written to, after its word is odd. */
+    /* A slot is granted, and written to, only after its word is odd. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return 1;
 }
 
-/* Seals of one call of the kernel: IOV_MAX of Linux. */
+/* Seals of one system call: IOV_MAX of Linux. */
 #define LISTED_MAX 1024
 
 /* Return whether every slot has a seal in the table. */
@@ -58,10 +57,11 @@ static int are_inside(uint64_t table_count, uint64_t granule, const uint64_t *of
     return 1;
 }
 
-/* Copy the first `size` bytes of each slot's seal to `into`, `stride` bytes apart, by the kernel's own
- * copy: a table that is not there any more is no bus error. The kernel copies upwards, so a word that
- * it reads in parts is read from its lowest byte on, in which an even word and the odd one after it
- * differ: an old word proves that it still stood there when the load began. Returns whether all came.
+/* Copy the first `size` bytes of each slot's seal to `into`, `stride` bytes apart, with the
+ * kernel's own copy: if the table is not mapped any more, that is no bus error. The kernel copies
+ * upwards, so if it reads a word in parts, it starts with the lowest byte, in which an even word
+ * and the following odd one differ: an old word proves that it was still there when the load began.
+ * Returns whether all were copied.
  */
 static int copied_by_kernel(const struct seal *table, uint64_t granule, const uint64_t *offsets,
                             char *into, uint64_t stride, uint64_t size, uint64_t count)
@@ -85,8 +85,8 @@ static int copied_by_kernel(const struct seal *table, uint64_t granule, const ui
     return 1;
 }
 
-/* Load the words of some slots' seals: the look before the first byte. Returns 1; 0 where the table
- * is not there any more (`by_kernel` only); -1 for a slot beyond the table. */
+/* Load the words of some slots' seals: the check before the first byte. Returns 1; 0 if the table
+ * is not mapped any more (`by_kernel` only); -1 for a slot beyond the table. */
 int peercache_seals_words(const struct seal *table, uint64_t table_count, uint64_t granule,
                           const uint64_t *offsets, uint64_t *words, uint64_t count, int by_kernel)
 {
@@ -104,7 +104,7 @@ int peercache_seals_words(const struct seal *table, uint64_t table_count, uint64
     return loaded;
 }
 
-/* Load the seals of some slots: the look after the last byte. Returns as `words`. */
+/* Load the seals of some slots: the check after the last byte. Returns as `words`. */
 int peercache_seals_load(const struct seal *table, uint64_t table_count, uint64_t granule,
                          const uint64_t *offsets, struct seal *seals, uint64_t count, int by_kernel)
 {
@@ -114,7 +114,7 @@ int peercache_seals_load(const struct seal *table, uint64_t table_count, uint64_
     if (by_kernel) {
         char *into = (char *)seals;
 
-        /* The word last: it vouches for what was loaded before it. */
+        /* The word last: it validates what was loaded before it. */
         return copied_by_kernel(table, granule, offsets, into, sizeof(*seals), sizeof(*seals),
                                 count) &&
                copied_by_kernel(table, granule, offsets, into, sizeof(*seals), 8, count);

@@ -11,8 +11,8 @@
 #define PAGE_BYTES 4096
 #define KEY_BYTES 16
 #define BUCKETS 256
-#define HOLDERS_MAX 16384    /* fits the bits of a row's word */
-#define ROWS_MAX (1ull << 27) /* fits a link beside its mark; 8.6 GB */
+#define HOLDERS_MAX 16384    /* limited by the bits in a row's word */
+#define ROWS_MAX (1ull << 27) /* limited by the bits of a link without its mark; 8.6 GB */
 
 enum { UNUSED = 0, WHOLE = 1 << 16, WRITING = 2 << 16 }; /* a row, in its word */
 enum { KEPT = 1, SERVED = 2 };                           /* a holder; or UNUSED */
@@ -32,7 +32,7 @@ struct row {
     uint64_t offset, generation;
     uint32_t length, flags;
     uint64_t checksum;
-    uint32_t next, previous; /* the owner's: rows of this holder and bucket, or free ones */
+    uint32_t next, previous; /* used by the owner: rows of this holder and bucket, or free ones */
 };
 
 struct holder {
@@ -46,38 +46,38 @@ struct holder {
 
 struct index {
     uint64_t at;       /* bytes from the header */
-    uint64_t capacity; /* slots; 0: nothing is to be looked for here */
+    uint64_t capacity; /* slots; 0: this index is not in use */
     uint64_t used;     /* slots that are not empty */
     uint64_t named;    /* slots that name a row */
 };
 
 struct table {
     uint64_t magic, version;
-    uint64_t incarnation; /* the owner's */
+    uint64_t incarnation; /* used by the owner */
     uint64_t bytes;       /* of the file */
-    uint64_t epoch;       /* changes with which indices count, and before a holder's entry is reused */
-    uint64_t authority;   /* the ring of which this table lacks nothing; 0: it may lack records */
-    uint64_t tick_ns;     /* CLOCK_MONOTONIC when its owner was last at work */
+    uint64_t epoch;       /* changes when the indices or a holder's entry change their meaning */
+    uint64_t authority;   /* the ring for which this table is complete; 0: it may lack records */
+    uint64_t tick_ns;     /* CLOCK_MONOTONIC when its owner was last active */
     uint64_t seed[2];
     uint64_t holders_at, rows_at;
     struct index index[2];
-    uint64_t current; /* the index that is written; the other one is moved out of, if it counts */
-    uint64_t rows_ready, holders_ready; /* those with memory: no reader touches others */
-    /* The owner's own. */
+    uint64_t current; /* the index that is written; rows move out of the other one */
+    uint64_t rows_ready, holders_ready; /* those with memory: readers access no others */
+    /* Used only by the owner. */
     uint64_t slots_min, slots_max, rows_max;
     uint64_t rows_used, rows_live; /* ever used, and held now; row 0 is never used */
     uint64_t holders_used;
     uint64_t index_ready[2];       /* bytes of each index that have memory */
-    uint64_t next_capacity;        /* of the index that is made ready; 0: none is */
-    uint64_t moved;                /* slots of the next index that are loaded, or moved of the old one */
+    uint64_t next_capacity;        /* of the index that is being prepared; 0: none */
+    uint64_t moved;                /* slots of the next index loaded, or of the old one moved */
     uint32_t row_free, holder_free; /* the first of those that were used; holders count from 1 */
-    uint32_t born;                 /* the number of the next record: older ones are told first */
+    uint32_t born;                 /* number of the next record; older ones are returned first */
     int32_t file;                  /* the owner's descriptor; -1: the memory is private */
-    /* Again for readers, behind what earlier builds have: there it is 0 forever. */
+    /* For readers again; after the fields of earlier builds, in which it is always 0. */
     uint64_t removals; /* how often pages were removed, here or by a client of this node */
 };
 
-/* As model/records.py has them. */
+/* As in model/records.py. */
 struct record {
     uint8_t key[KEY_BYTES];
     uint64_t holder, offset, generation;
@@ -92,14 +92,14 @@ _Static_assert(offsetof(struct table, removals) == 272, "as in memory/table_read
 
 static inline uint64_t mixed(uint64_t word)
 {
-    /* The finaliser of splitmix64 (Steele, Lea, Flood 2014), wrapping on purpose. */
+    /* The finaliser of splitmix64 (Steele, Lea, Flood 2014), overflow is intended. */
     word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
     word = (word ^ word >> 27) * 0x94d049bb133111eb;
     return word ^ word >> 31;
 }
 
-/* Return what the digest of a stream's bucket XORs together, at holder and owner: see `Content` in
- * model/records.py. */
+/* Return what a record adds (XOR) to the digest of a stream's bucket, at holder and owner: see
+ * `Content` in model/records.py. */
 static inline uint64_t digest_of(const uint8_t *key, uint64_t generation, uint32_t flags)
 {
     uint64_t halves[2];

@@ -1,18 +1,18 @@
 /* Reads the directory table of another process of this host, a batch of keys in one call.
  *
- * The file belongs to another process, so nothing in it is believed: the header is copied and
- * checked once a batch, every place that is looked at is within the file, every search and every
- * retry has a bound. What does not fit makes the batch fail; the reader then asks the owner.
+ * The file belongs to another process, so nothing in it is trusted: the header is copied and
+ * checked once per batch, every access is within the file, every search and every retry has a
+ * bound. Anything invalid makes the batch fail; the reader then asks the owner.
  *
  * A batch, and why it is right (docs/adr/0017-the-directory-beside-the-engine.md):
  *   begin   loads epoch, authority, tick, then the places of both indices.
  *   look    looks into the old index before the current one, copies a row between two loads of its
- *           word, and keeps it only if both are equal and whole.
- *   end     asks who the holders of these rows are, and then looks at the epoch again: no index and
- *           no holder's entry had another meaning in between.
+ *           word, and keeps it only if both are equal and not WRITING.
+ *   looks up the holders of these rows, and then compares the epoch again: no index and no holder's
+ *   entry changed its meaning in between.
  *
- * A file that another user may cut short is read by the kernel (`pread`): a load beyond its end
- * would be a bus error. Otherwise it is mapped, and a lock keeps the owner from giving memory back
+ * A file that another user may truncate is read by the kernel (`pread`): a load beyond its end
+ * would be a bus error. Otherwise it is mapped, and a lock keeps the owner from releasing memory
  * during the batch.
  */
 #define _GNU_SOURCE
@@ -26,39 +26,39 @@
 
 #include "_table_layout.h"
 
-#define CHUNK 8           /* slots that one pread brings */
+#define CHUNK 8           /* slots that one pread loads */
 #define BATCH 64          /* keys whose memory is fetched together */
-#define LISTED_MAX 64     /* rows of one key that are looked at */
-#define ROW_TRIES 64      /* looks at a row that is being written: 64 stores take less */
-#define BATCH_TRIES 4     /* batches under another epoch than they began with */
-#define STEPS_BASE 4096   /* slots and rows that one batch may look at, */
-#define STEPS_A_KEY 64    /* and for each of its keys: twenty times what a full table needs */
-#define FILE_BYTES_MAX (1ull << 46) /* sums of places below it cannot overflow */
+#define LISTED_MAX 64     /* rows of one key that are examined */
+#define ROW_TRIES 64      /* retries of a row that is being written: 64 stores take less */
+#define BATCH_TRIES 4     /* retries of a batch with a changed epoch */
+#define STEPS_BASE 4096   /* slots and rows that one batch may examine, */
+#define STEPS_A_KEY 64    /* plus this for each of its keys: twenty times what a full table needs */
+#define FILE_BYTES_MAX (1ull << 46) /* sums of offsets below it cannot overflow */
 
 enum {
-    CUT_SHORT = -1, /* the file is not as long as its header says, or has vanished */
-    FOREIGN = -2,   /* it is no table, or another node's */
+    CUT_SHORT = -1, /* the file is shorter than its header claims, or is gone */
+    FOREIGN = -2,   /* it is not a table, or that of another node */
     OTHER_VERSION = -3,
-    MALFORMED = -4, /* places outside the file */
-    TORN = -5,      /* it changes without end, or a search in it has none */
+    MALFORMED = -4, /* offsets outside the file */
+    TORN = -5,      /* it keeps changing, or a search in it does not end */
     NO_ROOM = -6,   /* the caller's memory is too small: a bug of the caller */
 };
 
 struct found {
     struct record record; /* `holder` is the entry's number until `end` */
-    uint32_t key;         /* the place of its key in the batch */
+    uint32_t key;         /* the index of its key in the batch */
     uint32_t row;
 };
 
 /* One reader's state. The caller makes it, all zero but the first four fields. */
 struct reading {
-    const char *at;    /* the mapped file, or NULL: by pread */
-    int64_t file;      /* -1: private memory of this process, which needs neither lock nor look */
+    const char *at;    /* the mapped file, or NULL to use pread */
+    int64_t file;      /* -1: private memory of this process, which needs neither lock nor check */
     uint64_t bytes;    /* mapped */
     uint64_t incarnation;
     struct found *found;
     uint64_t found_max;
-    /* Of the batch. */
+    /* State of the batch. */
     uint64_t count, steps, is_torn;
     uint64_t epoch, authority, tick_ns, seed[2], holders_at, rows_at, current;
     uint64_t rows_ready, holders_ready;
@@ -76,7 +76,7 @@ static int read_at(const struct reading *r, uint64_t at, void *into, uint64_t by
     return done == (ssize_t)bytes;
 }
 
-/* Load one word of the file. Returns whether it is there. */
+/* Load one word of the file. Returns whether that succeeded. */
 static inline int load(const struct reading *r, uint64_t at, uint64_t *into)
 {
     if (!r->at)
@@ -91,7 +91,7 @@ static int is_area(const struct reading *r, uint64_t at, uint64_t count, uint64_
            count <= (r->bytes - at) / size;
 }
 
-/* Load the header of a batch, and check it. Returns 0, or what is wrong. */
+/* Load the header for a batch, and check it. Returns 0, or an error. */
 int64_t peercache_reading_begin(struct reading *r)
 {
     struct table header;
@@ -110,7 +110,7 @@ int64_t peercache_reading_begin(struct reading *r)
         if (!read_at(r, 0, &header, sizeof(header)))
             return CUT_SHORT;
     } else
-        /* What changes in it is a new epoch, and each of its words is copied whole. */
+        /* Its changes start a new epoch, and each of its words is copied atomically. */
         for (size_t word = 0; word < sizeof(header) / sizeof(uint64_t); word++) {
             uint64_t loaded = __atomic_load_n((const uint64_t *)r->at + word, __ATOMIC_ACQUIRE);
 
@@ -143,7 +143,7 @@ int64_t peercache_reading_begin(struct reading *r)
     return 0;
 }
 
-/* Copy a row while it is whole. Returns 1; 0 if it is free; TORN if it stays unfinished. */
+/* Copy a complete row. Returns 1; 0 if it is free; TORN if it stays incomplete. */
 static int copied(struct reading *r, uint32_t number, struct row *into)
 {
     uint64_t at = r->rows_at + (uint64_t)number * sizeof(struct row), again;
@@ -168,7 +168,7 @@ static int copied(struct reading *r, uint32_t number, struct row *into)
     return TORN;
 }
 
-/* Add a row of a key to what is found, once. Returns 0, or what is wrong. */
+/* Add a row of a key to the result, once. Returns 0, or an error. */
 static int take(struct reading *r, const uint8_t *key, uint32_t place, uint32_t number,
                 uint64_t first)
 {
@@ -177,10 +177,10 @@ static int take(struct reading *r, const uint8_t *key, uint32_t place, uint32_t 
     int is_whole;
 
     if (number >= r->rows_ready || r->count - first >= LISTED_MAX)
-        return 0; /* It is younger than the batch; or there are more copies than are told. */
+        return 0; /* It is newer than the batch, or there are more copies than are returned. */
     for (uint64_t at = first; at < r->count; at++)
         if (r->found[at].row == number)
-            return 0; /* It has been moved into the other index meanwhile. */
+            return 0; /* It was moved into the other index in the meantime. */
     is_whole = copied(r, number, &row);
     if (is_whole == TORN) {
         r->is_torn = 1;
@@ -202,7 +202,7 @@ static int take(struct reading *r, const uint8_t *key, uint32_t place, uint32_t 
     return 0;
 }
 
-/* Take the rows that an index names for a key. Returns 0, or what is wrong. */
+/* Add the rows that an index names for a key. Returns 0, or an error. */
 static int probe(struct reading *r, unsigned which, const uint8_t *key, uint32_t tag,
                  uint32_t place, uint64_t first)
 {
@@ -237,7 +237,7 @@ static int probe(struct reading *r, unsigned which, const uint8_t *key, uint32_t
     return 0;
 }
 
-/* Load what a batch's next keys will need. */
+/* Prefetch what a batch's next keys need. */
 static void approach(const struct reading *r, const uint32_t *tags, uint64_t count)
 {
     for (uint64_t at = 0; at < count; at++)
@@ -264,8 +264,8 @@ static void approach(const struct reading *r, const uint32_t *tags, uint64_t cou
     }
 }
 
-/* Find the rows of a batch's next keys, at most `holders_max` a key: an asker begins at a place of
- * its own. `place`: how many keys were looked for before. Returns 0, or what is wrong. */
+/* Find the rows of a batch's next keys, at most `holders_max` a key: each asker begins at a
+ * different holder. `place`: the number of keys before these. Returns 0, or an error. */
 int64_t peercache_reading_look(struct reading *r, const uint8_t *keys, uint64_t count,
                                uint64_t place, uint64_t asker, uint64_t holders_max)
 {
@@ -282,7 +282,7 @@ int64_t peercache_reading_look(struct reading *r, const uint8_t *keys, uint64_t 
         for (uint64_t at = 0; at < part; at++) {
             uint64_t first = r->count, listed;
 
-            /* A row is named by the new index before the old one forgets it. */
+            /* A row is in the new index before it is removed from the old one. */
             for (unsigned which = !r->current, looks = 0; looks < 2; which = !which, looks++) {
                 const uint8_t *key = keys + (begin + at) * KEY_BYTES;
                 int problem = !r->index[which].capacity
@@ -307,19 +307,19 @@ int64_t peercache_reading_look(struct reading *r, const uint8_t *keys, uint64_t 
     return 0;
 }
 
-/* Name the holders of the rows that were found, drop those that are not served, and look at the
- * epoch again. `places` become those of the records' keys in the batch. Returns how many records are
- * left, TORN if the batch has to begin again. */
+/* Look up the holders of the rows found, drop rows of holders that are not served, and compare the
+ * epoch again. `places` receives the indices of the records' keys in the batch. Returns how many
+ * records are left, or TORN if the batch must be repeated. */
 int64_t peercache_reading_end(struct reading *r, struct record *into, uint32_t *places)
 {
-    uint64_t told = 0, epoch, last = UINT64_MAX, identity = 0, state = UNUSED;
+    uint64_t left = 0, epoch, last = UINT64_MAX, identity = 0, state = UNUSED;
 
     for (uint64_t at = 0; at < r->count; at++) {
         uint64_t entry = r->found[at].record.holder;
         uint64_t holder_at = r->holders_at + entry * sizeof(struct holder);
 
         if (entry >= r->holders_ready)
-            continue; /* It is younger than the batch. */
+            continue; /* It is newer than the batch. */
         if (entry != last &&
             (!load(r, holder_at + offsetof(struct holder, identity), &identity) ||
              !load(r, holder_at + offsetof(struct holder, state), &state)))
@@ -327,17 +327,17 @@ int64_t peercache_reading_end(struct reading *r, struct record *into, uint32_t *
         last = entry;
         if ((uint32_t)state != SERVED || !identity)
             continue;
-        into[told] = r->found[at].record;
-        into[told].holder = identity;
-        places[told++] = r->found[at].key;
+        into[left] = r->found[at].record;
+        into[left].holder = identity;
+        places[left++] = r->found[at].key;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (!load(r, offsetof(struct table, epoch), &epoch))
         return CUT_SHORT;
-    return epoch == r->epoch ? (int64_t)told : TORN;
+    return epoch == r->epoch ? (int64_t)left : TORN;
 }
 
-/* Let the owner give no memory back, or let it again. Returns whether that is so. */
+/* Forbid the owner to release memory, or allow it again. Returns whether that succeeded. */
 static int hold(const struct reading *r, short type)
 {
     struct flock whole = {.l_type = type, .l_whence = SEEK_SET};
@@ -345,9 +345,9 @@ static int hold(const struct reading *r, short type)
     return !r->at || r->file < 0 || fcntl((int)r->file, F_OFD_SETLK, &whole) == 0;
 }
 
-/* Look for a batch of keys: all of the above, and again under another epoch. Returns how many records
- * were written to `into`, and the places of their keys to `places`, or what is wrong; not for two
- * threads of one `reading` at once. */
+/* Look up a batch of keys: all of the above, repeated if the epoch changes. Writes the records to
+ * `into`, and the indices of their keys to `places`; returns the number of records, or an error.
+ * Two threads must not use one `reading` at the same time. */
 int64_t peercache_reading_batch(struct reading *r, const uint8_t *keys, uint64_t count,
                                 uint64_t asker, uint64_t holders_max, struct record *into,
                                 uint32_t *places)
@@ -355,7 +355,7 @@ int64_t peercache_reading_batch(struct reading *r, const uint8_t *keys, uint64_t
     int64_t done = TORN;
 
     if (!hold(r, F_RDLCK))
-        return TORN; /* The owner gives memory back just now, for less than a millisecond. */
+        return TORN; /* The owner is releasing memory, for less than a millisecond. */
     for (unsigned tries = 0; tries < BATCH_TRIES && done == TORN; tries++) {
         done = peercache_reading_begin(r);
         if (!done)

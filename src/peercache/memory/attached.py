@@ -1,11 +1,11 @@
-"""A segment of another process, mapped here: to read pages of it, or to write into reserved slots.
+"""A mapped segment of another process, to read its pages, or to write into reserved slots.
 
-Owns    two mappings: header and seals, read-only always; page memory, writable for a writer.
+Owns    two mappings: header and seals, always read-only; page memory, writable for a writer.
 Keeps   nothing is unmapped under a copy: uses are counted, and the last one unmaps after `close`.
-        The content of a file is used only after its size and its incarnation match.
-        Memory that the owner has not populated is never touched: this process would pay for it.
-        A file that another user may cut short is read and written by the kernel's copy only: a load
-        beyond its end would be a bus error, which ends this process.
+        The content of a file is used only after its size and its incarnation match. Memory that the
+        owner has not populated is never accessed: it would be charged to this process. A file that
+        another user may truncate is only read and written by the kernel's copy: a load beyond its
+        end would be a bus error, which kills this process.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for a prefaulting thread.
 """
 
@@ -43,8 +43,8 @@ POPULATE_CHUNK_BYTES = 16 * 2**20
 class AttachedSegment:
     """A mapped segment of another process. Every method may be called from any thread.
 
-    incarnation:   whose it is.
-    granule:       bytes a seal stands for.
+    incarnation:   its owner.
+    granule:       bytes for which a seal stands.
     page_bytes:    size of the page memory.
     pages_address: where the page memory begins in our address space; only within `in_use`.
     """
@@ -52,7 +52,7 @@ class AttachedSegment:
     def __init__(
         self, file: int, layout: Layout, header: Header, *, writable: bool, by_kernel: bool
     ) -> None:
-        """Map a file whose header was checked; use `open`."""
+        """Map a file with a verified header; use `open`."""
         self.incarnation = header.incarnation
         self.granule = layout.granule
         self.page_bytes = layout.page_bytes
@@ -60,7 +60,8 @@ class AttachedSegment:
         self._file = file
         self._writable = writable
         self._by_kernel = by_kernel
-        # Huge pages are few, and a hugetlbfs does not tell which of them the owner has populated.
+        # Huge pages are scarce, and a hugetlbfs does not show which of them the owner has
+        # populated.
         self._populated_bytes = layout.page_bytes if layout.huge_page_bytes else 0
         self._uses = 0
         self._closing = False
@@ -93,9 +94,9 @@ class AttachedSegment:
     ) -> AttachedSegment:
         """Map the segment of a node.
 
-        sharing: whose files are mapped; None is this process's user and root.
-        Raises PeerUnreachable if there is no such file here, Rejected if it is anything but the
-        segment of this incarnation, whole, of a sharing uid, and open to us.
+        sharing: the users whose files are mapped; None: this process's user and root.
+        Raises PeerUnreachable if there is no such file here, Rejected unless it is the complete
+        segment of this incarnation, of a sharing uid, and open to us.
         """
         if Path(path).name != segment_name(incarnation):
             raise Rejected("segment", f"{path} is no file of node {name_of(incarnation)}")
@@ -125,10 +126,10 @@ class AttachedSegment:
                 self._unmap()
 
     def words(self, offsets: U64) -> U64:
-        """Load the word of each slot's seal now, before a byte of the slots; within `in_use`.
+        """Load the word of each slot's seal now, before any byte of the slots; within `in_use`.
 
-        offsets: (n,) uint64, within the page memory. Returns (n,) uint64; ODD for all if the file
-        was cut short under us, where a load would be a bus error.
+        offsets: (n,) uint64, within the page memory. Returns (n,) uint64; all are ODD if the file
+                 was truncated, where a load would be a bus error.
         """
         if self._is_cut_short():
             return np.full(len(offsets), ODD)
@@ -137,8 +138,8 @@ class AttachedSegment:
     def seals(self, offsets: U64) -> Seals:
         """Load the seal of each slot now, after the bytes of the slots; within `in_use`.
 
-        offsets: (n,) uint64, within the page memory. Returns (n,) SEAL; unread ones for all if the
-        file was cut short under us.
+        offsets: (n,) uint64, within the page memory. Returns (n,) SEAL; all are unread if the file
+                 was truncated.
         """
         if self._is_cut_short():
             return unread_seals(len(offsets))
@@ -168,9 +169,9 @@ class AttachedSegment:
         )
 
     def populate(self) -> int:
-        """Fill our page tables for what the owner has populated; return how many bytes, in all.
+        """Fill our page tables for what the owner has populated; return the total number of bytes.
 
-        Blocks without the GIL: for a worker thread, again until it returns `page_bytes`. Returns
+        Blocks without the GIL. A worker thread repeats it until it returns `page_bytes`. Returns
         early once `close` began. One thread at a time.
         """
         with suppress(PeerUnreachable):
@@ -179,9 +180,9 @@ class AttachedSegment:
         return self._populated_bytes
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new uses, wait for those that run, unmap; return whether it is unmapped.
+        """Refuse new uses, wait for running ones, unmap; return whether it is unmapped.
 
-        When the time is up first, the last user unmaps instead.
+        If the time is up first, the last user unmaps instead.
         """
         with self._changed:
             first = not self._closing
@@ -204,12 +205,12 @@ class AttachedSegment:
             try:
                 prefault(self._pages[begin:end], write=self._writable, may_load=not self._by_kernel)
             except OSError:
-                return False  # Only speed is lost; the copies fault their pages in.
+                return False  # Only speed is lost: copies then fault their pages in.
             self._populated_bytes = end
             return True
 
     def _owner_populated_bytes(self) -> int:
-        # To touch a hole of the file would allocate it, and charge our container for it.
+        # Accessing a hole of the file would allocate it, and charge it to our container.
         try:
             end = os.lseek(self._file, self._layout.pages_offset, os.SEEK_HOLE)
         except OSError:
@@ -223,8 +224,8 @@ class AttachedSegment:
         self._seals = np.empty(0, SEAL)
         self._table = SealTable(self._seals, granule=self.granule, by_kernel=False)
         self._pages = np.empty(0, np.uint8)
-        # A caller that took a seal outside `in_use` may hold a view for an instant: then the
-        # views' own references end the mapping, and this is no error.
+        # A caller that took a seal outside `in_use` may hold a view for an instant: then the views'
+        # own references end the mapping, and this is not an error.
         for mapping in (self._body, self._head):
             with suppress(BufferError):
                 mapping.close()
@@ -236,10 +237,10 @@ class AttachedSegment:
 
 @contextmanager
 def opened(path: Path, flags: int, sharing: Sharing, what: str) -> Iterator[int]:
-    """Lend the descriptor of another process's file; it is closed only where the block raises.
+    """Open a file of another process; its descriptor is closed only if the block raises.
 
-    Raises PeerUnreachable if there is no such file, Rejected if it is no file of a sharing uid, or
-    not open to us; so does what the block raises for a file that cannot be used.
+    Raises PeerUnreachable if there is no such file, Rejected if it is not a file of a sharing uid,
+    or not open to us. Errors of the block about an unusable file become Rejected, too.
     """
     let_go_in_children()
     try:

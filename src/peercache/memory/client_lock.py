@@ -1,12 +1,12 @@
-"""The lock that tells a node whether a client's process still lives.
+"""The lock that shows a node whether a client's process is still alive.
 
-A reservation ends when its client's process exits, never by time: a stopped client may go on
-writing. So each client holds a POSIX record lock on a private file for as long as it lives. The
-kernel keeps it while the process is stopped, drops it the moment the process dies, and does not
-hand it to a forked child.
+A reservation ends when its client's process exits, never by time: a paused client may continue to
+write later. So each client holds a POSIX record lock on a private file as long as it is alive. The
+kernel keeps the lock while the process is paused, drops it when the process dies, and does not pass
+it to a forked child.
 
-The file holds a random secret, which the client shows in its Hello: only a process that may read
-the file can speak for the client.
+The file holds a random secret, which the client sends in its Hello: only a process that may read
+the file can act as the client.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECRET_BYTES = 32
 
 LOCK_ATTEMPTS = 50
 LOCK_RETRY_S = 0.01
-"""A node that starts holds the lock of a file for the moment in which it removes it."""
+"""A starting node holds the lock of a file for a moment while it removes the file."""
 
 
 def folder_of(home: str) -> Path:
@@ -56,7 +56,7 @@ def lock_name(client: int) -> str:
 def make_folder(home: str, sharing: Sharing) -> None:
     """Make the folder for the lock files; raise ConfigError for one of another uid, or OSError.
 
-    The node makes it, so that it is the node's, whatever uid the first client has.
+    The node makes the folder, so that the node owns it, independent of the uid of the first client.
     """
     try:
         os.close(_open_folder(folder_of(home), sharing))
@@ -89,10 +89,10 @@ def _open_folder(path: Path, sharing: Sharing) -> int:
 
 @final
 class ClientLock:
-    """Held by a client, on a file of its own, until `release` or the end of the process."""
+    """A client's lock, on a file of its own, held until `release` or the end of the process."""
 
     def __init__(self, home: str, client: int, sharing: Sharing) -> None:
-        """Make and lock the file; raise ConfigError where that cannot be."""
+        """Create and lock the file; raise ConfigError if that fails."""
         self.name = lock_name(client)
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._sharing = sharing
@@ -110,7 +110,7 @@ class ClientLock:
             try:
                 folder = _open_folder(self._folder, self._sharing)
             except FileNotFoundError:
-                continue  # A node that stops has just removed the folder.
+                continue  # A stopping node has just removed the folder.
             try:
                 file = self._locked_in(folder)
             except FileNotFoundError:
@@ -123,13 +123,13 @@ class ClientLock:
         raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
 
     def _locked_in(self, folder: int) -> int | None:
-        """Return the locked file, None if a node that starts is just removing it."""
+        """Return the locked file, None if a starting node is just removing it."""
         flags = os.O_CREAT | os.O_RDWR
         what = f"the lock file {self._folder / self.name}"
         file = self._sharing.open_file(self.name, flags, folder=folder, what=what)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A node that starts removes files without a lock; it may have caught this one.
+            # A starting node removes files without a lock, possibly this one.
             if os.path.samestat(os.stat(self.name, dir_fd=folder), os.fstat(file)):
                 self._give_to_node(file, os.fstat(folder).st_uid)
                 # A node reads it only after a Hello, which comes later.
@@ -145,7 +145,7 @@ class ClientLock:
         return None
 
     def _give_to_node(self, file: int, node_uid: int) -> None:
-        """Let the node read the secret where it is of another uid than this process."""
+        """Allow the node to read the secret if it has another uid than this process."""
         self._sharing.open_to_group(file)
         if node_uid != self._sharing.uid == ROOT_UID:
             os.fchown(file, node_uid, -1)
@@ -158,11 +158,11 @@ class ClientLock:
 
 @final
 class LockProbe:
-    """Held by a node: tells whether a client's lock is held.
+    """A node's view of a client's lock: checks whether the lock is held.
 
-    It keeps the file open, so it asks about the file that the client locked, even if its name is
-    gone. It must not be used for a client of the node's own process: closing the descriptor would
-    release that lock.
+    It keeps the file open, so it checks the file that the client locked, even if its name is gone.
+    It must not be used for a client of the node's own process: closing the descriptor would release
+    that lock.
     """
 
     def __init__(self, home: str, name: str, sharing: Sharing) -> None:
@@ -184,7 +184,7 @@ class LockProbe:
             raise Rejected("lock", f"cannot open {path}: {error.strerror}") from error
 
     def is_held(self) -> bool:
-        """Return whether the client's process lives."""
+        """Return whether the client's process is alive."""
         return self._asked()[0] != fcntl.F_UNLCK
 
     def holder(self) -> int:
@@ -200,12 +200,12 @@ class LockProbe:
         return kind, whence, start, length, pid
 
     def secret(self) -> bytes:
-        """Return the secret in the file; empty if the client has written none."""
+        """Return the secret in the file; empty if the client has not written it."""
         found = os.pread(self._fd, SECRET_BYTES + 1, 0)
         return found if len(found) == SECRET_BYTES else b""
 
     def take(self) -> bool:
-        """Take the lock until `close`, unless it is held; return whether it was free."""
+        """Acquire the lock until `close`, unless it is held; return whether it was free."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -220,7 +220,7 @@ class LockProbe:
 
 
 def _remove(folder: Path, name: str, sharing: Sharing) -> None:
-    # What cannot be removed is no reason to keep the lock.
+    # A failure to remove the file is no reason to keep the lock.
     with suppress(OSError, Rejected):
         opened = sharing.open_folder(folder, follow=False)
         try:
@@ -230,7 +230,7 @@ def _remove(folder: Path, name: str, sharing: Sharing) -> None:
 
 
 def remove_dead_locks(home: str, sharing: Sharing) -> None:
-    """Remove the lock files of clients that died while no node was looking."""
+    """Remove the lock files of clients that died while no node was running."""
     for path in sorted(folder_of(home).glob("*.lock")):
         try:
             probe = LockProbe(home, path.name, sharing)

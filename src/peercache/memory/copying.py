@@ -1,10 +1,10 @@
 """Copies whole batches between a segment and the caller's memory, in the caller's thread.
 
 Owns    nothing: the caller keeps both sides alive during the call.
-Keeps   One GIL hand-off a portion: a busy thread in the engine keeps the GIL for up to 5 ms.
-        Bytes are copied in order, so a copy that ends early leaves a leading run.
-        An address of the engine's that is not there ends the copy, and kills no process.
-Limits  PORTION_BYTES between two looks at the clock.
+Keeps   one GIL hand-off per portion: a busy thread in the engine keeps the GIL for up to 5 ms.
+        Bytes are copied in order, so a copy that ends early leaves a leading run. An unmapped
+        address of the engine ends the copy, and does not kill a process.
+Limits  PORTION_BYTES between two checks of the clock.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from peercache.installation.library import Begin, function
 from peercache.model.runs import I64, U64, PageRuns
 
 PORTION_BYTES = 32 * 2**20
-"""Bytes between two looks at the clock: 3 ms at 10 GB/s, so that waiting for the GIL at the end of
+"""Bytes between two checks of the clock: 3 ms at 10 GB/s, so that waiting for the GIL at the end of
 a portion (up to 5 ms) does not cost several times the copy itself."""
 
 LATE_PORTION_BYTES = 4 * 2**20
-"""Portion when the deadline is near: 2.5 ms even at the 1.6 GB/s of untouched memory."""
+"""Portion if the deadline is near: 2.5 ms even at the 1.6 GB/s of untouched memory."""
 
 NEAR_S = 0.03
-"""How near: a whole portion at 1.6 GB/s takes 21 ms, and the hand-off of the GIL 5. Not more:
-with a busy thread beside it, small portions are the slower ones."""
+"""When a deadline counts as near: a full portion at 1.6 GB/s takes 21 ms, and the hand-off of the
+GIL 5. Not more: with another busy thread, small portions are slower."""
 
 Pieces: TypeAlias = npt.NDArray[np.uint64]
 """(n, 2) addresses and sizes, in order, none of them empty."""
@@ -52,13 +52,13 @@ _scatter_by_kernel = function(
 
 
 class Side:
-    """One side of a copy: runs of memory, in order, as the compiled copy takes them.
+    """One side of a copy: runs of memory, in order, in the form for the compiled copy.
 
     total: the bytes of all runs.
     """
 
     def __init__(self, addresses: U64, sizes: U64) -> None:
-        """Take (n,) addresses and sizes; neighbours in memory become one run."""
+        """Take (n,) addresses and sizes; adjacent ones become one run."""
         self.total = int(sizes.sum())
         if np.count_nonzero(sizes) < len(sizes):
             keep = sizes > 0
@@ -78,7 +78,7 @@ class Side:
         if position == 0 and until == self.total:
             return self._pieces
         if self._ends is None:
-            # Where each run ends, in bytes from the beginning of the batch.
+            # The end of each run, in bytes from the start of the batch.
             self._ends = self._pieces[:, 1].cumsum(dtype=np.int64)
         ends = self._ends
         first = int(ends.searchsorted(position, side="right"))
@@ -103,14 +103,14 @@ def copy_pages(
     """Copy pages between the caller's runs and their slots; return how many leading pages.
 
     page_runs:      the caller's memory, n pages.
-    slot_addresses: (n,) uint64, where each page's slot begins in our mapping of the segment; a slot
-                    is one contiguous range of `page_runs.lengths[i]` bytes.
+    slot_addresses: (n,) uint64, the address of each page's slot in our mapping of the segment; a
+                    slot is one contiguous range of `page_runs.lengths[i]` bytes.
     to_slots:       True copies from the caller into the slots.
-    deadline:       in seconds of `clock`; overrun by one portion at most.
-    by_kernel:      use the kernel's own copy, at half the speed: slots that go away meanwhile end
-                    the copy, and not this process.
+    deadline:       in seconds of `clock`; exceeded by one portion at most.
+    by_kernel:      use the kernel's own copy, at half the speed: slots that are unmapped during the
+                    copy end the copy, not this process.
 
-    Pages after the count that is returned may have been copied in part. Never raises.
+    Pages after the returned count may be partly copied. Never raises.
     """
     lengths = page_runs.lengths
     first, last = (
@@ -140,9 +140,9 @@ def copy_runs(
     clock: Callable[[], float] = time.monotonic,
     by_kernel: bool = False,
 ) -> int:
-    """Copy one side to the other; return the leading bytes that are in place.
+    """Copy one side to the other; return the number of leading bytes copied.
 
-    The runs of the two sides may be cut differently; their totals are equal.
+    The runs of the two sides may be divided differently; their totals are equal.
     """
     total = ours.total
     assert total == segment.total, (total, segment.total)
@@ -162,15 +162,16 @@ def copy_runs(
         )
         position += copied
         if position < until:
-            break  # An address is not there.
+            break  # An address is not mapped.
     return position
 
 
 def scatter(ours: Pieces, segment: Pieces, *, to_segment: bool, by_kernel: bool = False) -> int:
     """Copy between two lists of pieces with equal totals in one call; return the bytes copied.
 
-    They are the leading ones, and fewer than all if a piece is not there at one of its ends. (Of
-    more than 512 pieces a side, a part is looked at.) by_kernel: or goes away during the copy.
+    They are the leading bytes, and fewer than all if a piece is not mapped at one of its ends.
+    (With more than 512 pieces on a side, only some are checked.) by_kernel: also if one is unmapped
+    during the copy.
     """
     copied: int
     mine = (ctypes.addressof(Begin.from_buffer(ours)), len(ours))

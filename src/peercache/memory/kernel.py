@@ -1,19 +1,19 @@
-"""What memory needs of the kernel: page tables, limits, huge pages, and release in forked children.
+"""Kernel interfaces for memory: page tables, limits, huge pages, and release in forked children.
 
 Page tables of mappings are filled and emptied here, which Python's own library cannot do. Every
-call releases the GIL for as long as it runs. mmap's own MAP_POPULATE would hold it, and stop the
-engine for that long.
+call releases the GIL for as long as it runs. mmap's own MAP_POPULATE would keep the GIL, and block
+the engine for that long.
 
 A segment in huge pages is a file of a hugetlbfs, because local clients map it by its path. The
-kernel hands huge pages out whole and keeps them aside beforehand, so what is missing is known, and
-said, before anything is created.
+kernel reserves huge pages in advance, so missing ones are known, and reported, before anything is
+created.
 
-A forked child that lives on would keep the lock of a dead node's file, its memory and its ports:
-the next start takes the node for alive, and finds neither room nor address. A child uses none of it
-(`model.process`), so it lets go of the segments, directory tables and ports of its parent. Each
-descriptor's number, and each mapping's addresses, stay taken until the objects that own them are
-collected: those close and unmap by number and address, and would hit what the child has opened
-there since.
+A long-lived forked child would keep the lock of a dead node's file, its memory and its ports: the
+next node would consider that node alive, and find neither room nor address. A child uses none of
+them (`model.process`), so it releases the segments, directory tables and ports of its parent. Each
+descriptor's number, and each mapping's addresses, stay allocated until the objects that own them
+are collected: those close and unmap by number and address, and would otherwise hit what the child
+has opened there since.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ _libc.madvise.restype = ctypes.c_int
 
 
 def address_of(view: Bytes) -> int:
-    """Return where the memory of an array begins."""
+    """Return the address of the memory of an array."""
     return int(view.__array_interface__["data"][0])
 
 
 def prefault(view: Bytes, *, write: bool, may_load: bool = True) -> None:
     """Fill the page tables of a mapping, so that copies do not stop at every 4 KiB.
 
-    may_load: whether a kernel that cannot (before 5.14) has a byte of each page loaded instead.
-    Raises OSError (EFAULT, ENOMEM) where an access would have been a bus error.
+    may_load: whether one byte of each page is loaded instead on kernels before 5.14, which cannot
+              populate.
+    Raises OSError (EFAULT, ENOMEM) if an access would have been a bus error.
     """
     advice = _POPULATE_WRITE if write else _POPULATE_READ
     if _libc.madvise(address_of(view), view.size, advice) == 0:
@@ -74,8 +75,8 @@ def prefault(view: Bytes, *, write: bool, may_load: bool = True) -> None:
 def populate_range(address: int, length: int) -> bool:
     """Populate any memory of this process, in whole pages, without changing a byte.
 
-    Return False where the kernel cannot (before 5.14) or will not (a driver's mapping, read-only
-    memory): the user of the memory then meets the fault itself.
+    Return False if the kernel cannot (before 5.14) or refuses (a driver's mapping, read-only
+    memory): the user of the memory then takes the page faults itself.
     """
     begin = address // _PAGE_BYTES * _PAGE_BYTES
     end = -(-(address + length) // _PAGE_BYTES) * _PAGE_BYTES
@@ -86,9 +87,9 @@ def unfault(view: Bytes) -> None:
     """Empty the page tables of a shared mapping; the file keeps the bytes.
 
     An mmap object unmaps under the GIL, in time that grows with its page tables: this leaves
-    nothing for it to do.
+    nothing to do for it.
     """
-    # A refusal costs only that time, so it is no error.
+    # A refusal costs only that time, so it is not an error.
     _libc.madvise(address_of(view), view.size, _DONTNEED)
 
 
@@ -105,17 +106,17 @@ def filesystem_of(folder: str, mounts: str) -> str:
     for line in mounts.splitlines():
         _, place, found, *_ = line.split()
         inside = path == place or path.startswith(place.rstrip("/") + "/")
-        # The last of several on one place hides the others.
+        # The last of several mounts at one place hides the others.
         if inside and len(place) >= len(best):
             best, kind = place, found
     return kind if Path(folder).is_dir() else ""
 
 
 def cgroup_memory(groups: str, root: Path) -> tuple[int, int]:
-    """Return the memory limit that ends this process first (-1: none), and what is used of it.
+    """Return the lowest memory limit of this process (-1: none), and how much of it is used.
 
-    groups: the text of /proc/self/cgroup; root: where the cgroup file systems are mounted. A group
-    is bound by the limits of all groups above it. In a container its own group may be the root.
+    groups: the text of /proc/self/cgroup; root: where the cgroup file systems are mounted. The
+            limits of all groups above also apply. In a container its own group may be the root.
     """
     limits = []
     for line in groups.splitlines():
@@ -148,7 +149,7 @@ def host_memory(name: str) -> int:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file of the kernel says, "" where there is none."""
+    """Return the text of a file of the kernel, "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -159,7 +160,7 @@ SIZES = {"2M": HUGE_PAGE_BYTES, "1G": GIB_PAGE_BYTES}
 """Page sizes, by their names in the configuration."""
 
 DEFAULT_PAGE_BYTES = HUGE_PAGE_BYTES
-"""The size of a hugetlbfs whose options name none."""
+"""The page size of a hugetlbfs without one in its options."""
 
 _KERNEL = Path("/sys/kernel/mm/hugepages")
 _MOUNTS = Path("/proc/mounts")
@@ -168,7 +169,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @attrs.frozen
 class Supply:
-    """Huge pages of one size: all that the kernel has, and those that are free and not reserved."""
+    """Huge pages of one size: all in the kernel's pool, and those free and not reserved."""
 
     page_bytes: int
     total: int
@@ -176,7 +177,7 @@ class Supply:
 
 
 def supplies(kernel: Path = _KERNEL) -> tuple[Supply, ...]:
-    """Return what there is of each size that this kernel knows, the smallest first."""
+    """Return the supply of each size that this kernel knows, the smallest first."""
     found = []
     for folder in kernel.glob("hugepages-*kB"):
         page_bytes = int(folder.name.removeprefix("hugepages-").removesuffix("kB")) * 2**10
@@ -207,7 +208,7 @@ def hugetlbfs_folders() -> tuple[str, ...]:
 
 
 def missing(name: str, needed: int, supply: Supply) -> str:
-    """Return "" or what is missing, with the line that makes it."""
+    """Return what is missing, with the command that adds it; "" if nothing is missing."""
     if supply.free >= needed:
         return ""
     return (
@@ -217,7 +218,7 @@ def missing(name: str, needed: int, supply: Supply) -> str:
 
 
 def more(name: str, total: int) -> str:
-    """Return the line that makes the kernel keep `total` huge pages."""
+    """Return the command that makes the kernel reserve `total` huge pages."""
     if name == "2M":
         return f"sysctl vm.nr_hugepages={total}"
     return f"boot with hugepagesz=1G hugepages={total}"
@@ -228,7 +229,7 @@ def folder_for(name: str, configured: str, mounts: str | None = None) -> str:
     places = mounted(_MOUNTS.read_text(encoding="utf-8") if mounts is None else mounts)
     fitting = [place for place, page_bytes in places if page_bytes == SIZES[name]]
     if configured:
-        # A folder within a mount is as good as the mount itself.
+        # A folder within a mount is as good as the mount point.
         within = Path(configured).resolve()
         if any(within.is_relative_to(place) for place in fitting):
             return configured
@@ -257,7 +258,7 @@ _MAP_FIXED = 0x10
 _REMOVED = " (deleted)"
 
 _served: Counter[int | str] = Counter()
-"""Where the nodes of this process serve: tcp ports, and paths of unix sockets."""
+"""The addresses at which nodes of this process serve: tcp ports, and paths of unix sockets."""
 
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -267,13 +268,13 @@ _libc.mmap.argtypes = (
 
 @cache
 def let_go_in_children() -> None:
-    """Have each child that is forked from now on let go; to be called before a file is opened."""
+    """Make later forked children release everything; call this before opening files."""
     os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 @contextmanager
 def serving_at(addresses: Collection[int | str]) -> Iterator[None]:
-    """Have children let go of the sockets with these tcp ports and paths, for a block."""
+    """Make children release the sockets with these tcp ports and paths, during a block."""
     let_go_in_children()
     _served.update(addresses)
     try:
@@ -286,7 +287,7 @@ def _let_go_in_child() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for descriptor in _DESCRIPTORS.iterdir():
-            # The one that lists them has gone by now.
+            # The descriptor that lists them is closed by now.
             with suppress(OSError):
                 path, number = str(descriptor.readlink()), int(descriptor.name)
                 if _is_of_a_node(path) or (path.startswith("socket:") and _is_served(number)):
@@ -294,7 +295,8 @@ def _let_go_in_child() -> None:
     finally:
         os.close(nothing)
     for begin, end in list(_mapped()):
-        # Nothing is there to read: a write, which would be a bug, ends the child and harms no page.
+        # It has no access rights: an access, which would be a bug, kills the child and harms no
+        # page.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _libc.mmap(begin, end - begin, mmap.PROT_READ, flags, -1, 0)
 
@@ -312,7 +314,7 @@ def _is_of_a_node(path: str) -> bool:
 
 
 def _is_served(descriptor: int) -> bool:
-    """Tell whether a node listens at a socket, or has accepted it."""
+    """Return whether a node listens on a socket, or has accepted it."""
     opened = socket.socket(fileno=descriptor)
     try:
         name = opened.getsockname()

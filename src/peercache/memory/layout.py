@@ -1,7 +1,7 @@
 """The layout of a published segment: header | seals | page memory.
 
-One aligned 64-byte seal a granule; a slot's seal is that of its first granule, `offset // granule`,
-whatever the slot's size, so a record's seal never moves. Nothing here is ever resized.
+There is one aligned 64-byte seal per granule; a slot's seal is that of its first granule, `offset
+// granule`, for all sizes of slots, so a record's seal never moves. Nothing here is ever resized.
 
 Layout version history:
     1  the first: an 8-byte generation word a granule.
@@ -45,12 +45,13 @@ assert HEADER.size <= HEADER_BYTES, HEADER.size
 class Layout:
     """Offsets and sizes of one segment, in bytes.
 
-    granule:      bytes a seal stands for.
+    granule:      bytes for which a seal stands.
     page_bytes:   page memory, whole granules.
-    seals_offset: where the seals begin in the file.
-    pages_offset: where the page memory begins; on a huge page unless the pool is smaller than one.
+    seals_offset: offset of the seals in the file.
+    pages_offset: offset of the page memory; aligned to a huge page unless the pool is smaller than
+                  one.
     total_bytes:  size of the file.
-    huge_page_bytes: size of the pages that the file is made of, 0 for normal ones.
+    huge_page_bytes: size of the file's huge pages, 0 for normal pages.
     """
 
     granule: int
@@ -64,7 +65,7 @@ class Layout:
     def of(cls, page_bytes: int, granule: int, huge_page_bytes: int = 0) -> Layout:
         """Lay out `page_bytes` of page memory, rounded down to whole granules.
 
-        In huge pages, which a file has whole, it is rounded down to whole ones of them.
+        With huge pages, it is rounded down to whole huge pages.
         """
         assert granule >= GRANULE_BYTES_MIN, granule
         assert granule & (granule - 1) == 0, granule
@@ -81,17 +82,17 @@ class Layout:
 
     @property
     def seals_count(self) -> int:
-        """Return the number of seals: one a granule."""
+        """Return the number of seals: one per granule."""
         return self.page_bytes // self.granule
 
     @property
     def seals_end(self) -> int:
-        """Return where the seals end in the file."""
+        """Return the end of the seals in the file."""
         return self.seals_offset + self.seals_count * SEAL_BYTES
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory that the file takes: a gap before aligned normal pages takes none."""
+        """Return the memory of the file: a gap before aligned normal pages takes none."""
         if self.huge_page_bytes:
             return self.total_bytes
         return self.seals_end + self.page_bytes
@@ -109,7 +110,7 @@ class Header:
 
 
 def pack_header(header: Header) -> bytes:
-    """Return the bytes that a segment begins with."""
+    """Return the bytes at the start of a segment."""
     return HEADER.pack(
         _MAGIC,
         LAYOUT_VERSION,
@@ -122,7 +123,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def parse_header(raw: bytes) -> Header:
-    """Return what a header says; raise Rejected, with what is wrong, for anything but a header."""
+    """Return the values of a header; raise Rejected, with the problem, for an invalid one."""
     if len(raw) < HEADER.size:
         raise Rejected("segment", f"{len(raw)} bytes, a header has {HEADER.size}")
     magic, version, huge, incarnation, granule, page_bytes, boot = HEADER.unpack_from(raw)
@@ -145,10 +146,10 @@ def parse_header(raw: bytes) -> Header:
 
 
 def boot_id() -> str:
-    """Return an id of this host since its start: up to 36 ASCII characters.
+    """Return an id of this host, new at each boot: up to 36 ASCII characters.
 
-    If the kernel has none, it is the host's name: two hosts of one name are then
-    distinguished by the segment, which does not open on the wrong one.
+    If the kernel has none, it is the host's name: two hosts with the same name are then
+    distinguished by the segment, which cannot be opened on the wrong host.
     """
     try:
         found = Path(_BOOT_ID_PATH).read_text(encoding="ascii").strip()

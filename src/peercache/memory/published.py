@@ -1,16 +1,16 @@
-"""The published segment, as its owner holds it.
+"""The published segment, from the side of its owner.
 
-Owns    one file in shm_dir, mode 0600 or 0660 for a sharing group, under a lock that lives and dies
-        with this process: a process that can take the lock knows that the owner is dead.
-Keeps   only `store_words` changes a seal: the word by one aligned 8-byte store, after the rest.
-        No memory is touched before the file system has promised it: a full one is an error at
-        start or while populating, never a bus error later.
-        The words of slots that were never reserved are zero, which no record carries.
+Owns    one file in shm_dir, mode 0600 or 0660 for a sharing group, with a lock that is held until
+        this process ends: a process that can acquire the lock knows that the owner is dead.
+Keeps   only `store_words` changes a seal: the word by one aligned 8-byte store, after the rest. No
+        memory is accessed before the file system has allocated it: a full file system is an error
+        at start or while populating, never a bus error later. The words of slots that were never
+        reserved are zero, which no record has.
 Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for the populating thread.
 
-The directory's table is a file of the same kind next to the segment; what is in it belongs to the
-directory actor. Files that dead processes left behind are removed: a file whose lock can be taken
-has no owner. They are unlinked by name, never truncated, written or reused: a process that still
+The directory's table is a file of the same kind next to the segment; its content belongs to the
+directory actor. Files that dead processes left are removed: if the lock of a file can be acquired,
+it has no owner. They are unlinked by name, never truncated, written or reused: a process that still
 has one mapped keeps reading the old bytes.
 """
 
@@ -48,7 +48,7 @@ from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
-"""About 10 ms of zeroing, in which the kernel lets no thread of the process map memory."""
+"""About 10 ms of zeroing, during which no thread of the process can map memory."""
 
 CREATE_ATTEMPTS_MAX = 100
 """Each failed attempt means that another node's start removed the new file as a leftover in the
@@ -56,14 +56,14 @@ microseconds before it was locked; a hundred in a row do not happen."""
 
 
 class PublishedSegment:
-    """A node's own segment. `populate` may run in a thread beside everything else.
+    """A node's own segment. `populate` may run in a thread at the same time as all other calls.
 
     path:        the file.
-    layout:      where things are in it.
-    incarnation: the node's.
+    layout:      offsets in the file.
+    incarnation: that of the node.
     seals:       (seals_count,) SEAL; change them with `store_words` only.
     words:       (seals_count,) uint64, the words of the seals, a view.
-    pages:       (page_bytes,) uint8, the page memory; touch none of it beyond `usable_bytes`.
+    pages:       (page_bytes,) uint8, the page memory; do not access it beyond `usable_bytes`.
     """
 
     def __init__(self, path: Path, file: int, layout: Layout, incarnation: Incarnation) -> None:
@@ -88,16 +88,16 @@ class PublishedSegment:
         cls, shm_dir: str | os.PathLike[str], *, incarnation: Incarnation, page_bytes: int,
         granule: int, huge_page_bytes: int = 0, sharing: Sharing | None = None,
     ) -> PublishedSegment:  # fmt: skip
-        """Make the file, its header and its seals; the page memory comes with `populate`.
+        """Create the file, its header and its seals; `populate` adds the page memory.
 
-        Raises PoolTooLarge where shm_dir has no room, AddressTaken where the file is there already,
-        OSError where shm_dir cannot be used at all. With `huge_page_bytes` shm_dir is on a
-        hugetlbfs of such pages. The file is open to the group of `sharing`, if it names one.
+        Raises PoolTooLarge if shm_dir has no room, AddressTaken if the file exists already, OSError
+        if shm_dir cannot be used at all. With `huge_page_bytes` shm_dir is on a hugetlbfs of such
+        pages. The file is open to the group of `sharing`, if it names one.
         """
         layout = Layout.of(page_bytes, granule, huge_page_bytes)
         path = Path(shm_dir) / segment_name(incarnation)
         free_bytes = shutil.disk_usage(shm_dir).free
-        # A hugetlbfs without a limit of its own says that it has none free.
+        # A hugetlbfs without a limit of its own reports no free pages.
         if not huge_page_bytes and free_bytes < layout.memory_bytes:
             raise PoolTooLarge(os.fspath(shm_dir), layout.memory_bytes, free_bytes)
         file = create_locked(path)
@@ -110,7 +110,7 @@ class PublishedSegment:
             raw = pack_header(
                 Header(incarnation, layout.granule, layout.page_bytes, boot_id(), huge_page_bytes)
             )
-            # Through the mapping: a hugetlbfs takes no writes.
+            # Through the mapping: a hugetlbfs does not support write().
             segment._whole[: len(raw)] = np.frombuffer(raw, np.uint8)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -119,13 +119,14 @@ class PublishedSegment:
         return segment
 
     def populate(self, upto_bytes: int) -> int:
-        """Make page memory usable up to `upto_bytes`; return how much is, which never shrinks.
+        """Make page memory usable up to `upto_bytes`; return the usable size, which never shrinks.
 
-        Blocks without the GIL, 0.5 s a GiB or so: for a worker thread. Returns early when the
-        segment closes. Raises PoolTooLarge when the file system is full: what was usable stays so.
+        Blocks without the GIL, about 0.5 s per GiB: for a worker thread. Returns early when the
+        segment closes. Raises PoolTooLarge when the file system is full: memory that was usable
+        stays usable.
         """
         goal = min(upto_bytes, self.layout.page_bytes)
-        # A huge page is populated whole.
+        # A huge page is populated as a whole.
         chunk_bytes = max(POPULATE_CHUNK_BYTES, self.layout.huge_page_bytes)
         while self.usable_bytes < goal:
             with self._populating:
@@ -134,7 +135,7 @@ class PublishedSegment:
                 begin = self.usable_bytes
                 end = min(begin + chunk_bytes, goal)
                 if begin >= end:
-                    break  # Another thread populated it meanwhile.
+                    break  # Another thread has populated it.
                 offset = self.layout.pages_offset + begin
                 _reserve(self._file, offset, end - begin, self.path, self.layout)
                 self._prefault(begin, end)
@@ -150,7 +151,7 @@ class PublishedSegment:
         self._store.store(indices, values, named)
 
     def close(self) -> None:
-        """Unlink the file and let go of the memory, after a step of `populate` in progress.
+        """Unlink the file and release the memory, after a running step of `populate`.
 
         A holder of `seals`, `words` or `pages` keeps the memory mapped until it drops them.
         """
@@ -159,7 +160,7 @@ class PublishedSegment:
                 return
             self._closed = True
         if not self._fork.is_child:
-            # The file is its parent's.
+            # The file belongs to its parent.
             self.path.unlink(missing_ok=True)
         unfault(self._whole)
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -173,14 +174,14 @@ class PublishedSegment:
         try:
             prefault(self.pages[begin:end], write=True)
         except OSError as error:
-            # The reserve above promised the memory; only a limit of our own container is left.
+            # The memory was reserved above; only a limit of our own container can prevent this.
             if error.errno not in (errno.EFAULT, errno.ENOMEM, errno.ENOSPC):
                 raise
             raise _too_large(self.path, self.layout) from error
 
 
 def create_locked(path: Path) -> int:
-    """Return a descriptor of a new file at `path`; we hold its lock, and no child of ours does."""
+    """Return the descriptor of a new, locked file at `path`; children do not inherit the lock."""
     let_go_in_children()
     for _ in range(CREATE_ATTEMPTS_MAX):
         try:
@@ -189,14 +190,14 @@ def create_locked(path: Path) -> int:
         except FileExistsError as error:
             raise AddressTaken("shm_dir", os.fspath(path)) from error
         try:
-            # Waits for another node's start that looks whether we are alive: microseconds.
+            # Waits for microseconds while another starting node checks whether we are alive.
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_still(path, file):
                 return file
         except BaseException:
             os.close(file)
             raise
-        # The other node looked before the lock was taken, and removed the file as a leftover.
+        # The other node checked before the lock was acquired, and removed the file as a leftover.
         os.close(file)
     raise AddressTaken("shm_dir", os.fspath(path))
 
@@ -209,7 +210,7 @@ def _is_still(path: Path, file: int) -> bool:
 
 
 def _reserve(file: int, offset: int, size: int, path: Path, layout: Layout) -> None:
-    """Have the file system set memory aside for a part of the file."""
+    """Have the file system allocate memory for a part of the file."""
     try:
         os.posix_fallocate(file, offset, size)
     except OSError as error:
@@ -225,7 +226,7 @@ def _too_large(path: Path, layout: Layout) -> PoolTooLarge:
 
 
 GROUP_READS_MODE = 0o640
-"""Clients of the group read, and the owner alone writes."""
+"""Clients of the group may read, and only the owner may write."""
 
 
 @final
@@ -233,7 +234,7 @@ class TableFile:
     """An empty file for a table, locked. file: its descriptor."""
 
     def __init__(self, path: Path, file: int) -> None:
-        """Own a locked file; use `create`."""
+        """Take over a locked file; use `create`."""
         self.path = path
         self.file = file
         self._fork = ForkGuard()
@@ -242,7 +243,7 @@ class TableFile:
     def create(
         cls, folder: str | os.PathLike[str], incarnation: Incarnation, sharing: Sharing | None
     ) -> TableFile:
-        """Make the file; raises AddressTaken where it is there already, OSError, ConfigError."""
+        """Create the file; raises AddressTaken if it exists already, OSError, ConfigError."""
         path = Path(folder) / table_name(incarnation)
         file = create_locked(path)
         try:
@@ -255,7 +256,7 @@ class TableFile:
         return cls(path, file)
 
     def close(self) -> None:
-        """Remove the name; the table lives on where it is mapped. May be repeated."""
+        """Remove the name; the table stays valid where it is mapped. May be repeated."""
         if self.file < 0 or self._fork.is_child:
             return
         self.path.unlink(missing_ok=True)
@@ -266,13 +267,13 @@ class TableFile:
 def remove_leftovers(shm_dir: str | os.PathLike[str], sharing: Sharing | None = None) -> list[str]:
     """Unlink the segments and tables of dead processes; return their names, sorted.
 
-    sharing: whose files may go; None is this process's user and root.
-    Never raises for a single file: one that cannot be looked at stays.
+    sharing: the users whose files may be removed; None: this process's user and root. Never raises
+    for a single file: a file that cannot be checked stays.
     """
     try:
         folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        return []  # What makes the segment there says so.
+        return []  # The creation of the segment there will report it.
     except OSError as error:
         get_logger().warning("segment.scan_failed", shm_dir=str(shm_dir), reason=str(error))
         return []
@@ -289,7 +290,7 @@ def _removed(folder: int, sharing: Sharing) -> list[str]:
             if _remove_if_dead(name, folder, sharing):
                 removed.append(name)
         except (OSError, Rejected) as error:  # noqa: PERF203 - one bad file must not keep the others
-            # Gone meanwhile, another user's, or no segment at all.
+            # Gone already, of another user, or not a segment.
             get_logger().debug("segment.leftover_kept", name=name, reason=str(error))
     if removed:
         get_logger().info("segment.leftovers_removed", names=removed)
@@ -302,10 +303,10 @@ def _remove_if_dead(name: str, folder: int, sharing: Sharing) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False  # Its owner lives.
-        # Only while we hold the lock of the very file that has the name may the name go. A node
-        # that is just starting waits for this lock, then sees that its name is gone, and tries
-        # again; without this look, we could remove the name of that second file.
+            return False  # Its owner is alive.
+        # The name may be removed only while we hold the lock of the very file that has the name. A
+        # starting node waits for this lock, then notices that its name is gone, and tries again;
+        # without this check, we could remove the name of that second file.
         named = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not os.path.samestat(named, os.fstat(file)):
             return False

@@ -23,60 +23,60 @@ _load = function("peercache_seals_load", ctypes.c_int, *_LOAD, ctypes.c_int, kee
 
 @final
 class SealStore:
-    """Where a node stores seals: those of its own segment, which must stay mapped meanwhile."""
+    """Stores the seals of a node's own segment, which must stay mapped meanwhile."""
 
     def __init__(self, seals: Seals) -> None:
-        """Store into (n,) SEAL, one a granule."""
+        """Store into (n,) SEAL, one per granule."""
         self._address, self._count = seals.ctypes.data, len(seals)
 
     def store(self, indices: I64, words: U64, named: Seals | None = None) -> None:
         """Store `words[i]` at seal `indices[i]`, in order, each as one aligned 8-byte store.
 
         indices: (n,) int64. words: (n,) uint64.
-        named:   (n,) SEAL, whose key, space and length are stored before the words; None keeps
-                 those that are there.
+        named:   (n,) SEAL, whose key, space and length are stored before the words; None keeps the
+                 current ones.
         """
         assert indices.dtype == np.int64, indices.dtype
         assert words.dtype == np.uint64, words.dtype
         assert indices.shape == words.shape, (indices.shape, words.shape)
         assert named is None or (named.dtype == SEAL and named.shape == indices.shape), named
-        # As bytes: to ask numpy for the place of an array takes longer than the call.
+        # As bytes: asking numpy for the address of an array takes longer than the call.
         done = _store(
             self._address, self._count, indices.tobytes(), words.tobytes(),
             None if named is None else named.tobytes(), len(indices),
         )  # fmt: skip
-        # A wrong index would change what is no seal.
+        # A wrong index would overwrite something else.
         assert done, (indices, self._count)
 
 
 @final
 class SealTable:
-    """The seals of a mapped segment, to be loaded by the offsets of slots.
+    """The seals of a mapped segment, loaded by the offsets of slots.
 
     The memory must stay mapped for as long as this is used.
     """
 
     def __init__(self, seals: Seals, *, granule: int, by_kernel: bool) -> None:
-        """Load from (n,) SEAL, one a granule.
+        """Load from (n,) SEAL, one per granule.
 
-        by_kernel: load with the kernel's own copy, which survives that the file is cut short.
+        by_kernel: load with the kernel's own copy, which survives a truncated file.
         """
         self._address, self._count = seals.ctypes.data, len(seals)
         self._granule = granule
         self._by_kernel = by_kernel
 
     def words(self, offsets: U64) -> U64:
-        """Load words now, (n,) uint64: before a byte that the caller reads next.
+        """Load words now, (n,) uint64: before any byte that the caller reads afterwards.
 
-        ODD for all if the table is not there any more, which only `by_kernel` finds out.
+        All are ODD if the table is not mapped any more, which only `by_kernel` detects.
         """
         words = np.empty(len(offsets), np.uint64)
         return words if self._loaded(_words, offsets, words) else np.full(len(offsets), ODD)
 
     def load(self, offsets: U64) -> Seals:
-        """Load seals now, (n,) SEAL: after every byte that the caller has read, the words last.
+        """Load seals now, (n,) SEAL: after all bytes that the caller has read, the words last.
 
-        Unread ones if the table is not there any more, which only `by_kernel` finds out.
+        All are unread if the table is not mapped any more, which only `by_kernel` detects.
         """
         seals: Seals = np.empty(len(offsets), SEAL)
         return seals if self._loaded(_load, offsets, seals) else unread_seals(len(offsets))
@@ -87,6 +87,6 @@ class SealTable:
             self._address, self._count, self._granule, offsets.tobytes(),
             ctypes.addressof(Begin.from_buffer(into)), len(offsets), self._by_kernel,
         )  # fmt: skip
-        # A wrong offset would load what is no seal.
+        # A wrong offset would load something else.
         assert done >= 0, (offsets, self._count)
         return bool(done)

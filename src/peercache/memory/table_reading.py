@@ -1,10 +1,10 @@
 """Reads a directory table that another process writes: a batch of keys in one compiled call.
 
-`_table_reading.c` does the work, and says why it is right. Nothing in the table is believed before
-it is checked, and whatever does not fit ends the batch with a reason: the caller asks the owner.
+`_table_reading.c` does the work, and explains why it is correct. Nothing in the table is trusted
+before it is checked, and invalid content ends the batch with a reason: the caller asks the owner.
 
-Owns    a read-only mapping, or a descriptor alone where another user may cut the file short.
-Keeps   nothing is unmapped under a look: looks and `close` take turns.
+Owns    a read-only mapping, or only a descriptor if another user may truncate the file.
+Keeps   nothing is unmapped during a lookup: lookups and `close` exclude each other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from peercache.model.records import RECORD_BYTES
 from peercache.trust.sharing import Sharing
 
 HOLDERS_MAX = 8
-"""Holders of one key that a look brings, as many as an owner's answer."""
+"""Holders of one key in a result, as many as in an owner's answer."""
 
 KEYS_MAX = 2048
-"""Keys of one compiled call, which keeps the interpreter's lock: half a millisecond."""
+"""Keys of one compiled call, which keeps the GIL: half a millisecond."""
 
 _FOUND_BYTES = 64
 _LISTED_MAX = 64
@@ -41,7 +41,7 @@ _NO_PLACES = np.empty(0, np.uint32)
 _NO_PLACES.flags.writeable = False
 
 TORN = "torn"
-"""The table changed under each try, or has a search without an end."""
+"""The table changed during each attempt, or a search in it does not end."""
 
 REASONS = {
     -1: "cut_short",
@@ -50,20 +50,20 @@ REASONS = {
     -4: "malformed",
     -5: TORN,
 }
-"""Why a table is not used, by what the compiled part returns."""
+"""Why a table is not used, by the return value of the compiled part."""
 
 
 class Unusable(Exception):
     """A table that cannot be read now. reason: one of REASONS, or "closed"."""
 
     def __init__(self, reason: str) -> None:
-        """Say why."""
+        """Set the reason."""
         super().__init__(f"a directory table is not used: {reason}")
         self.reason = reason
 
 
 class _Reading(ctypes.Structure):
-    """As `struct reading` has it."""
+    """The same as `struct reading`."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -83,7 +83,7 @@ class _Reading(ctypes.Structure):
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    # To get the GIL back may take five milliseconds, a call takes microseconds.
+    # The call keeps the GIL: getting it back may take five milliseconds, a call takes microseconds.
     return function(
         f"peercache_reading_{name}", ctypes.c_int64, ctypes.c_void_p, *arguments, keeps_gil=True
     )
@@ -98,13 +98,13 @@ _batch = _call("batch", ctypes.c_char_p, _U64, _U64, _U64, ctypes.c_void_p, ctyp
 
 @final
 class TableReader:
-    """Reads one table. For one thread at a time: the caller sees to that."""
+    """Reads one table. The caller must ensure that only one thread uses it at a time."""
 
     def __init__(self, *, address: int, file: int, size_bytes: int, incarnation: int) -> None:
-        """Read the table of a node, which stays where it is for as long as this is used.
+        """Read the table of a node, which must keep its address as long as this is used.
 
-        address:    where the table is mapped, `size_bytes` of it; 0 to read the file by `pread`.
-        file:       its descriptor; -1 for memory of this process that no file has.
+        address:    address of the mapped table, of `size_bytes`; 0 to read the file by `pread`.
+        file:       its descriptor; -1 for memory of this process without a file.
         """
         self._room = 0
         self._found: Any = None
@@ -116,12 +116,12 @@ class TableReader:
         self._at = ctypes.addressof(self._reading)
 
     def batch(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
-        """Look for keys; raise Unusable where this table cannot be read now.
+        """Look up keys; raise Unusable if this table cannot be read now.
 
-        ring:  version of the ring by which the caller knows the table's node as an owner, as a
+        ring:  version of the ring on which the caller considers the table's node an owner, as a
                number.
-        now_s: seconds of CLOCK_MONOTONIC, from before the call.
-        asker: a number of the caller's own: callers begin among many holders at different ones.
+        now_s: seconds of CLOCK_MONOTONIC, read before the call.
+        asker: a number of the caller: with many holders, callers begin at different ones.
         """
         if len(keys) <= KEYS_MAX * KEY_BYTES:
             return self._part(keys, ring, now_s, asker)
@@ -140,35 +140,36 @@ class TableReader:
     def _part(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
         count = len(keys) // KEY_BYTES
         self._have_room(count)
-        told = _batch(self._at, keys, count, asker, HOLDERS_MAX, self._into, self._places)
-        return self._looked(told, ring, now_s)
+        found = _batch(self._at, keys, count, asker, HOLDERS_MAX, self._into, self._places)
+        return self._looked(found, ring, now_s)
 
     # --- the parts of a batch, with the owner's work between them: for simulations and tests ----
 
     def begin(self, keys_max: int) -> None:
-        """Begin a batch of at most so many keys; raise Unusable."""
+        """Begin a batch of at most `keys_max` keys; raise Unusable."""
         self._have_room(keys_max)
         _raised(_begin(self._at))
 
     def look(self, keys: bytes, place: int, asker: int) -> None:
-        """Look for the batch's next keys, after `place` others; raise Unusable."""
+        """Look up the batch's next keys, after `place` others; raise Unusable."""
         _raised(_look(self._at, keys, len(keys) // KEY_BYTES, place, asker, HOLDERS_MAX))
 
     def end(self, ring: int, now_s: float) -> Looked:
-        """Return what the batch has found; raise Unusable, with reason "torn" to begin again."""
+        """Return the result of the batch; raise Unusable, with reason "torn" to repeat it."""
         return self._looked(_end(self._at, self._into, self._places), ring, now_s)
 
-    def _looked(self, told: int, ring: int, now_s: float) -> Looked:
-        _raised(told)
+    def _looked(self, found: int, ring: int, now_s: float) -> Looked:
+        _raised(found)
         reading = self._reading
-        # A clock may stand before it, too: the owner has ticked since the caller looked at it.
+        # The tick may also be later than `now_s`: the owner has ticked since the caller read the
+        # clock.
         is_at_work = abs(int(now_s * 1e9) - reading.tick_ns) <= _TICK_AGE_MAX_NS
         is_final = is_at_work and ring != 0 and reading.authority == ring and not reading.is_torn
-        if not told:
+        if not found:
             return Looked(b"", _NO_PLACES, is_final, is_at_work)
         return Looked(
-            ctypes.string_at(self._into, told * RECORD_BYTES),
-            np.frombuffer(ctypes.string_at(self._places, told * 4), np.uint32),
+            ctypes.string_at(self._into, found * RECORD_BYTES),
+            np.frombuffer(ctypes.string_at(self._places, found * 4), np.uint32),
             is_final,
             is_at_work,
         )
@@ -199,7 +200,7 @@ class AttachedTable:
     """A table of another process. Every method may be called from any thread."""
 
     def __init__(self, file: int, incarnation: Incarnation, *, by_kernel: bool) -> None:
-        """Map a file that was checked; use `open`."""
+        """Map a verified file; use `open`."""
         size = os.fstat(file).st_size
         self.by_kernel = by_kernel
         self._file = file
@@ -221,11 +222,11 @@ class AttachedTable:
         incarnation: Incarnation,
         sharing: Sharing | None = None,
     ) -> AttachedTable:
-        """Open the table of a node whose file is in this folder.
+        """Open the table of a node, a file in this folder.
 
-        sharing: whose files are read; None is this process's user and root.
-        Raises PeerUnreachable if there is no such file here, Rejected if it is no file of a sharing
-        uid, or not open to us. What is in it is checked with each look.
+        sharing: the users whose files are read; None: this process's user and root.
+        Raises PeerUnreachable if there is no such file here, Rejected if it is not a file of a
+        sharing uid, or not open to us. Its content is checked with each lookup.
         """
         sharing = sharing if sharing is not None else Sharing.of()
         path = Path(folder) / table_name(incarnation)
@@ -234,7 +235,7 @@ class AttachedTable:
             return cls(file, incarnation, by_kernel=by_kernel)
 
     def look(self, keys: bytes, ring: int, now_s: float, asker: int) -> Looked:
-        """Look for packed keys, as `TableReader.batch`; raise Unusable, also after `close`."""
+        """Look up packed keys, as `TableReader.batch`; raise Unusable, also after `close`."""
         with self._lock:
             if self._reader is None:
                 raise Unusable("closed")
@@ -253,7 +254,7 @@ class AttachedTable:
             return int.from_bytes(packed, "little")
 
     def close(self) -> None:
-        """Unmap, after a look that is under way. May be repeated."""
+        """Unmap, after a running lookup. May be repeated."""
         with self._lock:
             if self._reader is None:
                 return

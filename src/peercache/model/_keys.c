@@ -17,7 +17,7 @@ static uint64_t word_at(const unsigned char *text)
 }
 
 /* Return a word whose bytes have their highest bit where a character is a lower-case hex digit. The
- * digits are random: a branch on them would be foretold wrongly half of the time. */
+ * digits are random: a branch on them would be mispredicted half of the time. */
 static uint64_t are_digits(uint64_t word)
 {
     uint64_t from_0 = word + EACH(0x80 - '0'), above_9 = word + EACH(0x7f - '9');
@@ -26,7 +26,7 @@ static uint64_t are_digits(uint64_t word)
     return (from_0 & ~above_9) | (from_a & ~above_f);
 }
 
-/* Return the four bytes that eight hex digits stand for. */
+/* Return the four bytes that eight hex digits encode. */
 static uint32_t value_of(uint64_t word)
 {
     uint64_t digits = (word & EACH(0x0f)) + 9 * (word >> 6 & EACH(1));
@@ -39,7 +39,8 @@ static uint32_t value_of(uint64_t word)
 /* Write the page keys of `count` digests in each of `spaces` namespaces: (spaces, count, 16) bytes.
  *
  * hex:   count x 64 bytes of ASCII; masks: (spaces, 16) bytes, which each key is XORed with.
- * Returns 1; 0 if some byte is no lower-case hex digit, and then what `into` has says nothing.
+ * Returns 1; 0 if some byte is not a lower-case hex digit, and then the content of `into` is
+ * undefined.
  */
 int64_t peercache_keys_of_hex(const unsigned char *hex, uint64_t count, const unsigned char *masks,
                               uint64_t spaces, unsigned char *into)
@@ -53,11 +54,11 @@ int64_t peercache_keys_of_hex(const unsigned char *hex, uint64_t count, const un
 
             memcpy(into + i * KEY_BYTES + part, &value, sizeof(value));
         }
-        /* The rest is no part of the key, but decides whether it is a digest at all. */
+        /* The rest is not part of the key, but decides whether the text is a digest at all. */
         for (part = 0; part < HEX_BYTES; part += 8)
             all &= are_digits(word_at(hex + part));
     }
-    /* The first namespace last: the others are made from what is in its place. */
+    /* The first namespace last: the others are computed from the bytes in its place. */
     for (space = spaces; space-- > 0;) {
         unsigned char *to = into + space * count * KEY_BYTES;
 

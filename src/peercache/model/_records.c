@@ -1,4 +1,4 @@
-/* Packed records: a look at a whole batch in one call. */
+/* Packed records: a check of a whole batch in one call. */
 #include <stdint.h>
 
 #include "../memory/_table_layout.h"

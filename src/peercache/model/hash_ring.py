@@ -17,18 +17,18 @@ import numpy.typing as npt
 from peercache.model.keys import PageKeys
 
 TOKENS_KEPT_MEMBERS = 4096
-"""Members whose tokens are remembered, 1.3 KB each: most members of a new ring were in the last
-one, and hashing is most of the time that a ring takes."""
+"""Members with cached tokens, 1.3 KB each: most members of a new ring were in the last one, and
+hashing takes most of the time of building a ring."""
 
 AUTO = "auto"
-"""Stands for a number of owners that follows the number of hosts."""
+"""Means a number of owners that depends on the number of hosts."""
 
 HOSTS_AT_HOME_MAX = 8
-"""Up to so many hosts each of them owns every key. A set sends a message to each owner, and an
-owner keeps 80 bytes a record: beyond, both would grow with the cluster."""
+"""Up to this many hosts, each of them owns every key. A set sends a message to each owner, and an
+owner keeps 80 bytes a record: with more hosts, both would grow with the cluster."""
 
 OWNERS_MIN = 2
-"""Owners of a key where there are two nodes, and those of a larger cluster: one may fail."""
+"""Owners of a key with two nodes, and in a large cluster: one of them may fail."""
 
 Places = npt.NDArray[np.intp]
 
@@ -44,24 +44,24 @@ class HashRing:
         replicas: int | str,
         spares: int = 0,
     ) -> None:
-        """Place `virtual_nodes` tokens a member.
+        """Place `virtual_nodes` tokens for each member.
 
-        members:  the incarnations, with the host of each (`Member.boot_id`); without, each is on a
-                  host of its own.
+        members:  the incarnations, with the host of each (`Member.boot_id`); without hosts, each is
+                  on a host of its own.
         replicas: distinct owners of a key. AUTO: one on each host, up to HOSTS_AT_HOME_MAX hosts,
                   and OWNERS_MIN on different hosts beyond; on one host OWNERS_MIN of its nodes.
-        spares:   further members clockwise that `table` names behind the owners.
+        spares:   further members clockwise that `table` has after the owners.
         """
         hosts = members if isinstance(members, Mapping) else {m: f"{m:x}" for m in members}
         self.members: tuple[int, ...] = tuple(sorted(hosts))
         self.hosts: tuple[str, ...] = tuple(hosts[member] for member in self.members)
         """The host of each member."""
         self.version = _version(self.members, self.hosts, virtual_nodes, replicas)
-        """Digest of all that the owners depend on; compared only for equality, and never zero."""
+        """Digest of all that determines the owners; only compared for equality, never zero."""
         tokens = [_tokens(member, virtual_nodes) for member in self.members]
         points = np.concatenate([np.empty(0, np.uint64), *tokens])
         places = np.repeat(np.arange(len(self.members)), virtual_nodes)
-        # Equal tokens, if ever, stay in the order of their members: the same on every node.
+        # Equal tokens, if any, stay in the order of their members: the same on every node.
         order = np.argsort(points, kind="stable")
         self._tokens = points[order]
         clockwise = places[order]
@@ -84,7 +84,7 @@ class HashRing:
                 owners = _next_distinct([], clockwise, host_of[clockwise], self.replicas)
             columns = list(owners.T)
             self.table = _next_distinct(columns, clockwise, clockwise, count)
-        """For each arc its owners and the spares, as places in `members`: (arcs, columns)."""
+        """For each arc its owners and the spares, as indices of `members`: (arcs, columns)."""
         self._incarnations = np.array(self.members, np.uint64)
 
     @property
@@ -105,7 +105,7 @@ class HashRing:
         return owners
 
     def arcs(self, keys: PageKeys) -> Places:
-        """Return the arc that each key is on, a row of `table`; not for a ring without members."""
+        """Return the arc of each key, a row of `table`; the ring must have members."""
         points = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2)[:, 0]
         arcs: Places = np.searchsorted(self._tokens, points) % len(self._tokens)
         return arcs
@@ -118,15 +118,15 @@ def _version(
     for member, host in zip(members, hosts, strict=True):
         named = host.encode()
         digest.update(member.to_bytes(8, "little") + len(named).to_bytes(4, "little") + named)
-    # A word of zeros says elsewhere that there is no ring.
+    # Elsewhere a word of zeros means that there is no ring.
     return digest.digest() if any(digest.digest()) else b"\1" * 8
 
 
 def _next_distinct(columns: list[Places], clockwise: Places, groups: Places, count: int) -> Places:
-    """Return `count` members of each arc, the first clockwise of so many groups: (arcs, count).
+    """Return for each arc the first members clockwise of `count` different groups: (arcs, count).
 
-    columns: members that each arc has already; the others are of other groups.
-    groups:  the group of each arc's own member, of which there are no fewer than `count`.
+    columns: members that each arc has already; new members are of other groups.
+    groups:  the group of each arc's own member; there must be at least `count` groups.
     """
     if not count:
         return np.empty((len(clockwise), 0), np.intp)
@@ -135,7 +135,7 @@ def _next_distinct(columns: list[Places], clockwise: Places, groups: Places, cou
     group_of[clockwise] = groups
     at = np.arange(len(clockwise))
     while len(columns) < count:
-        # One arc further, and again where the group of that arc is named already.
+        # One arc further, and again if the group of that arc is used already.
         owner = np.empty_like(clockwise)
         again: Places = np.arange(len(clockwise))
         while len(again):
@@ -156,14 +156,14 @@ def _one_of_each(clockwise: Places, groups: Places) -> Places:
         own = np.flatnonzero(groups == group)
         own = np.append(own, own[0] + arcs)
         steps[group] = own[np.searchsorted(own, np.arange(arcs))]
-    # No two groups have one arc, so no order is left to chance.
+    # Two groups never have the same arc, so the order is deterministic.
     nearest: Places = clockwise[np.sort(steps, axis=0).T % arcs]
     return nearest
 
 
 @lru_cache(maxsize=TOKENS_KEPT_MEMBERS)
 def _tokens(member: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return a member's places on the circle, (count,), read-only: eight from each hash."""
+    """Return a member's positions on the circle, (count,), read-only: eight from each hash."""
     seed = member.to_bytes(8, "little")
     hashed = [
         hashlib.blake2b(seed + i.to_bytes(4, "little")).digest() for i in range(-(-count // 8))

@@ -1,9 +1,9 @@
 """Identities of nodes and clients.
 
 A node is an *incarnation*, new at each start: an address may return, an incarnation never does, so
-a message about a dead node is never taken for one about its successor. It follows from the cluster,
-the name in the node's certificate and a random nonce, so every peer that knows the name and hears
-the nonce can verify it. Incarnations have no order.
+a message about a dead node is never mistaken for one about its successor. It is computed from the
+cluster, the name in the node's certificate and a random nonce, so every peer that knows the name
+and receives the nonce can verify it. Incarnations have no order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def new_nonce(rng: random.Random) -> bytes:
 
 
 def incarnation_of(cluster: str, name: str, nonce: bytes) -> Incarnation:
-    """Return the incarnation of a node: another name, cluster or nonce is another incarnation.
+    """Return the incarnation of a node: a different name, cluster or nonce gives a different one.
 
     name: the name in the node's certificate; "" without TLS.
     """
@@ -45,5 +45,5 @@ def new_client_id(rng: random.Random) -> ClientId:
 
 
 def name_of(identity: int) -> str:
-    """Return an identity as logs and people see it: 16 hex digits."""
+    """Return an identity as shown in logs and to operators: 16 hex digits."""
     return f"{identity:016x}"

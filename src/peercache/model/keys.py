@@ -24,14 +24,14 @@ KEY_BYTES = 16
 KEY = np.dtype("V16")
 
 DEFAULT_NAME = "default"
-"""The namespace of a client that names none."""
+"""The default namespace of a client."""
 
 PageKeys: TypeAlias = npt.NDArray[np.void]
 Key: TypeAlias = str | bytes
 
 Tag: TypeAlias = int
-"""Of a namespace, 96 bits: the low 64 follow from its name and are its space tag; the other 32
-distinguish geometries, ranks and weights of the name."""
+"""The 96-bit tag of a namespace: the low 64 bits depend on its name and are its space tag; the
+other 32 distinguish geometries, ranks and weights of the name."""
 
 SPACE_TAG_BYTES = 8
 TAG_BYTES = 12
@@ -42,8 +42,8 @@ Tags: TypeAlias = npt.NDArray[np.void]
 _SPACE_BITS: int = 2 ** (8 * SPACE_TAG_BYTES) - 1
 
 COPIES: Tag = 2 ** (8 * TAG_BYTES) - 1
-"""In place of a tag in a removal: every page that came from another node, handed over or mirrored.
-Such pages are known by their space tag, and those that clients set by the whole tag."""
+"""In place of a tag in a removal: all pages that came from another node, handed over or mirrored.
+Such pages only have their space tag; pages that clients have set have the whole tag."""
 
 _HEX_BYTES = 64
 _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
@@ -53,11 +53,12 @@ _DIGEST = re.compile(rb"[0-9a-f]{64}", re.ASCII)
 class Namespace:
     """What separates pages that must never be mistaken for each other.
 
-    name:        for people, and what rights are given to: a model, a tenant.
-    geometry:    what the bytes of a page mean: dtype, layout, page size, layers, heads … Two
-                 may share one name; they share no page.
-    coordinates: which part of a page this process holds: tensor, pipeline, context-parallel rank.
-    weights:     what computed the bytes: the identity of the weights. Two may share one name, while
+    name:        a name for operators, to which rights are given: a model, a tenant.
+    geometry:    what determines the bytes of a page: dtype, layout, page size, layers, heads …
+                 Several may share one name; they share no page.
+    coordinates: the part of a page that this process holds: tensor, pipeline, context-parallel
+                 rank.
+    weights:     the identity of the weights that computed the bytes. Two may share one name, while
                  a new version replaces the old one; they share no page.
     """
 
@@ -74,18 +75,18 @@ class Namespace:
         coordinates: Mapping[str, object],
         weights: Mapping[str, object] = MappingProxyType({}),
     ) -> Namespace:
-        """Build from named facts, in an order of their names."""
+        """Build from named facts, sorted by name."""
         return cls(name, _facts(geometry), _facts(coordinates), _facts(weights))
 
     def digest(self) -> bytes:
-        """Return the 16 bytes that every page key of this namespace is XORed with."""
-        # No weights are no part: keys of clients that name none are those of version 0.1.
+        """Return the 16 bytes with which every page key of this namespace is XORed."""
+        # Missing weights are left out: keys without weights are those of version 0.1.
         parts = [self.name, self.geometry, self.coordinates, *filter(None, [self.weights])]
         framed = b"".join(len(raw).to_bytes(4, "little") + raw for raw in map(_encoded, parts))
         return hashlib.blake2b(framed, digest_size=KEY_BYTES, person=b"peercache.space").digest()
 
     def space_tag(self) -> int:
-        """Return 64 bits that follow from the name alone: rights to read and to clear are by name.
+        """Return 64 bits that depend only on the name: rights to read and to clear are by name.
 
         A page's seal carries them, so that a reader never takes the page of another name. With
         fewer bits, a tenant could search for a name that has another tenant's tag.
@@ -96,20 +97,20 @@ class Namespace:
         return int.from_bytes(hashed.digest(), "little")
 
     def tag(self) -> Tag:
-        """Return the bits that a pool keeps beside each page, so that `clear` finds it.
+        """Return the bits that a pool stores with each page, so that `clear` finds it.
 
-        The 32 bits above the space tag may be those of two geometries: a clear of one then drops
-        the pages of both, which have one name and one owner.
+        Two geometries may have the same 32 bits above the space tag: a clear of one then drops the
+        pages of both, which have the same name and owner.
         """
         variant = self.digest()[: TAG_BYTES - SPACE_TAG_BYTES]
         return tag_of(self.space_tag(), int.from_bytes(variant, "little"))
 
 
 def covers(wanted: Tag, tag: Tag) -> bool:
-    """Return whether a removal from `wanted` concerns the pages of a namespace's tag.
+    """Return whether a removal from `wanted` applies to pages with this tag.
 
     wanted: a tag, or a space tag: then every geometry, rank and weights of that name; or COPIES.
-    tag:    of a page; a copy, which has its space tag only, may be of every geometry.
+    tag:    that of a page; a copy, which only has its space tag, may be of any geometry.
     """
     space = space_of(tag)
     is_copy = tag == space
@@ -117,9 +118,9 @@ def covers(wanted: Tag, tag: Tag) -> bool:
 
 
 def space_of(tag: Tag) -> int:
-    """Return the space tag in a namespace's tag: what rights are about, and seals carry.
+    """Return the space tag in a namespace's tag, which rights and seals use.
 
-    A page of a given key is a hit for every client of its space: its key tells the rest.
+    A page with the right key is a hit for every client of its space: the key covers the rest.
     """
     return tag & _SPACE_BITS
 
@@ -149,7 +150,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _facts(facts: Mapping[str, object]) -> str:
-    """Return facts as readable text that no other facts have: `{"a": "1,b=2"}` is `a=1%2Cb=2`."""
+    """Return facts as readable, unique text: `{"a": "1,b=2"}` is `a=1%2Cb=2`."""
     return ",".join(f"{_quoted(name)}={_quoted(facts[name])}" for name in sorted(facts))
 
 
@@ -160,7 +161,7 @@ def _quoted(value: object) -> str:
 def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
     """Return the page keys of a batch, (n,) V16.
 
-    A key of exactly 64 of [0-9a-f] is a digest already; any other is hashed whole. `str` and its
+    A key of exactly 64 of [0-9a-f] is a digest already; any other key is hashed. `str` and its
     UTF-8 bytes are the same key.
     """
     return _page_keys(keys, namespace_digest)
@@ -187,7 +188,7 @@ def _page_keys(keys: Sequence[Key], masks: bytes) -> PageKeys:
 
 
 def _digits(keys: Sequence[Key]) -> bytes:
-    """Return the text of the batch if each key is as long as a digest, b"" if one is not."""
+    """Return the text of the batch if each key has the length of a digest, else b""."""
     try:
         joined = "".join(keys)  # type: ignore[arg-type]
     except TypeError:
@@ -199,7 +200,7 @@ def _digits(keys: Sequence[Key]) -> bytes:
 
 @functools.cache
 def _of_hex() -> Callable[..., int]:
-    """Return the compiled function, which is not needed before the first batch."""
+    """Return the compiled function, which is loaded with the first batch."""
     compiled: Callable[..., int] = function(
         "peercache_keys_of_hex",
         ctypes.c_int64,
@@ -221,7 +222,7 @@ def _digest(key: Key) -> bytes:
 
 
 def from_bytes(blob: bytes) -> PageKeys:
-    """Return the batch of page keys that came as one byte string."""
+    """Return the batch of page keys in one byte string."""
     return np.frombuffer(blob, KEY)
 
 

@@ -10,14 +10,14 @@ ALIVE, SUSPECT, DEAD, LEFT = 0, 1, 2, 3
 
 @attrs.frozen
 class Member:
-    """One entry of a view: a node, how to reach it, and how it is.
+    """One entry of a view: a node, its addresses, and its state.
 
     counter:   raised only by the member itself, to refute.
     head_rank: its place in `discovery_addr` if it is a configured head, else 255.
     control:   HOST:PORT for others; data likewise, for the tcp fabric.
-    segment:   path of the published shared-memory file; boot_id tells whether it is our host's.
+    segment:   path of the published shared-memory file; boot_id shows whether it is on our host.
     name:      the name in its certificate, "" without TLS.
-    nonce:     random, new at each start; `ids.incarnation_of` makes the incarnation of both.
+    nonce:     random, new at each start; `ids.incarnation_of` computes the incarnation from both.
     """
 
     incarnation: int

@@ -1,10 +1,10 @@
-"""How far a prefix reaches: what each pool has of it, and how far all of them have it together.
+"""How far a prefix reaches: for each pool, and for all pools together.
 
-Pure. A prefix of n pages is usable if its KV pages are all there and every pool that gates has what
-its policy wants of a prefix that ends there. SGLang cuts at such ends only, so all of them are
-named: ranks that hold other ends agree on one that all have.
+Pure. A prefix of n pages is usable if all its KV pages exist and every gating pool has the pages
+that its policy requires for a prefix with this end. SGLang cuts only at such ends, so all of them
+are returned: ranks with different ends agree on one that all have.
 
-`Overlap` says how much of a prompt is where, for each holder and tier.
+`Overlap` shows which pages of a prompt each holder has on each tier.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BLOCK_GROUPS = "block_groups"
 
 @attrs.frozen(eq=False)
 class SidePages:
-    """What there is of one pool.
+    """The existing pages of one pool.
 
-    policy:      one of the three above; any other reaches nowhere.
+    policy:      one of the three above; with any other, no prefix is usable.
     present:     (n,) bool of the pages of the prefix; with BLOCK_GROUPS of the transfer's own keys.
     trailing:    with TRAILING_PAGES: how many pages before the end must be there.
-    block_pages, group_pages: with BLOCK_GROUPS: pages that a group covers, and keys of a group.
+    block_pages, group_pages: with BLOCK_GROUPS: pages that a group covers, and keys in a group.
     """
 
     policy: str
@@ -42,12 +42,12 @@ class SidePages:
 
     @property
     def gates(self) -> bool:
-        """Return whether the prefix is no longer than this pool has it."""
+        """Return whether this pool limits the length of the prefix."""
         return self.policy != BLOCK_GROUPS
 
     @property
     def is_whole(self) -> bool:
-        """Return whether a prefix may end after every page, as far as this pool is concerned."""
+        """Return whether this pool allows a prefix to end after every page."""
         return self.policy in {ALL_PAGES, TRAILING_PAGES} and bool(self.present.all())
 
     def ends(self, pages: int) -> Mask:
@@ -71,8 +71,8 @@ class SidePages:
 class Prefix:
     """How far a prefix reaches.
 
-    pages:   of the longest usable prefix. ends: the lengths of all usable ones, rising.
-    kv:      leading KV pages. sides: the longest prefix that each pool has, alone beside KV.
+    pages:   length of the longest usable prefix. ends: the lengths of all usable ones, ascending.
+    kv:      leading KV pages. sides: the longest prefix of each pool, with KV pages only.
     """
 
     pages: int
@@ -84,11 +84,11 @@ class Prefix:
 def prefix_of(kv: Mask | None, asked: int, sides: list[SidePages]) -> Prefix:
     """Return how far a prefix of `asked` pages reaches.
 
-    kv: (asked,) bool, which KV pages are there; None where the KV pages hold no bytes. Then the
-    pools hold everything, and without one of which every page must be there nothing is known.
+    kv: (asked,) bool, the KV pages that exist; None if KV pages have no bytes. Then the pools hold
+        everything, and at least one pool must require every page, otherwise nothing is known.
     """
     if kv is not None and kv.all() and all(side.is_whole for side in sides):
-        # What a warm prompt finds; the arrays below take five times as long.
+        # The case of a warm prompt; the arrays below take five times as long.
         return Prefix(asked, list(range(1, asked + 1)), asked, [asked] * len(sides))
     if kv is not None:
         pages = leading(kv)
@@ -109,12 +109,12 @@ def prefix_of(kv: Mask | None, asked: int, sides: list[SidePages]) -> Prefix:
 
 
 def leading(present: Mask) -> int:
-    """Return the length of the leading run of pages that are there."""
+    """Return the length of the leading run of existing pages."""
     return len(present) if present.all() else int(np.argmin(present))
 
 
 def ends_of(present: Mask, window: int) -> Mask:
-    """Return for 0, 1, … pages whether the last `window` of so many are all there: (pages + 1,).
+    """Return for 0, 1, … pages whether the last `window` of them all exist: (pages + 1,).
 
     A prefix shorter than the window needs all of its pages.
     """
@@ -127,7 +127,7 @@ def ends_of(present: Mask, window: int) -> Mask:
 
 
 HOLDERS_MAX = 64
-"""Holders of one answer: those of the longest beginnings. A directory tells no more of one page."""
+"""Holders in one answer: those with the longest prefixes. A directory returns no more."""
 
 ANYWHERE = RESIDENT | ON_DISK
 
@@ -139,8 +139,9 @@ class Overlap:
     """Which members hold which pages of a batch.
 
     holders: incarnations, each once.
-    flags:   (holders, pages) uint8: RESIDENT, ON_DISK, both, or 0 where the holder has no page.
-    whole:   that what is not named is absent. False: a node that may know more was not heard.
+    flags:   (holders, pages) uint8: RESIDENT, ON_DISK, both, or 0 if the holder does not have the
+             page.
+    whole:   whether all other pages are absent. False: a node that may know more did not answer.
     """
 
     holders: tuple[int, ...]
@@ -149,7 +150,7 @@ class Overlap:
 
     @classmethod
     def joined(cls, parts: Sequence[Overlap]) -> Overlap:
-        """Return the overlap of the pages of several batches, one after the other."""
+        """Return the overlap of the concatenated pages of several batches."""
         if len(parts) == 1:
             return parts[0].shortened()
         holders = tuple(dict.fromkeys(h for part in parts for h in part.holders))
@@ -164,23 +165,23 @@ class Overlap:
 
     @classmethod
     def unknown(cls, pages: int) -> Overlap:
-        """Return what is known of so many pages before anything is heard."""
+        """Return the overlap of `pages` pages before any answer."""
         return cls((), np.zeros((0, pages), np.uint8), whole=False)
 
     @classmethod
     def merged(cls, pages: int, parts: Iterable[tuple[npt.NDArray[np.intp], Overlap]]) -> Overlap:
-        """Return what several nodes know together. parts: places of pages, and what one knows."""
-        told = list(parts)
-        holders = dict.fromkeys(holder for _, part in told for holder in part.holders)
+        """Return the union of several answers. parts: indices of pages, and their overlap."""
+        answers = list(parts)
+        holders = dict.fromkeys(holder for _, part in answers for holder in part.holders)
         rows = {holder: row for row, holder in enumerate(holders)}
         flags: Flags = np.zeros((len(rows), pages), np.uint8)
-        for places, part in told:
+        for places, part in answers:
             its = np.array([rows[holder] for holder in part.holders], np.intp)
             flags[its[:, None], places] |= part.flags
         return cls(tuple(rows), flags, whole=True).shortened()
 
     def shortened(self) -> Overlap:
-        """Keep the holders of the longest beginnings; without the others it is not whole."""
+        """Keep the holders of the longest prefixes; if others are dropped, it is not whole."""
         if len(self.holders) <= HOLDERS_MAX:
             return self
         kept = np.sort(np.argsort(-self.run(), kind="stable")[:HOLDERS_MAX])

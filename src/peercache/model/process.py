@@ -1,8 +1,8 @@
-"""The process: the guard of what a forked child must not use, and the shares of its descriptors.
+"""The process: a guard of objects that a forked child must not use, and shares of its descriptors.
 
-Anything that can connect to a node takes a descriptor. The shares grow with the process's limit
+Every connection to a node takes a descriptor. The shares grow with the process's limit
 (RLIMIT_NOFILE). Together with the links that a node dials (a quarter, `node.switchboard`) they are
-less than the whole, so that files always find one, and so does an engine in the same process.
+less than the limit, so that descriptors are left for files, and for an engine in the same process.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class ForkGuard:
 
 
 DATA_MAX = 4096
-"""Admitted connections of the data port: 16 channels of 256 engine ranks. Each costs a task, too
-(about 10 KiB), so a flood of idle ones costs tens of megabytes, not the node."""
+"""Admitted connections of the data port: 16 channels of 256 engine ranks. Each also needs a task
+(about 10 KiB), so a flood of idle ones costs tens of megabytes, and does not stop the node."""
 
 NEWCOMERS_MAX = 256
-"""Connections of the data port that are not admitted yet: each is there for some round trips."""
+"""Connections of the data port that are not admitted yet: each stays for a few round trips."""
 
 HALVES_MAX = 1024
-"""Connections of the control plane that are in their handshake: 36 KB each. More than a thousand
-nodes that start at once never are, as they dial with jitter."""
+"""Connections of the control plane that are in their handshake: 36 KB each. More than those of a
+thousand nodes that start at the same time, because they dial with jitter."""
 
 HTTP_MAX = 64
-"""Connections of the HTTP port: scrapers and probes are a handful."""
+"""Connections of the HTTP port: there are only a few scrapers and probes."""
 
 OF_ONE_CERTIFICATE = 4
-"""One certificate has at most so many times less than all admitted connections together: a host
-that was broken into leaves three quarters to all others."""
+"""Divisor: one certificate may have at most this fraction of all admitted connections: a
+compromised host leaves three quarters to the others."""
 
 
 @final
@@ -57,10 +57,11 @@ that was broken into leaves three quarters to all others."""
 class DescriptorShares:
     """The shares of one node.
 
-    data, newcomers: of the data port, admitted and not admitted yet.
-    control:         of the control port after the handshake; three quarters of it admitted.
-    halves:          of the control port, in the handshake.
-    http:            of the HTTP port.
+    data, newcomers: connections of the data port, admitted and not admitted yet.
+    control:         connections of the control port after the handshake; three quarters of them
+                     admitted.
+    halves:          connections of the control port, in the handshake.
+    http:            connections of the HTTP port.
     """
 
     data: int
@@ -71,7 +72,7 @@ class DescriptorShares:
 
     @classmethod
     def of(cls, descriptors: float) -> DescriptorShares:
-        """Share out what a process may open: 11 of 16 parts."""
+        """Divide the descriptors of a process: 11 of 16 parts."""
         part = max(1.0, descriptors / 16)
         return cls(
             data=int(min(DATA_MAX, 4 * part)),

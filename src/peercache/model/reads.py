@@ -1,4 +1,4 @@
-"""Read requests to a fabric, and their results; what a look into a directory table brings."""
+"""Read requests to a fabric and their results, and the result of a lookup in a directory table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import Seals
 
 TICK_AGE_MAX_S = 0.08
-"""How long ago the owner of a directory table may have been at work, for an absent key to count as
-absent: less than a set waits for an owner, so that a stopped owner's table counts no longer when a
-set has given it up."""
+"""How long ago the owner of a directory table may have been active, for a missing key to count as
+absent: less than a set waits for an owner, so that the table of a paused owner is no longer trusted
+when a set stops to wait for it."""
 
 
 @attrs.frozen(eq=False)
@@ -25,7 +25,7 @@ class PeerRead:
     lengths:     (n,) uint64, equal to the lengths of `runs`.
     runs:        n pages' destinations.
     generations: (n,) uint64, the word that each slot's seal must have before its first byte is
-                 read. A page whose word is another one has been evicted, or its record is forged.
+                 read. If the word differs, the page was evicted, or its record is forged.
     """
 
     member: Member
@@ -37,13 +37,13 @@ class PeerRead:
 
 @attrs.frozen(eq=False)
 class Fetched:
-    """What a fabric read.
+    """The result of a fabric's read.
 
     seals:   (n,) SEAL, the seal of each slot, read after all of that page's bytes; the word is ODD
-             where the page did not arrive in full. Where the word differed from the generation
-             before the first byte, the seal has a word that is not the generation.
+             if the page did not arrive completely. If the word differed from the generation before
+             the first byte, the word of the seal is not the generation.
     failure: "" or the miss reason of the pages that did not arrive.
-    fabric:  the name of the fabric that read, for metrics.
+    fabric:  the name of the fabric, for metrics.
     """
 
     seals: Seals
@@ -53,13 +53,13 @@ class Fetched:
 
 @attrs.frozen(eq=False)
 class Looked:
-    """What a directory table says of a batch of keys.
+    """The result of a lookup of keys in a directory table.
 
-    records:    packed records, all holders that answers may name, at most a few a key.
-    places:     (records,) uint32, the place of each record's key in the batch.
-    is_final:   whether a key without a record is absent, if the table's node owns it on the ring
-                that was asked for: the table lacked nothing when the batch began.
-    is_at_work: whether the owner was at work lately.
+    records:    packed records of all holders that answers may name, at most a few per key.
+    places:     (records,) uint32, the index of each record's key in the batch.
+    is_final:   whether a key without a record is absent, if the table's node owns it on the given
+                ring: the table was complete when the batch began.
+    is_at_work: whether the owner was active recently.
     """
 
     records: bytes

@@ -1,9 +1,9 @@
 """Location records: where a page is, in 56 bytes.
 
 A record says which incarnation holds a page, where in its published memory, and under which
-generation. Records are hints: only the generation word beside the bytes decides. Order exists only
-within one holder, by `generation`: every change of a page's record (commit, demote, promote) takes
-a new number, twice a per-node sequence, so it is always even.
+generation. Records are hints: only the generation word in the seal decides. Records are ordered
+only within one holder, by `generation`: every change of a page's record (commit, demote, promote)
+takes a new number, twice a per-node sequence, so it is always even.
 
 Followers of a node are sent *changes* of what it holds, in 24 bytes each.
 """
@@ -34,7 +34,7 @@ RECORD = np.dtype(
 )
 RECORD_BYTES = RECORD.itemsize
 ROW = np.dtype((np.void, RECORD_BYTES))
-"""A record as plain bytes: numpy moves one with fields ten times as slowly, field by field."""
+"""A record as plain bytes: numpy copies records with fields ten times as slowly, field by field."""
 
 PAGE_BYTES_MAX = 2**32 - 1
 
@@ -56,7 +56,7 @@ assert DROP_BYTES == 24, DROP_BYTES
 
 
 def from_bytes(blob: bytes) -> Records:
-    """Return the records that came as one byte string."""
+    """Return the records in one byte string."""
     return np.frombuffer(blob, RECORD)
 
 
@@ -64,19 +64,19 @@ BUCKETS = 256
 """Buckets of a stream's digest: the bucket of a record is byte 0 of its key."""
 
 RECORDS_A_MESSAGE_MAX = 4096
-"""Most records or drops a sender puts into one message: 224 KiB of the 256 that are accepted."""
+"""Most records or drops a sender puts into one message: 224 of the 256 KiB that are accepted."""
 
 DOUBTED_NUMBERS = 2**24
-"""How far an owner that was paused puts the number of the next summary ahead: a holder never sends
-so many messages while one does."""
+"""How far an owner that was paused advances the number of the next summary: in that time a holder
+never sends as many messages."""
 
 NUMBERS_AHEAD_MAX = 2**40
-"""How far ahead of its own number a holder lets an owner put it: 65,536 unanswered stalls."""
+"""How far a holder lets an owner advance its number: 65,536 unanswered stalls."""
 
 
 def keys_of(records: Records) -> list[bytes]:
-    """Return the keys of records or drops, as dictionaries want them."""
-    # Of both the key is the first field: numpy would copy the fields one by one.
+    """Return the keys of records or drops, for use in dictionaries."""
+    # In both, the key is the first field: numpy would copy the fields one by one.
     packed, step = records.tobytes(), records.dtype.itemsize
     return [packed[at : at + 16] for at in range(0, len(packed), step)]
 
@@ -101,11 +101,11 @@ class Content:
     """The size of a set of records, and for each bucket the XOR of the records' digests.
 
     A record's digest is a multiply-xor-shift mix (splitmix64) of key, generation and flags; it is
-    compiled, in `memory/_table_layout.h`, for holder and owner. Equal sets have equal XORs, and an
-    accidental equality of unequal sets has a chance of 2**-64 (no defence against an adversary, who
-    could be forged outright).
+    compiled, in `memory/_table_layout.h`, for holder and owner. Equal sets have equal XORs, and the
+    chance of an accidental equality of different sets is 2**-64. It does not protect against an
+    adversary, but that could forge digests anyway.
 
-    Holder and owner each keep one for the records that the owner should hold of the holder.
+    Holder and owner each have one for the records that the owner should hold of the holder.
     """
 
     count: int = 0
@@ -123,15 +123,15 @@ CHANGE = np.dtype(
         ("tier", "<u4"),
     ]
 )
-"""A page, its length in bytes, and where it lies from now on: IN_MEMORY, IN_FILES or GONE."""
+"""A page, its length in bytes, and its tier from now on: IN_MEMORY, IN_FILES or GONE."""
 CHANGE_BYTES = CHANGE.itemsize
 
 GONE = 0
-"""Tier: the node holds the page no longer, for whatever reason; its length is 0."""
+"""Tier: the node no longer holds the page, for any reason; its length is 0."""
 IN_MEMORY = RESIDENT
-"""Tier: the page is in the node's published memory, whether it is on its disk too or not."""
+"""Tier: the page is in the node's published memory, whether or not it is also on disk."""
 IN_FILES = ON_DISK
-"""Tier: the page is on the node's disk only."""
+"""Tier: the page is only on the node's disk."""
 
 Changes: TypeAlias = npt.NDArray[np.void]
 
@@ -139,5 +139,5 @@ assert CHANGE_BYTES == 24, CHANGE_BYTES
 
 
 def changes_from_bytes(blob: bytes) -> Changes:
-    """Return the changes that came as one byte string."""
+    """Return the changes in one byte string."""
     return np.frombuffer(blob, CHANGE)

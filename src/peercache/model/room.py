@@ -1,10 +1,10 @@
-"""Room: which page sizes and which namespaces give room to which, in pool and disk.
+"""Room: which page sizes and namespaces give room to others, in pool and disk.
 
-Pool and disk follow these rules, each with an allocator of its own (ADR 0013). A size takes room
-from another, colder one. A quota names namespaces by a pattern, and which part of a node's pool and
-disk each of them is guaranteed: each namespace that fits has the rule's shares for itself. What is
-sure never comes to more than the whole: exact names get their part first, and names that fit a
-pattern get what is left, in the order in which the node meets them.
+Pool and disk follow these rules, each with an allocator of its own (ADR 0013). A page size takes
+room from another, colder one. A quota names namespaces by a pattern, and the share of a node's pool
+and disk that each of them is guaranteed: each matching namespace has the rule's shares for itself.
+The guarantees never exceed the whole: exact names get their shares first, and names that match a
+pattern get what is left, in the order in which they appear on the node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ With 2, room that has just moved is not worth moving back: n sizes in equal use 
 """
 
 DONOR_CHECK_EVERY: Final = 16
-"""Evictions of a size between two looks at all others, of which there may be hundreds."""
+"""Evictions of a size between two checks of all other sizes, which may be hundreds."""
 
 
 PRIORITY_MAX: Final = 100
@@ -33,20 +33,20 @@ RULES_MAX: Final = 256
 @final
 @attrs.frozen
 class Amount:
-    """A part of a whole, or bytes. The other one is 0."""
+    """A share of a whole, or a number of bytes. The other one is 0."""
 
     part: float = 0.0
     size_bytes: int = 0
 
     def of(self, whole_bytes: int) -> int:
-        """Return the bytes of a whole of so many."""
+        """Return the number of bytes, given the size of the whole."""
         return min(whole_bytes, self.size_bytes or int(whole_bytes * self.part))
 
 
 @final
 @attrs.frozen
 class QuotaRule:
-    """One rule. pool, disk: what each namespace that fits `pattern` is guaranteed."""
+    """One rule. pool, disk: the guarantee of each namespace that matches `pattern`."""
 
     pattern: str
     pool: Amount
@@ -59,11 +59,11 @@ class QuotaRule:
         return re.search(r"[*?\[]", self.pattern) is None
 
     def fits(self, name: str) -> bool:
-        """Return whether the rule is for this namespace."""
+        """Return whether the rule applies to this namespace."""
         return self.pattern == name if self.is_exact else fnmatchcase(name, self.pattern)
 
 
 def rule_of(rules: tuple[QuotaRule, ...], name: str) -> QuotaRule | None:
-    """Return the rule for a namespace: one that names it exactly, else the first that fits."""
+    """Return the rule for a namespace: one with its exact name, else the first that matches."""
     fitting = [rule for rule in rules if rule.fits(name)]
     return next((rule for rule in fitting if rule.is_exact), fitting[0] if fitting else None)

@@ -1,7 +1,7 @@
-"""Runs: the places of a batch's bytes in the caller's memory.
+"""Runs: where the bytes of a batch are in the caller's memory.
 
 A page is gathered from, or scattered into, one or more *runs*: (address, size) pieces. A batch is a
-few flat arrays, so that no step of the data path makes a Python object a page.
+few flat arrays, so that no step of the data path creates a Python object per page.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ I64: TypeAlias = npt.NDArray[np.int64]
 class PageRuns:
     """The runs of a batch of pages.
 
-    addresses: (runs,) uint64, where each run begins.
-    sizes:     (runs,) uint64, its bytes.
+    addresses: (runs,) uint64, the address of each run.
+    sizes:     (runs,) uint64, its size in bytes.
     starts:    (pages + 1,) int64, the first run of each page; the last entry is the number of runs.
-    lengths:   (pages,) uint64, the bytes of each page; made from the others where they are not
-               given.
+    lengths:   (pages,) uint64, the size of each page; computed if not given.
     """
 
     addresses: U64
@@ -48,7 +47,7 @@ class PageRuns:
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[tuple[int, int]]]) -> PageRuns:
-        """Build from one list of (address, size) a page."""
+        """Build from one list of (address, size) for each page."""
         starts = np.zeros(len(segments) + 1, np.int64)
         np.cumsum([len(page) for page in segments], out=starts[1:])
         flat = np.array([run for page in segments for run in page], np.uint64).reshape(-1, 2)
@@ -101,13 +100,13 @@ class UnusableBuffers(Exception):
 
 
 def runs_of_buffers(buffers: Sequence[Any], *, writable: bool) -> tuple[list[memoryview], PageRuns]:
-    """Return the runs of one buffer a page, and views that keep the buffers in place."""
+    """Return the runs of one buffer per page, and views that keep the buffers in place."""
     held: list[memoryview] = []
     addresses: list[int] = []
     for place, buffer in enumerate(buffers):
         try:
             view = memoryview(buffer)
-        except Exception as error:  # A closed map, a released view; a class may raise anything.
+        except Exception as error:  # A closed mmap, a released view; a class may raise anything.
             raise UnusableBuffers(f"buffer {place} gives no buffer: {error}") from error
         if "O" in view.format:
             raise UnusableBuffers(f"buffer {place} holds references to objects, not bytes")

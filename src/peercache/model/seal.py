@@ -1,9 +1,9 @@
-"""Seals: what published memory says about the page in a slot, 64 bytes beside its bytes.
+"""Seals: 64 bytes of metadata about the page in a slot, in published memory.
 
 The word is the generation under which the page was committed, odd while the slot may be written to,
-and zero where no page ever was. Key, space and length name the page; the node stores them before
-it stores the even word, and no even word ever comes back. So key, space and length that are read
-between two equal even words are those of the page that was committed under it.
+and zero if the slot never held a page. Key, space and length identify the page; the node stores
+them before it stores the even word, and no even word is ever reused. So key, space and length that
+are read between two equal even words are those of the page that was committed under it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SEAL = np.dtype(
         "itemsize": 64,
     }
 )
-"""The space is that of the page's namespace: `Namespace.space_tag`. The fields are 40 bytes, and a
-seal is a cache line all the same: an adapter reads a line in one piece."""
+"""The space is that of the page's namespace: `Namespace.space_tag`. The fields are 40 bytes, but a
+seal takes a whole cache line, because an RDMA adapter reads a line atomically."""
 
 SEAL_BYTES = SEAL.itemsize
 
 Seals: TypeAlias = npt.NDArray[np.void]
 
 NEVER_COMMITTED = np.uint64(0)
-"""The word of a slot that never held a page, which no record carries."""
+"""The word of a slot that never held a page; no record has it."""
 
 ODD = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """The word of a seal that was not read: odd, so never equal to a generation."""
@@ -39,13 +39,13 @@ assert SEAL_BYTES == 64, SEAL_BYTES
 
 
 def still_committed(words: U64, generations: U64) -> npt.NDArray[np.bool_]:
-    """Return which slots may be read, (n,) bool: the look before the first byte.
+    """Return which slots may be read, (n,) bool: the check before the first byte.
 
-    It makes no hit. A record may name a commit that is still to come, and would then vouch for
-    bytes that were read before it.
+    It is not enough for a hit. A record may name a future commit, and would then validate bytes
+    that were read before it.
     """
-    # A slot without a page may be memory that its owner has not populated: to read it would
-    # allocate it, and charge this process for it.
+    # A slot without a page may be memory that its owner has not populated: reading it would
+    # allocate it, and charge it to this process.
     same: npt.NDArray[np.bool_] = (words == generations) & (words != NEVER_COMMITTED)
     return same
 

@@ -1,7 +1,7 @@
-"""Status: how a node is, as plain values that travel between nodes and to people.
+"""Status: the state of a node, as plain values that are sent to other nodes and to operators.
 
-Every field has a default. A reader takes the fields that it knows, of the kind that it expects, and
-leaves the others: so nodes of two versions understand each other.
+Every field has a default. A reader uses the fields that it knows, if they have the expected type,
+and ignores the others: so nodes of different versions understand each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAVING = "leaving"
 UNAVAILABLE = "unavailable"
 
 NO_ANSWER = "no answer"
-"""State of a member that did not tell its status."""
+"""State of a member that did not report its status."""
 
 LISTED_MAX = 256
 """Most workers, peers and namespaces in one status: it must fit into a control message."""
@@ -39,10 +39,10 @@ Kind = TypeVar("Kind")
 class Tier:
     """Memory or disk of a node, in bytes and pages.
 
-    size:    bytes that it may take; 0 where there is no such tier.
-    free:    bytes that a set may take without eviction.
+    size:    bytes that it may take; 0 if the node does not have this tier.
+    free:    bytes that a set can use without eviction.
     evicted: pages evicted (memory) or deleted (disk) since the start.
-    problem: why it does not take pages; "" while it does.
+    problem: why it does not accept pages; "" while it does.
     """
 
     size: int = 0
@@ -58,7 +58,7 @@ class Worker:
     """A client that writes to this node: an attached engine.
 
     name:    its identity, in hexadecimal digits.
-    pid:     of its process; 0 where the kernel does not tell.
+    pid:     that of its process; 0 if the kernel does not report it.
     keys:    pages that it has stored since it attached.
     hits, misses, sets: pages a second between its last two reports.
     heard_s: seconds since its last report.
@@ -78,8 +78,8 @@ class Worker:
 class Latencies:
     """How long calls took: a histogram, cumulative since the start.
 
-    bounds: upper bounds in seconds, rising; the last bucket has none.
-    counts: calls that took at most so long, one more than bounds.
+    bounds: upper bounds in seconds, ascending; the last bucket has none.
+    counts: calls in each bucket, one more than bounds.
     seconds: the sum of all.
     """
 
@@ -90,7 +90,7 @@ class Latencies:
     def quantile(self, share: float) -> float:
         """Return the seconds that this share of the calls did not exceed; NaN without calls.
 
-        Interpolated within a bucket, as Prometheus does; the last bound for what is beyond it.
+        Interpolated within a bucket, as Prometheus does; the last bound for values beyond it.
         """
         total = self.counts[-1] if self.counts else 0
         if not total or len(self.counts) != len(self.bounds) + 1 or not self.bounds:
@@ -112,7 +112,7 @@ class PeerStatus:
     fabric:  how clients of this node last read from it: shm, rdma or tcp, several with a plus;
              before any has read, shm on one host and "" on two.
     state:   alive or suspect.
-    lagging: it let a commit of this node wait for a whole timeout, and sets go on without it.
+    lagging: it delayed a commit of this node for a whole timeout, and sets no longer wait for it.
     """
 
     name: str = ""
@@ -123,9 +123,9 @@ class PeerStatus:
 
 @attrs.frozen(kw_only=True)
 class NamespaceUse:
-    """What a namespace takes at this node.
+    """The room that a namespace uses at this node.
 
-    quota:    bytes of the pool it is guaranteed; 0 for none.
+    quota:    bytes of the pool that it is guaranteed; 0 for none.
     retained: bytes of the pool that its retained pages take.
     """
 
@@ -142,8 +142,8 @@ class NamespaceUse:
 class Shard:
     """The directory shard of a node.
 
-    share:     part of all keys that it owns records of, 0 to 1.
-    authority: whether a key that it does not know is no page.
+    share:     the fraction of all keys that it owns, 0 to 1.
+    authority: whether a key without a record is absent.
     """
 
     records: int = 0
@@ -155,7 +155,7 @@ class Shard:
 class Draining:
     """How far a node has handed its pages over. active: whether it is draining at all.
 
-    pages, bytes: all that are to be handed over; done: those that other nodes have.
+    pages, bytes: all that must be handed over; done: those that other nodes have.
     """
 
     active: bool = False
@@ -194,7 +194,7 @@ class Thread:
 
 @attrs.frozen(kw_only=True)
 class Detail:
-    """What only a person wants who looks at one node. Secrets are masked."""
+    """Details for an operator who inspects one node. Secrets are masked."""
 
     threads: tuple[Thread, ...] = ()
     environment: dict[str, str] = attrs.field(factory=dict)
@@ -203,17 +203,17 @@ class Detail:
 
 @attrs.frozen(kw_only=True)
 class Status:
-    """How one node is.
+    """The status of one node.
 
     name:     HOST:PORT of its control plane.
     wire:     the oldest and the newest version of the wire that it speaks.
-    state:    ok, degraded, draining, leaving or unavailable; reasons say why not ok.
+    state:    ok, degraded, draining, leaving or unavailable; reasons explain why it is not ok.
     age_s:    seconds since its start.
     counters: totals since the start, by the metric's name without `peercache_`, with the value of
-              its label behind a slash: `pages_hit/shm`.
+              its label after a slash: `pages_hit/shm`.
     latency:  by operation: get, set, exists …
     certificate_days: until its certificate expires; -1 without TLS.
-    workers_more: workers that are not listed.
+    workers_more: the number of workers that are not listed.
     """
 
     name: str = ""
@@ -247,16 +247,16 @@ class Status:
         return sum(v for k, v in self.counters.items() if k == counter or k.startswith(within))
 
     def hit_share(self) -> float:
-        """Return the part of pages asked for that get returned; NaN where none was asked for."""
+        """Return the fraction of requested pages that get returned; NaN if none was requested."""
         hits = self.total("pages_hit")
         asked = hits + self.total("pages_missed")
         return hits / asked if asked else math.nan
 
 
-def namespaces_of(told: Sequence[Status]) -> list[NamespaceUse]:
-    """Return what each namespace takes in all of the cluster, the largest first."""
+def namespaces_of(statuses: Sequence[Status]) -> list[NamespaceUse]:
+    """Return the use of each namespace in the whole cluster, the largest first."""
     found: dict[str, NamespaceUse] = {}
-    for status in told:
+    for status in statuses:
         for use in status.namespaces:
             known = found.get(use.name)
             found[use.name] = (
@@ -276,10 +276,10 @@ def namespaces_of(told: Sequence[Status]) -> list[NamespaceUse]:
 
 @attrs.frozen(kw_only=True)
 class MemberStatus:
-    """A member of a view, and its status as far as it told it.
+    """A member of a view, and its status, if it reported one.
 
-    seen:   its state in the view of the node that gathered: alive, suspect, dead, left.
-    answers: whether it told its status; without, `status` has its name and state only.
+    seen:   its state in the view of the node that collected this: alive, suspect, dead, left.
+    answers: whether it reported its status; if not, `status` has only its name and state.
     """
 
     seen: str = ""
@@ -288,20 +288,20 @@ class MemberStatus:
 
 
 def unanswered(member: Member) -> MemberStatus:
-    """Return a member that did not tell its status."""
+    """Return a member that did not report its status."""
     seen = STATE_NAMES[member.state] if member.state < len(STATE_NAMES) else str(member.state)
     state = "left" if seen == "left" else NO_ANSWER
-    told = Status(
+    statuses = Status(
         name=member.control,
         incarnation=name_of(member.incarnation),
         host=member.host_name,
         state=state,
     )
-    return MemberStatus(seen=seen, status=told)
+    return MemberStatus(seen=seen, status=statuses)
 
 
 def to_plain(value: Any) -> Any:
-    """Return a status as dicts, lists, texts and numbers: what JSON and CBOR know."""
+    """Return a status as dicts, lists, texts and numbers, for JSON and CBOR."""
     if attrs.has(type(value)):
         return {f.name: to_plain(getattr(value, f.name)) for f in attrs.fields(type(value))}
     if isinstance(value, dict):
@@ -309,13 +309,13 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain(each) for each in value]
     if isinstance(value, float):
-        # JSON has no NaN, and a status needs no more digits than a person reads.
+        # JSON has no NaN, and a status needs no more digits than these.
         return round(value, 6) if math.isfinite(value) else None
     return value
 
 
 def from_plain(kind: type[Kind], plain: Any) -> Kind:
-    """Return a value of a class of this file; what does not fit keeps its default."""
+    """Return a value of a class of this file; invalid fields keep their defaults."""
     if not isinstance(plain, dict):
         return kind()
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cast("Any", kind))
@@ -324,7 +324,7 @@ def from_plain(kind: type[Kind], plain: Any) -> Kind:
 
 
 def _fitting(field: attrs.Attribute[Any], plain: Any) -> Any:
-    """Return the value for a field; None if it is of another kind."""
+    """Return the value for a field; None if it has another type."""
     kind = str(field.type)
     if kind in _PLAIN:
         return _PLAIN[kind](plain)
@@ -348,7 +348,7 @@ def _texts(plain: Any) -> tuple[str, ...] | None:
 
 
 def _is_number(value: Any) -> bool:
-    # NaN and what no field holds are no figures.
+    # NaN and values out of range are not valid.
     return type(value) in (int, float) and -(2**64) < value < 2**64
 
 
@@ -374,7 +374,7 @@ _PLAIN: dict[str, Any] = {
     "dict[str, float]": lambda value: _by_name(value, _is_number),
     "dict[str, str]": lambda value: _by_name(value, lambda text: isinstance(text, str)),
 }
-"""How a field without a class of its own takes a plain value; None refuses it."""
+"""Converters for fields of plain types; a result of None rejects the value."""
 
 
 _CLASSES: dict[str, type[Any]] = {
@@ -398,12 +398,12 @@ _NAMED = {f"dict[str, {name}]": kind for name, kind in _CLASSES.items()}
 
 
 def encoded(value: Status | Sequence[MemberStatus]) -> bytes:
-    """Return the bytes of a status, or of several, as they travel."""
+    """Return the encoded bytes of a status, or of several."""
     return json.dumps(to_plain(value), separators=(",", ":")).encode()
 
 
 def decoded_status(raw: bytes) -> Status:
-    """Return a status from its bytes; raise ValueError for anything else."""
+    """Return a status from its bytes; raise ValueError for invalid ones."""
     plain = _parsed(raw)
     if not isinstance(plain, dict):
         raise ValueError("no status")
@@ -411,7 +411,7 @@ def decoded_status(raw: bytes) -> Status:
 
 
 def decoded_statuses(raw: bytes) -> tuple[MemberStatus, ...]:
-    """Return several statuses from their bytes; raise ValueError for anything else."""
+    """Return several statuses from their bytes; raise ValueError for invalid ones."""
     plain = _parsed(raw)
     if not isinstance(plain, list):
         raise ValueError("no list of statuses")

@@ -1,7 +1,7 @@
 """The view: the members of the cluster, as one node knows them. Pure, immutable, mergeable.
 
-A view maps incarnation → Member. Of two entries for one incarnation the newer stays: the higher
-counter, then the worse state (alive < suspect < dead < left). That is a join of a semilattice, so
+A view maps incarnation → Member. Of two entries for one incarnation, the newer one wins: the higher
+counter, then the worse state (alive < suspect < dead < left). This is a join of a semilattice, so
 views may be merged in any order, any number of times, and nodes that have merged the same entries
 hold equal views. Only a member itself raises its counter, so it can refute every entry about it,
 and no other member can. (Das, Gupta, Motivala: SWIM, 2002, §4.2.)
@@ -23,10 +23,10 @@ MEMBERS_MAX = 16_384
 """Most entries of a view: at 350 bytes each it still fits one message (8 MiB, 65,536 entries)."""
 
 COUNTER_MAX = 2**63
-"""Counters from here on are ignored: no member could refute them in the 64 bits of the wire."""
+"""Counters from here on are ignored: no member could refute them in 64 bits."""
 
 NOT_A_HEAD = 255
-"""Head rank of a member that no `discovery_addr` names; also the lowest rank there is."""
+"""Head rank of a member that no `discovery_addr` names; also the lowest rank."""
 
 DIGEST_BYTES = 16
 
@@ -34,7 +34,7 @@ BUCKETS_MAX = 4096
 """Most buckets of a view's digests: 32 KiB, and four members each in the largest view."""
 
 PRINTS_KEPT = 2 * MEMBERS_MAX
-"""Fingerprints remembered: a client gets the whole view again for each change of it."""
+"""Cached fingerprints: a client gets the whole view again for each change."""
 
 _LOW_64: Final = 2**64 - 1
 
@@ -43,7 +43,7 @@ STATE_NAMES = ("alive", "suspect", "dead", "left")
 
 
 def is_live(member: Member) -> bool:
-    """Return whether a member counts as there: alive, or only suspected."""
+    """Return whether a member counts as live: alive or suspect."""
     return member.state <= SUSPECT
 
 
@@ -61,16 +61,16 @@ def is_newer(one: Member, other: Member) -> bool:
 @final
 @attrs.frozen
 class View:
-    """What one node knows of the cluster. `merge` and `without` return another one."""
+    """What one node knows of the cluster. `merge` and `without` return a new one."""
 
     _entries: Mapping[int, Member]
     _prints: Mapping[int, int]
-    """By incarnation, of the living only."""
+    """By incarnation, only of live members."""
     _digest: int
 
     @classmethod
     def of(cls, members: Iterable[Member] = ()) -> View:
-        """Build from entries; of several for one incarnation the newest stays."""
+        """Build from entries; of several for one incarnation the newest wins."""
         return cls({}, {}, 0).merge(members)[0]
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class View:
         return len(self._entries)
 
     def __contains__(self, incarnation: int) -> bool:
-        """Return whether there is an entry, in whatever state."""
+        """Return whether there is an entry, in any state."""
         return incarnation in self._entries
 
     def get(self, incarnation: int) -> Member | None:
@@ -86,7 +86,7 @@ class View:
         return self._entries.get(incarnation)
 
     def members(self) -> tuple[Member, ...]:
-        """Return every entry, by incarnation, so that equal views list equally."""
+        """Return every entry, by incarnation, so that equal views have equal lists."""
         return tuple([self._entries[incarnation] for incarnation in sorted(self._entries)])
 
     def live(self) -> tuple[Member, ...]:
@@ -94,26 +94,26 @@ class View:
         return tuple([member for member in self.members() if is_live(member)])
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal for views that agree about the living.
+        """Return 16 bytes that are equal for views that agree about the live members.
 
-        The dead and the left do not count: each node forgets them by its own clock, and that must
-        not make views differ. A member that is dead in one view and alive in
-        another makes the views differ.
+        Dead members and those that have left do not count: each node forgets them by its own clock,
+        and that must not make views differ. A member that is dead in one view and alive in another
+        makes the views differ.
         """
         return self._digest.to_bytes(DIGEST_BYTES, "little")
 
     def masters(self, max_masters: int) -> tuple[Member, ...]:
         """Return the active masters: configured heads by rank, then the rest by host name.
 
-        A pure function of the view, so equal views name equal masters, a dead one is replaced by
-        itself, and a head that comes back is first again.
+        A pure function of the view, so equal views have equal masters, a dead master is replaced
+        automatically, and a head that comes back is first again.
         """
         return tuple(sorted(self.live(), key=master_order)[:max_masters])
 
     def merge(self, others: Iterable[Member]) -> tuple[View, bool]:
         """Return the view with the newer entry of each incarnation, and whether it changed.
 
-        An entry that does not change stays the same object. A full view takes no new members.
+        An entry that does not change stays the same object. A full view accepts no new members.
         """
         entries: dict[int, Member] | None = None
         prints: dict[int, int] = {}
@@ -144,9 +144,9 @@ class View:
         return View(entries, prints, digest)
 
     def bucket_digests(self, count: int = 0) -> bytes:
-        """Return digests of the living by bucket, 8 bytes each: where two views differ.
+        """Return digests of live members by bucket, 8 bytes each, to find where two views differ.
 
-        count: a power of two; by default about one bucket a member.
+        count: a power of two; by default about one bucket per member.
         """
         count = count or min(BUCKETS_MAX, 1 << max(0, len(self._prints) - 1).bit_length())
         buckets = np.fromiter(self._prints, np.uint64, len(self._prints)) & np.uint64(count - 1)
@@ -156,9 +156,9 @@ class View:
         return digests.tobytes()
 
     def differing(self, theirs: bytes) -> list[Member]:
-        """Return the entries, ended ones included, in the buckets whose digests are others.
+        """Return the entries, ended ones included, in the buckets with different digests.
 
-        theirs: the `bucket_digests` of another view; [] for other bytes.
+        theirs: the `bucket_digests` of another view; [] for invalid bytes.
         """
         count = len(theirs) // 8
         if not 0 < count <= BUCKETS_MAX or count & (count - 1) or len(theirs) % 8:
@@ -191,15 +191,15 @@ def _description(member: Member) -> tuple[int, str, str, str, str, str, str, byt
 
 
 def master_order(member: Member) -> tuple[int, str, int, str, int]:
-    """Return what live members are sorted by: the first ones are the masters."""
-    # Ports as numbers: 9000 comes before 31998. The incarnation only parts two processes that
-    # claim one address, which a correct cluster does not have for long.
+    """Return the sort key of live members: the first ones are the masters."""
+    # Ports as numbers: 9000 comes before 31998. The incarnation only distinguishes two processes
+    # that claim one address, which a correct cluster does not have for long.
     rank = min(member.head_rank, NOT_A_HEAD)
     return (rank, member.host_name, _port(member), member.control, member.incarnation)
 
 
 def may_replace(masters: Sequence[Member], changed: Iterable[Member | None]) -> bool:
-    """Return whether one of these entries is a master's, or comes before the last master."""
+    """Return whether one of these entries is a master, or sorts before the last master."""
     names = {master.incarnation for master in masters}
     last = master_order(masters[-1])
     return any(

@@ -1,5 +1,5 @@
-/* Counts why TLS handshakes of the control plane failed, by what nng logs of them: nothing else of
- * nng tells a reason.
+/* Counts why TLS handshakes of the control plane failed, from what nng logs about them: nng reports
+ * the reason nowhere else.
  *
  * Takes   nng, on its own threads and under its locks: so no Python runs here, and nothing waits.
  * Keeps   no text: it may hold what a peer has sent.
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Why; net/handshakes.py knows them by these numbers. */
+/* The reasons; net/handshakes.py uses the same numbers. */
 enum reason { OTHER, NO_CERTIFICATE, BAD_CERTIFICATE, NO_TLS, OLD_TLS, REFUSED_BY_PEER, REASONS };
 
 static uint64_t failed[REASONS];
@@ -21,12 +21,12 @@ static const struct {
     {"Certificate verification failed", BAD_CERTIFICATE},
     {"An invalid SSL record was received", NO_TLS},
     {"not within min/max boundaries", OLD_TLS},
-    /* An alert that the peer sent before, or under another key than, the one that is due. */
+    /* An alert that the peer sent too early, or under another key than the current one. */
     {"Verification of the message MAC failed", REFUSED_BY_PEER},
     {"A fatal alert message was received", REFUSED_BY_PEER},
 };
 
-/* What nng logs besides, of a handshake that has failed already. */
+/* Other log texts of nng about a handshake that has failed already. */
 #define AGAIN "An unexpected message was received"
 
 /* An `nng_logger`: level, facility, the event's name and the text. */

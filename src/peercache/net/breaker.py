@@ -1,10 +1,10 @@
-"""The circuit breakers of a client: which peers it neither asks nor reads for now.
+"""The circuit breakers of a client: the peers that it does not use at the moment.
 
 The client's own evidence opens a breaker at once, before any heartbeat notices: a refused or broken
-connection, or `stall_s` of waiting without a single answer. A big batch that meets its caller's
-deadline is no evidence. An open breaker lets one probe through when its back-off is over.
-A peer has two, one for questions and one for its data port: behind a firewall it may answer
-questions and yet serve no pages.
+connection, or `stall_s` of waiting without a single answer. A big batch that reaches its caller's
+deadline is no evidence. An open breaker lets one probe through after its back-off. A peer has two
+breakers, one for requests and one for its data port: behind a firewall it may answer requests but
+serve no pages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import attrs
 from peercache.observability.reasons import PEER_UNREACHABLE
 
 STALL_S = 0.25
-"""The least waiting without progress after which a peer counts as hung: far above a garbage
-collection or a scheduler hiccup."""
+"""The minimum wait without progress after which a peer counts as hung: far above a garbage
+collection or a scheduling delay."""
 
 STALL_FRACTION = 1 / 8
-"""The same as a part of a call's deadline, which says how long the engine would rather wait than
-compute the page again: with a deadline of 2 s it is `STALL_S`. A host with more work than cores
-answers late, and is not hung: there the deadline is longer."""
+"""The same as a fraction of a call's deadline, which is how long the engine prefers to wait instead
+of computing the page again: with a deadline of 2 s it is `STALL_S`. An overloaded host answers
+slowly, but is not hung: there the deadline should be longer."""
 
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 4.0
@@ -58,11 +58,11 @@ class Breakers:
 
     @property
     def stall_s(self) -> float:
-        """Return the waiting without progress after which a peer counts as hung."""
+        """Return how long a wait without progress is until a peer counts as hung."""
         return max(STALL_S, self._op_timeout_s * STALL_FRACTION)
 
     def available(self, peer: int, now: float) -> bool:
-        """Return whether to ask this peer; True for one caller when a probe is due."""
+        """Return whether to use this peer; True for only one caller when a probe is due."""
         with self._lock:
             state = self._peers.get(peer)
             if state is None or not state.backoff_s:
@@ -85,11 +85,11 @@ class Breakers:
             )
 
     def begin_read(self, holder: int, now: float) -> bool:
-        """Return whether to read from this holder; True for one caller when a probe is due."""
+        """Return whether to read from this holder; True for only one caller if a probe is due."""
         return self.available(data_port(holder), now)
 
     def end_read(self, holder: int, failure: str, now: float) -> None:
-        """Note how a read ended: one that the holder did not serve opens its breaker."""
+        """Record the result of a read: a failure of the holder opens its breaker."""
         if failure == PEER_UNREACHABLE:
             self.failed(data_port(holder), now)
         elif not failure:
@@ -102,24 +102,24 @@ class Breakers:
             return state is not None and state.backoff_s > 0
 
     def answered(self, peer: int) -> None:
-        """Note any sign of life: closes the breaker."""
+        """Record an answer of the peer: closes the breaker."""
         if peer in self._peers:
             with self._lock:
                 self._peers.pop(peer, None)
 
     def waited(self, peer: int, waited_s: float, now: float) -> None:
-        """Note that the last `waited_s` brought nothing."""
+        """Record that the last `waited_s` brought no progress."""
         with self._lock:
             state = self._peers.setdefault(peer, _Peer())
-            # Several threads may wait for the peer during the same time, which counts once.
+            # Several threads may wait for the peer at the same time; the time counts once.
             state.waited_s += max(0.0, min(waited_s, now - state.waited_until))
             state.waited_until = max(state.waited_until, now)
-            # A wait slightly under the limit counts: callers wait stall_s by the same clock.
+            # A wait slightly below the limit counts: callers wait for stall_s by the same clock.
             if state.waited_s >= self.stall_s * 0.98:
                 self._open(state, now)
 
     def failed(self, peer: int, now: float) -> None:
-        """Note a refused or broken connection: opens at once."""
+        """Record a refused or broken connection: opens the breaker at once."""
         with self._lock:
             self._open(self._peers.setdefault(peer, _Peer()), now)
 
@@ -134,7 +134,7 @@ class Breakers:
         if not state.backoff_s:
             self.opened_count += 1
         elif not state.is_probed:
-            # An older question is no new evidence: only probes lengthen the back-off.
+            # An older request is no new evidence: only probes increase the back-off.
             return
         state.backoff_s = min(max(2 * state.backoff_s, BACKOFF_MIN_S), BACKOFF_MAX_S)
         state.open_until = now + state.backoff_s

@@ -1,8 +1,8 @@
-"""Handshakes of the control plane: why they fail, and which never end.
+"""Handshakes of the control plane: why they fail, and which ones hang.
 
-nng tells little of either. Of a handshake that failed it logs the reason, and neither the peer nor
-which end it was; `_handshakes.c` counts those. Of one that never ends it says nothing, and waits
-forever: the descriptors of this process show them.
+nng reports little about either. For a failed handshake it logs the reason, but neither the peer nor
+the side; `_handshakes.c` counts those. About a hanging handshake it reports nothing, and waits
+forever: the descriptors of this process show it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from peercache.observability.reasons import (
 )
 
 SILENCE_S = 10.0
-"""Without a byte of a peer in its handshake. nng means to wait as long, and has no effect: the time
-counts silence, and a node that starts among a thousand others may be slow to answer all of them."""
+"""Timeout without a byte of a peer in its handshake. nng's own timeout of this length has no
+effect. Only silence counts: a node that starts among a thousand others may be slow to answer all of
+them."""
 
 _REASONS = (HANDSHAKE, NO_CERTIFICATE, BAD_CERTIFICATE, NO_TLS, OLD_TLS, REFUSED_BY_PEER)
 """Why a handshake failed, by the numbers of `enum reason` in `_handshakes.c`."""
@@ -70,20 +71,20 @@ class FailedHandshakes:
 
 
 def _totals() -> dict[str, int]:
-    if not _has_nng_tell():
+    if not _has_nng_log():
         return {HANDSHAKE: _refused_by_listeners()}
     return {reason: _failed(number) for number, reason in enumerate(_REASONS)}
 
 
 @cache
-def _has_nng_tell() -> bool:
-    """Have nng tell why handshakes fail; return whether it can: pynng does not offer it."""
+def _has_nng_log() -> bool:
+    """Make nng log why handshakes fail; return whether it can: pynng has no call for that."""
     library = ctypes.CDLL(_nng.__file__)
     try:
         set_logger, set_level = library.nng_log_set_logger, library.nng_log_set_level
     except AttributeError:
         return False
-    # A pointer to the function itself: nng's threads call it, and it never enters Python.
+    # A pointer to the C function itself: nng's threads call it without Python.
     log = function("peercache_handshakes_log", None)
     set_logger(ctypes.cast(log, ctypes.c_void_p))
     set_level(_LOG_WARNINGS)
@@ -91,7 +92,7 @@ def _has_nng_tell() -> bool:
 
 
 def _refused_by_listeners() -> int:
-    """Return how many handshakes nng's listeners count as refused, whatever the reason."""
+    """Return how many handshakes nng's listeners count as refused, for any reason."""
     found = ffi.new("nng_stat **")
     pynng.check_err(lib.nng_stats_get(found))
     try:
@@ -115,7 +116,7 @@ def _sum(first: Any, *, in_listener: bool) -> int:
 
 @attrs.frozen
 class _Half:
-    """A connection that nng has accepted and says nothing of. silent_s: without a byte of it."""
+    """A connection that nng has accepted and does not report. silent_s: time without a byte."""
 
     file: int
     remote: Address
@@ -124,24 +125,25 @@ class _Half:
 
 @final
 class HalfHandshakes:
-    """Ends the connections to our ports whose handshake does not go on.
+    """Ends connections to our ports with a hanging handshake.
 
-    It works without a free descriptor: those that it ends may have taken the last one.
+    It works without a free descriptor: the hanging connections may have taken the last one.
     """
 
     def __init__(self, ports: Callable[[], Iterable[int]]) -> None:
-        """Look after the connections to these tcp ports of ours, until `close`."""
+        """Watch the connections to these tcp ports of ours, until `close`."""
         self._ports = ports
         self.files = 0
-        """How many files this process had open at the last look."""
+        """How many files this process had open at the last check."""
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        # Holds a connection fast while it is looked at: its number may be another's by then.
+        # Duplicates a descriptor while it is examined, because its number may be reused at any
+        # time.
         self._held = os.dup(self._nothing)
-        # By inode: sockets that are none of those, or are established by now.
+        # By inode: sockets that are not such connections, or are established by now.
         self._others: set[int] = set()
 
     def close(self) -> None:
-        """Let go of what looks take."""
+        """Release the resources of the checks."""
         os.close(self._nothing)
         os.close(self._held)
 
@@ -156,8 +158,8 @@ class HalfHandshakes:
     def end_silent(self, settled: Iterable[Address], *, most: int) -> list[str]:
         """End those that have been silent for SILENCE_S, and the most silent above `most`.
 
-        settled: the remote ends of connections that nng has handed on. Returns the hosts of those
-        that were ended.
+        settled: the remote ends of connections that nng has reported. Returns the hosts of the
+                 ended connections.
         """
         halves = self._halves({_plain(each) for each in settled})
         halves.sort(key=lambda half: -half.silent_s)
@@ -188,7 +190,7 @@ class HalfHandshakes:
 
     @contextmanager
     def _connection(self, file: int) -> Iterator[socket.socket]:
-        """Hold fast what a descriptor is now."""
+        """Duplicate a descriptor, so that it cannot be reused."""
         os.dup2(file, self._held, inheritable=False)
         try:
             ours = socket.socket(fileno=self._held)
@@ -197,11 +199,11 @@ class HalfHandshakes:
             finally:
                 ours.detach()
         finally:
-            # Else a connection that its owner closes would stay open.
+            # Otherwise a connection that its owner closes would stay open.
             os.dup2(self._nothing, self._held, inheritable=False)
 
     def _half(self, file: int, ports: frozenset[int]) -> _Half | None:
-        """Return what a descriptor is, None where it is no connection to one of the ports."""
+        """Return a descriptor's connection, None if it is not one to these ports."""
         with self._connection(file) as ours:
             is_tcp = ours.family in {socket.AF_INET, socket.AF_INET6}
             if not is_tcp or ours.type != socket.SOCK_STREAM or ours.getsockname()[1] not in ports:
@@ -209,9 +211,9 @@ class HalfHandshakes:
             try:
                 remote = ours.getpeername()
             except OSError:
-                return None  # It listens.
-            told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            silent_s = _LAST_RECEIVED.unpack_from(told)[0] / 1000
+                return None  # A listening socket.
+            info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            silent_s = _LAST_RECEIVED.unpack_from(info)[0] / 1000
             return _Half(file, _plain(remote), silent_s)
 
     def _shut_down(self, half: _Half) -> None:
@@ -225,11 +227,11 @@ def _open_files() -> Sequence[int]:
     try:
         return [int(each) for each in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - numbers only
     except OSError:
-        # Not a descriptor is left for this: all of them are open.
+        # No descriptor is left for this: all of them are open.
         return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _plain(address: Any) -> Address:
-    """Return an address in one spelling: without a zone, and IPv4 as such."""
+    """Return an address in normal form: without a zone, and mapped IPv4 as IPv4."""
     host = ip_address(address[0].partition("%")[0])
     return str(getattr(host, "ipv4_mapped", None) or host), address[1]

@@ -1,12 +1,12 @@
-"""A link: the messages of this node to one other, in order, through a bounded outbox.
+"""A link: sends the messages of this node to one other node, in order, from a bounded outbox.
 
 Every new connection begins with a Hello; the messages of the outbox follow it. Answers to the Hello
-come back over the same connection.
+arrive over the same connection.
 
-A connection may be lost without a trace: behind a firewall that forgets it, or in nng, whose dialer
-sometimes misses the end of a TLS connection that came with a last message. Other messages are
-answered over the peer's own link, so a link that sends and receives nothing sends Hello again, and
-dials again if no answer comes.
+A connection may be lost without an error: behind a firewall that drops its state, or in nng, whose
+dialer sometimes misses the end of a TLS connection that arrived with a last message. Other messages
+are answered over the peer's own link, so a link that sends but receives nothing sends Hello again,
+and dials again if there is no answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from peercache.net.peers import ControlTls, Peer
 from peercache.net.sockets import Dialer, OutOfDescriptors, UnusableAddress
 
 OUTBOX_MESSAGES_MAX = 512
-"""Messages queued while a peer is away or slow. Beyond it the oldest goes: summaries repair, and
-the newest message is most likely still true."""
+"""Messages queued while a peer is unreachable or slow. Beyond that the oldest is dropped: summaries
+repair, and the newest message is the most likely to be still valid."""
 
 OUTBOX_BYTES_MAX = 16 * 2**20
 """The same in bytes: 300,000 records."""
@@ -31,7 +31,7 @@ OUTBOX_BYTES_MAX = 16 * 2**20
 
 @final
 class Outbox:
-    """A queue that drops its oldest rather than grow."""
+    """A bounded queue that drops its oldest messages."""
 
     def __init__(
         self, *, messages_max: int = OUTBOX_MESSAGES_MAX, bytes_max: int = OUTBOX_BYTES_MAX
@@ -47,7 +47,7 @@ class Outbox:
         return len(self.waiting)
 
     def put(self, raw: bytes) -> int:
-        """Add a message; return how many were dropped for it, perhaps itself."""
+        """Add a message; return how many were dropped for it, possibly itself."""
         self.waiting.append(raw)
         self._bytes += len(raw)
         dropped = 0
@@ -63,7 +63,7 @@ class Outbox:
         return raw
 
     def clear(self) -> int:
-        """Drop everything; return how many messages that was."""
+        """Drop everything; return the number of dropped messages."""
         dropped = len(self.waiting)
         self.waiting.clear()
         self._bytes = 0
@@ -77,21 +77,21 @@ SILENT_S = 5.0
 """How long a link that sends may receive nothing before it sends Hello again."""
 
 UNANSWERED_S = 15.0
-"""How long that Hello may stay without an answer before the link dials again: longer than a busy
-peer takes."""
+"""How long that Hello may be unanswered before the link dials again: longer than a busy peer
+takes."""
 
 DIAL_AGAIN_S = 1.0
-"""After the process had no descriptor left for a link. Meanwhile its outbox drops the oldest."""
+"""Pause after a lack of descriptors for a link. Meanwhile its outbox drops the oldest."""
 
 
 @final
 @attrs.define(eq=False, kw_only=True)
 class Link:
-    """One directed link to an address, which it dials on `run`.
+    """One directed link to an address; `run` dials it.
 
-    hello:     makes the greeting.
-    on_answer: takes the peer's messages.
-    accepts:   judges the process that has answered, on a thread of nng.
+    hello:     returns the Hello to send.
+    on_answer: called with the peer's messages.
+    accepts:   verifies the process that has answered, on a thread of nng.
     """
 
     url: str = attrs.field(kw_only=False)
@@ -103,10 +103,10 @@ class Link:
     _outbox: Outbox = attrs.field(factory=Outbox, init=False)
     _greeted: bool = attrs.field(default=False, init=False)
     _has_sent: bool = attrs.field(default=False, init=False)
-    """Since it last received something."""
+    """Whether it has sent since it last received something."""
     _received_at: float = attrs.field(default=0.0, init=False)
     _asked_at: float | None = attrs.field(default=None, init=False)
-    """When it said the Hello that waits for an answer."""
+    """When it sent the Hello that is not answered yet."""
     _wake: trio.Event = attrs.field(factory=trio.Event, init=False)
     _connected: bool = attrs.field(default=False, init=False)
     _is_usable: bool = attrs.field(default=True, init=False)
@@ -127,17 +127,17 @@ class Link:
         self._wake.set()
 
     def greet_again(self) -> None:
-        """Send Hello once more: the peer does not know us, or has forgotten us."""
+        """Send Hello again: the peer does not know us, or has forgotten us."""
         self._greeted = False
         self._wake.set()
 
     def renew_tls(self) -> None:
-        """Show the certificates that `tls` has now when the connection is made again."""
+        """Use the current certificates of `tls` for the next connection."""
         if self._dialer is not None and self._tls is not None:
             self._dialer.renew_tls(self._tls)
 
     def disconnect(self) -> None:
-        """End the connection, and make it again: its other end is judged once more."""
+        """End the connection, and make it again: then the peer is verified again."""
         if self._dialer is not None:
             self._dialer.disconnect()
 
@@ -147,24 +147,24 @@ class Link:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nng has been handed every message."""
+        """Whether every message was passed to nng."""
         return not self._outbox
 
     async def run(self) -> None:
-        """Dial, greet, send and listen until stopped.
+        """Dial, send Hello, send and receive messages until stopped.
 
-        Drops every message where the address cannot be dialled: a peer announces its own address.
+        Drops every message if the address cannot be dialled: a peer announces its own address.
         """
         token = trio.lowlevel.current_trio_token()
 
         def from_nng(fact: Callable[[], None]) -> Callable[[], None]:
-            def tell() -> None:
+            def report() -> None:
                 try:
                     token.run_sync_soon(fact)
                 except trio.RunFinishedError:
-                    return  # The node has gone, and nothing waits for this.
+                    return  # The node is gone, and nothing waits for this.
 
-            return tell
+            return report
 
         with self._scope:
             self._connected = False

@@ -1,8 +1,8 @@
-"""The other end of a connection: what is known of it before it says anything, TLS, and the gate.
+"""The peer of a connection: what is known before its first message, TLS settings, and the gate.
 
-TLS 1.3 only, and both ends show a certificate of the cluster's authority. Every certificate carries
-one name that all share, because nng wants to be told one; whose certificate it is, says its
-identity, which `Gate` judges on each new connection.
+TLS 1.3 only, and both ends present a certificate of the cluster's authority. Every certificate
+contains one common name, because nng requires one; the owner is identified by the identity in the
+certificate, which `Gate` checks on each new connection.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Pem(Protocol):
 
     @property
     def ca_pem(self) -> str:
-        """The authorities whose certificates are trusted."""
+        """The trusted authorities."""
 
     @property
     def cert_pem(self) -> str:
-        """The own certificate, and those up to an authority's."""
+        """The own certificate, and the chain up to an authority."""
 
     @property
     def key_pem(self) -> str:
@@ -50,7 +50,7 @@ class ControlTls:
         self.renew(files)
 
     def renew(self, files: Pem) -> None:
-        """Use these certificates, for connections made from now on."""
+        """Use these certificates for new connections."""
         self.server = self._settings(files, pynng.TLSConfig.MODE_SERVER)
         self.client = self._settings(files, pynng.TLSConfig.MODE_CLIENT)
 
@@ -74,7 +74,7 @@ class ControlTls:
 
 
 def control_url(address: str, tls: ControlTls | None) -> str:
-    """Return what to dial for the control port at HOST:PORT."""
+    """Return the URL to dial for the control port at HOST:PORT."""
     return f"tcp://{address}" if tls is None else f"tls+tcp://{address}"
 
 
@@ -83,8 +83,8 @@ Address: TypeAlias = tuple[str, int]
 _UNKNOWN: Address = ("", 0)
 
 UNDATED_S = 3600.0
-"""How long a connection lasts whose certificate does not repeat when it expires, as one that
-another tool made: nng does not tell, and the next handshake finds out."""
+"""How long a connection lasts if its certificate does not repeat its expiry in a name, such as one
+of another tool: nng does not report the expiry, and the next handshake checks it."""
 
 
 class Transport(Enum):
@@ -97,13 +97,14 @@ class Transport(Enum):
 
 @attrs.frozen
 class Peer:
-    """The other end of a connection, as the kernel and TLS tell it.
+    """The peer of a connection, as the kernel and TLS report it.
 
-    uid:           of the process at the other end of an ipc connection; None for others.
+    uid:           that of the process at the other end of an ipc connection; None for others.
     local, remote: the numeric addresses of a tcp connection.
-    common_name, alternative_names: of its certificate, which TLS has verified; none without TLS.
-    valid_until:   when the connection ends, in seconds since 1970: as its certificate expires, or
-                   UNDATED_S after it was made where the certificate's names do not say when.
+    common_name, alternative_names: names in its certificate, which TLS has verified; none without
+                                    TLS.
+    valid_until:   when the connection ends, in seconds since 1970: when its certificate expires, or
+                   UNDATED_S after it was made if the certificate's names do not contain the expiry.
     """
 
     transport: Transport
@@ -115,12 +116,12 @@ class Peer:
     valid_until: float = inf
 
     def has_expired(self) -> bool:
-        """Return whether its certificate does not hold any more."""
+        """Return whether its certificate has expired."""
         return self.valid_until < inf and self.valid_until <= time.time()
 
 
 class JudgesCertificates(Protocol):
-    """Tells whose certificate TLS has verified (`trust.files.LiveTls`)."""
+    """Identifies the owner of a certificate that TLS has verified (`trust.files.LiveTls`)."""
 
     def admit(self, common_name: str, alternative_names: Iterable[str]) -> Identity:
         """Return the owner, or raise Rejected."""
@@ -128,14 +129,14 @@ class JudgesCertificates(Protocol):
 
 @final
 class Gate:
-    """Judges the other end of a connection, whichever end dialled.
+    """Checks the peer of a connection, whichever end dialled.
 
-    With TLS it is the owner of a certificate. Without, a process of this host must be of a user who
-    shares it; a process of another host has no user: only `insecure` listens to those.
+    With TLS the peer is the owner of a certificate. Without TLS, a process of this host must belong
+    to a user that shares it; a process of another host has no user: only `insecure` accepts those.
     """
 
     def __init__(self, sharing: Sharing, certificates: JudgesCertificates | None) -> None:
-        """Judge users by `sharing`, and certificates where there are any."""
+        """Check users by `sharing`, and certificates with TLS."""
         self._sharing = sharing
         self._certificates = certificates
 
@@ -143,7 +144,7 @@ class Gate:
         """Return the owner of a peer's certificate, None without one; raise Rejected."""
         if peer.transport is Transport.IPC:
             if peer.uid is None:
-                raise Rejected("owner", "the kernel does not tell whose process this is")
+                raise Rejected("owner", "the kernel does not report whose process this is")
             self._sharing.check_uid("the process at the other end", peer.uid)
         elif peer.transport is Transport.TCP:
             if self._certificates is not None:
@@ -178,10 +179,10 @@ class Gate:
 
 
 def peer_of(pipe: Any) -> Peer | None:
-    """Return what nng knows of a pipe's other end; None for a pipe that has ended.
+    """Return what nng knows of a pipe's peer; None for a pipe that has ended.
 
-    The kind of connection is what the address says, and never what is left when questions fail: the
-    kernel knows no address of a connection that was reset, and what it sent before is still read.
+    The kind of connection is determined by the address, never by failed queries: the kernel has no
+    address of a connection that was reset, but messages that it sent before are still read.
     """
     found = ffi.new("nng_sockaddr *")
     if lib.nng_pipe_get_addr(pipe.pipe, b"remote-address", found):
@@ -194,14 +195,14 @@ def peer_of(pipe: Any) -> Peer | None:
     local = ffi.new("nng_sockaddr *")
     is_known = not lib.nng_pipe_get_addr(pipe.pipe, b"local-address", local)
     at = (_host_and_port(local) if is_known else None) or _UNKNOWN
-    # nng tells the subject from its common name to its end.
+    # nng returns the subject from its common name on.
     common_name = _text(pipe, b"tls-peer-cn").partition(",")[0]
     names = _texts(pipe, b"tls-peer-alt-names")
     return Peer(Transport.TCP, None, at, remote, common_name, names, _end_of(names))
 
 
 def _end_of(names: tuple[str, ...]) -> float:
-    """Return when a connection ends whose other end has shown a certificate with these names."""
+    """Return when a connection ends, given the names in the peer's certificate."""
     if not names:
         return inf  # Without TLS.
     until = until_among(names)
@@ -210,7 +211,7 @@ def _end_of(names: tuple[str, ...]) -> float:
 
 def _host_and_port(found: Any) -> Address | None:
     """Return an address of a tcp connection; None for one of another kind."""
-    # nng keeps ports and addresses as the wire has them.
+    # nng keeps ports and addresses in network byte order.
     if found.s_family == lib.NNG_AF_INET:
         host = str(
             ipaddress.IPv4Address(bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4)))
@@ -246,7 +247,7 @@ def _texts(pipe: Any, option: bytes) -> tuple[str, ...]:
         name = names[len(texts)]
         texts.append(_decoded(name))
         lib.nng_strfree(name)
-    # nng makes the list, and its texts, again for each question.
+    # nng allocates the list, and its texts, for each call.
     lib.nng_free(found[0], ffi.sizeof("char *") * (len(texts) + 1))
     return tuple(texts)
 

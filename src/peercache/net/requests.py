@@ -1,19 +1,19 @@
-"""Requests to peers and their answers: connections, retries, deadlines, and silences that count.
+"""Requests to peers and their answers: connections, retries, deadlines, and detection of silence.
 
-Blocking, in the caller's thread: a question to several peers waits for all of them in one poll, and
-no loop takes part, so an engine's thread never waits for another thread to be scheduled.
+Blocking, in the caller's thread: a request to several peers waits for all of them in one poll. No
+loop is involved, so an engine's thread never waits for another thread to be scheduled.
 
-A client dials a node when it has a question for it, and keeps the connection for the next one. It
-would come to have one to every node of the cluster, and each takes DESCRIPTORS of the engine's. So
-`Connections` bounds how many are kept, and how long.
+A client dials a node when it has a request for it, and keeps the connection for the next one. It
+would end up with one to every node of the cluster, and each takes DESCRIPTORS of the engine's
+descriptors. So `Connections` bounds how many are kept, and how long.
 
-A kept connection may be stale: a question that it swallowed is sent once more, over a new one. A
-new one that breaks is the peer's failure. A silence counts for the breakers only as far as it
-lasted.
+A kept connection may be stale: a request that was lost on it is sent once more, over a new one. If
+a new one breaks, that is the peer's failure. For the breakers, silence counts only for as long as
+it lasted.
 
-`Conversation` knows neither sockets nor waiting. Its driver waits as long as `wait_s` says, for the
-connections that `watch` named, and calls `turn`, until `wait_s` is None: with a poll here, with an
-event in a simulation.
+`Conversation` has no sockets and does not wait. Its driver waits for `wait_s`, for the connections
+passed to `watch`, and calls `turn`, until `wait_s` is None: with a poll here, with an event in a
+simulation.
 """
 
 from __future__ import annotations
@@ -39,39 +39,40 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, HelloRequired, Refused, Welcome
 
 IDLE_S = 60.0
-"""How long a connection without a question is kept. To dial again costs a fifth of a millisecond of
-this processor's time, and several with TLS."""
+"""How long an idle connection is kept. Dialling again costs a fifth of a millisecond of processor
+time, and several milliseconds with TLS."""
 
 OF_ONE_MAX = 8
 """Connections kept to one peer: an engine has four storage threads."""
 
 DESCRIPTORS = 3
-"""Open files of one connection: the socket, and the pipe by which nng tells that it is readable."""
+"""Open files of one connection: the socket, and the pipe by which nng signals that it is
+readable."""
 
 DESCRIPTORS_DIVISOR = 4
-"""A client uses a quarter of its process's open files for idle connections: the rest is the
-engine's, and of the questions under way."""
+"""A client uses a quarter of its process's open files for idle connections: the rest is for the
+engine, and for requests in flight."""
 
 KEPT_MIN = 16
 KEPT_MAX = 1024
-"""A client of the largest clusters asks a thousand owners again and again."""
+"""In the largest clusters, a client asks a thousand owners again and again."""
 
 
 AT_ONCE_DIVISOR = 2
-"""Questions of one `ask` that are under way at once: half as many as connections are kept, so that
-the four threads of an engine use half of its open files. The others follow as answers come."""
+"""Requests of one `ask` in flight: half the number of kept connections, so that the four threads of
+an engine use half of its open files. The others are sent as answers arrive."""
 
 SLICE_S = 0.02
-"""Longest wait between two looks at the connections: nng reports a broken one on a thread of its
-own, which cannot wake a poll. A connection that is not there after this time is probed: the kernel
-knows a refusal, nng does not tell it."""
+"""Longest wait between two checks of the connections: nng reports a broken one on a thread of its
+own, which cannot wake a poll. A connection that is not established after this time is probed: the
+kernel knows of a refusal, nng does not report it."""
 
 BURST_MESSAGES = 64
-"""Messages taken from one connection before the others get a turn: a peer may go on sending."""
+"""Messages read from one connection before the others get a turn: a peer may send without end."""
 
 
 class Connection(Protocol):
-    """One connection to one incarnation, dialled by us; messages wait in it until it is connected.
+    """One connection to one incarnation, dialled by us; it queues messages until it is connected.
 
     fd:        names it in a poll.
     is_broken: it has ended, or must not be used again.
@@ -85,16 +86,16 @@ class Connection(Protocol):
     is_probed: bool
 
     def send(self, raw: bytes, /) -> bool:
-        """Hand a message over; it may never arrive."""
+        """Send a message; it may never arrive."""
 
     def receive(self) -> bytes | None:
         """Return the next message that has arrived, or None."""
 
     def is_refused(self, timeout_s: float, /) -> bool:
-        """Probe whether the address refuses: once a lease, and only until it is connected."""
+        """Probe whether the address refuses: once per lease, and only until it is connected."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 Kind = TypeVar("Kind", bound=Connection)
@@ -105,12 +106,12 @@ Kind = TypeVar("Kind", bound=Connection)
 class Connections(Generic[Kind]):
     """The connections of one client, and its messages over them. Thread-safe.
 
-    hello_for: returns what is said on a new connection to `url_of(peer)`; peer 0 is any listener.
-    connect:   dials an address to reach a peer, without waiting; None where that cannot be.
-    unasked:   takes each message that answers no pending question.
-    kept_max:  idle connections that are kept.
-    slice_s:   longest wait between two looks at the connections.
-    other_cluster: of a node that has answered from another cluster.
+    hello_for: returns the Hello for a new connection to `url_of(peer)`; peer 0 means any listener.
+    connect:   dials an address to reach a peer, without waiting; None if that is impossible.
+    unasked:   called with each message that answers no pending request.
+    kept_max:  the most idle connections.
+    slice_s:   longest wait between two checks of the connections.
+    other_cluster: name of another cluster from which a node has answered.
     """
 
     _identity: int
@@ -124,7 +125,7 @@ class Connections(Generic[Kind]):
     unasked: Callable[[int, Message], None] = attrs.field(alias="on_unasked")
     _kept_max: int = KEPT_MAX
     slice_s: float = SLICE_S
-    # Each with when it was given back. The peer that was used last stands last.
+    # Each with the time at which it was returned. The last used peer is last.
     _idle: OrderedDict[int, deque[tuple[Kind, float]]] = attrs.field(
         factory=OrderedDict, init=False
     )
@@ -136,7 +137,7 @@ class Connections(Generic[Kind]):
 
     @property
     def at_once_max(self) -> int:
-        """How many questions of one `ask` are under way at once."""
+        """How many requests of one `ask` may be in flight."""
         return max(1, self._kept_max // AT_ONCE_DIVISOR)
 
     def post(self, messages: Sequence[tuple[int, Message]]) -> None:
@@ -150,7 +151,7 @@ class Connections(Generic[Kind]):
                 self.give_back(peer, connection)
 
     def drain(self, peer: int) -> None:
-        """Take the messages of a peer that answer no pending question."""
+        """Handle the messages of a peer that answer no pending request."""
         with self._lock:
             connection = self._take(peer)
         if connection is None:
@@ -160,14 +161,14 @@ class Connections(Generic[Kind]):
                 break
             message = self.decode(raw)
             if isinstance(message, (HelloRequired, Refused)):
-                # The next question goes over a new one, and learns why.
+                # The next request uses a new one, and finds out why.
                 connection.is_broken = True
             elif message is not None:
                 self.unasked(peer, message)
         self.give_back(peer, connection)
 
     def forget(self, alive: set[int]) -> None:
-        """Close the connections to peers that are not alive any more."""
+        """Close the connections to peers that are no longer alive."""
         with self._lock:
             gone = [peer for peer in self._idle if peer not in alive]
             connections = [each for peer in gone for each, _ in self._idle.pop(peer)]
@@ -176,7 +177,7 @@ class Connections(Generic[Kind]):
             connection.close()
 
     def close(self) -> None:
-        """Close every idle connection; leased ones close when they come back."""
+        """Close every idle connection; leased ones are closed when they are returned."""
         self._is_closed = True
         self.forget(set())
 
@@ -194,16 +195,16 @@ class Connections(Generic[Kind]):
         url = self._url_of(peer)
         made = None if url is None else self.dial(url, peer)
         if made is not None:
-            # A question may follow at once: on one connection the order is kept.
+            # A request may follow at once: a connection keeps the order.
             made.send(self.encode(0, self.hello_for(peer)))
         return made
 
     def dial(self, url: str, peer: int) -> Kind | None:
-        """Return a new connection, over which a Hello comes first; None if it cannot be dialled."""
+        """Return a new connection, on which Hello is sent first; None if it cannot be dialled."""
         return None if self._is_closed else self._connect(url, peer)
 
     def give_back(self, peer: int, connection: Kind) -> None:
-        """Keep a connection for the next question; peer 0 gets none: its name is not known."""
+        """Keep a connection for the next request; not for peer 0: its identity is not known."""
         gone = [connection]
         with self._lock:
             if peer and not self._is_closed and not connection.is_broken:
@@ -216,16 +217,16 @@ class Connections(Generic[Kind]):
         return request_of(next(self._numbers))
 
     def encode(self, target: int, message: Message, number: int = 0) -> bytes:
-        """Return the bytes of a message from us; number: of a question, which its answer names."""
+        """Return the bytes of a message from us; number: of a request; its answer repeats it."""
         envelope = Envelope(self._identity, target, message)
         return encode(envelope, cluster=self._cluster, request=number)
 
     def decode(self, raw: bytes) -> Message | None:
-        """Return the message, or None for bytes that no correct peer sends."""
+        """Return the message, or None for invalid bytes."""
         try:
             return decode(raw, cluster=self._cluster).message
         except WrongCluster as error:
-            # We cannot read its refusal; that it speaks another language is the refusal.
+            # We cannot read its refusal; the different protocol is the refusal.
             self.other_cluster = error.cluster
             return Refused(0, "cluster", error.what)
         except WrongVersion as error:
@@ -235,12 +236,12 @@ class Connections(Generic[Kind]):
             return None
 
     def _take(self, peer: int) -> Kind | None:
-        """Take out the connection to a peer that was used last, broken or not."""
+        """Remove and return the last used connection to a peer, broken or not."""
         kept = self._idle.get(peer)
         return None if kept is None else self._out(peer, kept.pop())
 
     def _keep(self, peer: int, connection: Kind) -> list[Kind]:
-        """Keep a connection; return those that go: too many to a peer or in all, or too old."""
+        """Keep a connection; return those to close: too many to a peer or in total, or too old."""
         now, gone = self.clock(), []
         own = self._idle.setdefault(peer, deque())
         self._idle.move_to_end(peer)
@@ -300,7 +301,7 @@ class Dialled:
     def _judged(self, peer: Peer) -> bool:
         self._peer = peer
         is_accepted = self._accepts(peer)
-        # Another process listens there: a question fails now, not at its deadline.
+        # Another process listens there: a request fails now, not at its deadline.
         self.is_broken = self.is_broken or not is_accepted
         return is_accepted
 
@@ -311,7 +312,7 @@ class Dialled:
         self.is_broken = True
 
     def is_refused(self, timeout_s: float) -> bool:
-        """Probe whether the address refuses: once a lease, and only until it is connected."""
+        """Probe whether the address refuses: once per lease, and only until it is connected."""
         if self.is_connected or self.is_probed:
             return False
         self.is_probed = True
@@ -327,22 +328,23 @@ def most_kept() -> int:
 
 
 CONNECT_TIMEOUT_S = 0.25
-"""How long a greeting waits for a connection."""
+"""How long a Hello waits for a connection."""
 
 LAST_TURN_S = 0.02
-"""How long a turn may last beyond the deadline, for what arrived while this thread slept."""
+"""How long a turn may last beyond the deadline, to read what arrived while this thread slept."""
 
 Enough: TypeAlias = Callable[[Collection[Message]], bool]
-"""Given the answers so far, whether they make the others unnecessary."""
+"""Returns whether the answers so far make the others unnecessary."""
 
 
 @attrs.define(eq=False)
 class Lease(Generic[Kind]):
     """A connection that a conversation uses.
 
-    is_kept:     until the conversation ends, for more questions; else until its answer has come.
-    pending:     by number, in the order of sending: each question, and when it was sent.
-    answered_at: when the last answer to one of them came.
+    is_kept:     it is kept until the conversation ends, for more requests; else until its answer
+                 has arrived.
+    pending:     by number, in the order of sending: each request, and when it was sent.
+    answered_at: when the last answer to one of them arrived.
     """
 
     peer: int
@@ -354,11 +356,11 @@ class Lease(Generic[Kind]):
 
 @final
 class Conversation(Generic[Kind]):
-    """The questions of one call: to one peer or many, awaited at once or later.
+    """The requests of one call: to one peer or many, awaited at once or later.
 
-    It owns the connections that are leased for them, and what is pending on each: it finds the
-    answer to each question by its number, and sends again what a stale connection swallowed. When a
-    wait ends, it counts the silence of each peer that still owes an awaited answer.
+    It owns the connections leased for them, and the pending requests on each: it matches answers to
+    requests by number, and sends requests again that were lost on a stale connection. When a wait
+    ends, it records the silence of each peer that has not sent an awaited answer.
     """
 
     def __init__(
@@ -369,7 +371,7 @@ class Conversation(Generic[Kind]):
         unwatch: Callable[[Kind], object],
         breakers: Breakers | None = None,
     ) -> None:
-        """Lease nothing yet. breakers: those that count, in place of the connections' own."""
+        """Lease nothing yet. breakers: used in place of the connections' own breakers."""
         self._connections = connections
         self._watch = watch
         self._unwatch = unwatch
@@ -385,7 +387,7 @@ class Conversation(Generic[Kind]):
         self._until = float("inf")
         self._is_last = False
 
-    # --- questions --------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def ask(
         self,
@@ -393,10 +395,10 @@ class Conversation(Generic[Kind]):
         until: float,
         enough: Enough | None = None,
     ) -> list[int]:
-        """Await answers from now on: all of them, or until those so far are `enough`.
+        """Send requests, and await all answers, or until the answers so far are `enough`.
 
-        Returns the questions' numbers. Each goes over a connection of its own, which is given back
-        with its answer. A peer without an address has failed at once.
+        Returns the numbers of the requests. Each uses a connection of its own, which is returned
+        with its answer. A peer without an address fails at once.
         """
         number = self._connections.number
         numbers = [number() for _ in questions]
@@ -411,36 +413,36 @@ class Conversation(Generic[Kind]):
         self._await((number,), until)
         lease = self._lease(0, self._connections.dial(url, 0), is_kept=True)
         if lease is not None:
-            self._say(lease, number, self._connections.hello_for(0))
+            self._send_now(lease, number, self._connections.hello_for(0))
         return number
 
     def keep_as(self, peer: int) -> None:
-        """Keep the connection of a Hello for later questions to the peer that has answered."""
+        """Keep the connection of a Hello for later requests to the peer that has answered."""
         if 0 in self._kept:
             self._kept[0].peer = peer
 
     def send(self, peer: int, message: Message) -> int:
-        """Send a question, to be collected later; return its number.
+        """Send a request, to be collected later; return its number.
 
-        All to one peer go over one connection, in their order. Only for idempotent questions: those
-        that a stale connection swallowed are all sent once more, over a new one.
+        All requests to one peer use one connection, in order. Only for idempotent requests: those
+        that were lost on a stale connection are all sent once more, over a new one.
         """
         number, lease = self._connections.number(), self._kept.get(peer)
         if lease is None:
             connection = self._connections.lease(peer, fresh=False)
             lease = self._lease(peer, connection, is_kept=True)
         if lease is not None:
-            self._say(lease, number, message)
+            self._send_now(lease, number, message)
         return number
 
     def collect(self, number: int, until: float) -> None:
-        """Await the answer to a question that was sent before."""
+        """Await the answer to a request that was sent before."""
         self._await((), until)
         for lease in self._leases.values():
             if number in lease.pending:
                 self._awaited.add(number)
-                # A poll gives up the interpreter's lock, and a busy thread keeps that for 5 ms:
-                # what has come during the copy is taken without one.
+                # A poll releases the GIL, and a busy thread keeps that for 5 ms: answers that
+                # arrived during the copy are read without a poll.
                 stop_at = max(until, self._connections.clock() + LAST_TURN_S)
                 self._take(lease, stop_at)
                 if number in self._awaited:
@@ -448,7 +450,7 @@ class Conversation(Generic[Kind]):
                 return
 
     def answer(self, number: int) -> Message | None:
-        """Return the answer to a question, if it has come."""
+        """Return the answer to a request, if it has arrived."""
         return self._answers.pop(number, None)
 
     # --- the wait ---------------------------------------------------------------------------------
@@ -458,12 +460,12 @@ class Conversation(Generic[Kind]):
         if not self._awaited or not self._leases or self._is_last:
             return None
         left_s = self._until - self._connections.clock()
-        # One more turn then: if it was this thread that slept, the answers are there.
+        # One more turn then: if this thread was paused, the answers have arrived.
         self._is_last = left_s <= 0
         return min(max(left_s, 0.0), self._connections.slice_s)
 
     def turn(self, readable: Iterable[tuple[int, int]]) -> None:
-        """Take the messages of the connections that a poll names, then check every connection."""
+        """Read from the connections that a poll returned, then check every connection."""
         stop_at = max(self._until, self._connections.clock() + LAST_TURN_S)
         for fd, _ in readable:
             if fd in self._leases:
@@ -480,9 +482,9 @@ class Conversation(Generic[Kind]):
             self._check(lease, stop_at)
 
     def stop(self) -> None:
-        """End the wait: who owes an awaited answer was silent until now, or until the deadline."""
+        """End the wait: peers without an awaited answer were silent until now or the deadline."""
         if not self._awaited:
-            # Also where other answers were enough: a peer that was cut short has not failed.
+            # Also if other answers were enough: a peer that had less time has not failed.
             return
         until = min(now := self._connections.clock(), self._until)
         for lease in self._leases.values():
@@ -492,7 +494,7 @@ class Conversation(Generic[Kind]):
         self._awaited.clear()
 
     def end(self) -> None:
-        """End the wait, and give every connection back."""
+        """End the wait, and return every connection."""
         self.stop()
         self._waiting.clear()
         for lease in list(self._leases.values()):
@@ -505,7 +507,7 @@ class Conversation(Generic[Kind]):
         self._until, self._enough, self._is_last = until, enough, False
 
     def _send_waiting(self) -> None:
-        """Send questions that wait, as long as few are under way and there is time."""
+        """Send waiting requests, as long as few are in flight and there is time."""
         waiting, connections = self._waiting, self._connections
         while waiting and len(self._leases) < connections.at_once_max:
             if connections.clock() >= self._until:
@@ -515,15 +517,15 @@ class Conversation(Generic[Kind]):
             if lease is None:
                 self._awaited.discard(number)
             else:
-                self._say(lease, number, message)
+                self._send_now(lease, number, message)
 
-    def _say(self, lease: Lease[Kind], number: int, message: Message) -> None:
+    def _send_now(self, lease: Lease[Kind], number: int, message: Message) -> None:
         connections = self._connections
         lease.pending[number] = (message, connections.clock())
         lease.connection.send(connections.encode(lease.peer, message, number))
 
     def _lease(self, peer: int, connection: Kind | None, *, is_kept: bool) -> Lease[Kind] | None:
-        """Use a connection to a peer, which has failed if it is None."""
+        """Lease a connection to a peer; None means that the peer has failed."""
         if connection is None:
             self._breakers.failed(peer, self._connections.clock())
             return None
@@ -540,12 +542,12 @@ class Conversation(Generic[Kind]):
             self._kept.pop(lease.peer, None)
         self._connections.give_back(lease.peer, lease.connection)
 
-    # --- what comes -------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
 
     def _take(self, lease: Lease[Kind], stop_at: float) -> None:
         connections, pending = self._connections, lease.pending
         for _ in range(BURST_MESSAGES):
-            # Before each message, and not only between bursts: to decode one takes milliseconds.
+            # Before each message, and not only between bursts: decoding one takes milliseconds.
             if connections.clock() >= stop_at or (raw := lease.connection.receive()) is None:
                 return
             message = connections.decode(raw)
@@ -561,7 +563,7 @@ class Conversation(Generic[Kind]):
                 self._refused(lease, message)
                 return
             if not is_answer:
-                # The answer to a posted message, or to a question that was given up.
+                # The answer to a posted message, or to an abandoned request.
                 connections.unasked(lease.peer, message)
                 continue
             self._settle(lease, number, message)
@@ -580,7 +582,7 @@ class Conversation(Generic[Kind]):
 
     def _refused(self, lease: Lease[Kind], message: Refused) -> None:
         if not lease.connection.is_fresh:
-            # Perhaps for what was posted over it before.
+            # Possibly for a message that was posted over it before.
             self._broke(lease)
             return
         if lease.peer:
@@ -593,7 +595,7 @@ class Conversation(Generic[Kind]):
         """Notice a connection that has broken, and an address that refuses."""
         connection, now = lease.connection, self._connections.clock()
         if connection.is_broken:
-            # What came before it broke still counts.
+            # Messages that arrived before it broke still count.
             self._take(lease, stop_at)
             if self._leases.get(connection.fd) is lease:
                 self._broke(lease)
@@ -604,7 +606,7 @@ class Conversation(Generic[Kind]):
             self._broke(lease)
 
     def _broke(self, lease: Lease[Kind]) -> None:
-        """Ask again what a stale connection swallowed; the peer of a new one has failed."""
+        """Repeat the requests lost on a stale connection; if it was new, the peer has failed."""
         if lease.connection.is_fresh:
             self._breakers.failed(lease.peer, self._connections.clock())
             self._awaited.difference_update(lease.pending)
@@ -612,7 +614,7 @@ class Conversation(Generic[Kind]):
         self._replace(lease)
 
     def _replace(self, lease: Lease[Kind]) -> None:
-        """Close a connection, and send what is still pending on it over a new one."""
+        """Close a connection, and send its pending requests over a new one."""
         lease.connection.is_broken = True
         self._close(lease)
         pending, instead = lease.pending, None
@@ -623,7 +625,7 @@ class Conversation(Generic[Kind]):
             self._awaited.difference_update(pending)
         else:
             for number, (message, _) in pending.items():
-                self._say(instead, number, message)
+                self._send_now(instead, number, message)
         self._send_waiting()
 
 
@@ -632,7 +634,7 @@ class Talk:
     """A conversation of the calling thread, driven by a poll."""
 
     def __init__(self, connections: Connections[Dialled], breakers: Breakers | None = None) -> None:
-        """Ask nothing yet."""
+        """Start without requests."""
         self._poll = poll = select.poll()
         self._conversation = Conversation(
             connections,
@@ -649,7 +651,7 @@ class Talk:
         until: float,
         enough: Enough | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up."""
+        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
         numbers = self._conversation.ask(questions, until, enough)
         self._wait()
         return [self._conversation.answer(number) for number in numbers]
@@ -661,11 +663,11 @@ class Talk:
         return self._conversation.answer(number)
 
     def send(self, peer: int, message: Message) -> int:
-        """Send a question without waiting; return its number."""
+        """Send a request without waiting; return its number."""
         return self._conversation.send(peer, message)
 
     def collect(self, number: int, until: float) -> Message | None:
-        """Return the answer to a question that was sent, or None once the time is up."""
+        """Return the answer to a sent request, or None if there is none until `until`."""
         self._conversation.collect(number, until)
         self._wait()
         return self._conversation.answer(number)
@@ -679,7 +681,7 @@ class Talk:
 
 @final
 class Asker:
-    """Asks nodes questions on behalf of one client; thread-safe."""
+    """Sends requests to nodes on behalf of one client; thread-safe."""
 
     def __init__(
         self,
@@ -697,11 +699,11 @@ class Asker:
         tls: ControlTls | None = None,
         slice_s: float = SLICE_S,
     ) -> None:
-        """Say `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 is any listener.
+        """Send `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 means any listener.
 
-        gate:         judges each process that answers, as the node `name_of_peer(peer)`.
-        name_of_peer: the name in a peer's certificate; None for one that is not known yet.
-        slice_s:      longest wait between two looks at the connections.
+        gate:         verifies that each process that answers is the node `name_of_peer(peer)`.
+        name_of_peer: the name in a peer's certificate; None if it is not known yet.
+        slice_s:      longest wait between two checks of the connections.
         """
         self.breakers = breakers
         self._clock = clock
@@ -728,7 +730,7 @@ class Asker:
         self.close = self.connections.close
 
     def talk(self) -> Talk:
-        """Return a conversation of the calling thread, which it ends."""
+        """Return a conversation for the calling thread, which must end it."""
         return Talk(self.connections)
 
     def ask(
@@ -737,9 +739,9 @@ class Asker:
         until: float,
         enough: Enough | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None, once all are in, or are `enough`, or time is up.
+        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`.
 
-        A Refused is an answer too.
+        A Refused is an answer, too.
         """
         talk = Talk(self.connections)
         try:
@@ -750,12 +752,12 @@ class Asker:
     def greet(self, url: str, until: float, *, keeps: bool = False) -> Message | None:
         """Send Hello to the listener of an address; return Welcome, Refused or None.
 
-        keeps: keep the connection for questions to the node that has answered.
+        keeps: keep the connection for requests to the node that has answered.
         """
         connect_s = max(SLICE_S, min(CONNECT_TIMEOUT_S, until - self._clock()))
         if reached(url, connect_s) is False:
             return None
-        # No member has that address for certain: nothing counts for a breaker.
+        # It is not certain which member has that address: this does not affect a breaker.
         talk = Talk(self.connections, Breakers())
         try:
             answer = talk.greet(url, until)
@@ -772,7 +774,7 @@ class Asker:
             return None
 
     def _accepts(self, found: Peer, peer: int) -> bool:
-        """Judge the process that has answered in place of a peer; comes on a thread of nng."""
+        """Verify that the process that has answered is this peer; called on a thread of nng."""
         try:
             self._gate.check_node(found, self._name_of_peer(peer))
         except Rejected as rejected:

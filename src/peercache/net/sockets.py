@@ -2,11 +2,11 @@
 
 One protocol everywhere, PAIR1. A node listens with one polyamorous socket on all its addresses; a
 peer dials it with a socket of its own. Members answer each other over their own links; a client
-listens nowhere, so the answer comes over the pipe that it dialled.
+does not listen, so it gets the answer over the pipe that it dialled.
 
-Sends and receives never wait, and keep the GIL (`NonblockingSocket`). A busy engine takes the GIL
+Sends and receives never block, and keep the GIL (`NonblockingSocket`). A busy engine takes the GIL
 whenever another thread releases it, and keeps it for a switch interval of 5 ms. pynng releases it
-around every call. These calls take microseconds and never wait, so they keep it: a request costs
+around every call. These calls take microseconds and never block, so they keep it: a request costs
 one hand-off, in the poll, instead of three.
 """
 
@@ -46,8 +46,8 @@ class _Pipe(ctypes.Structure):
 
 
 # No call that keeps the GIL may block, or wait for one of nng's threads that calls into Python. So
-# only sends and receives with NNG_FLAG_NONBLOCK are here: nng finishes them in the calling thread,
-# and its pipes come and go under a lock of their own.
+# this class has only sends and receives with NNG_FLAG_NONBLOCK: nng finishes them in the calling
+# thread, and adds and removes its pipes under a lock of their own.
 def _held(name: str, result: Any, *arguments: Any) -> Any:
     """Return a function of nng that is called with the GIL held (PYFUNCTYPE)."""
     address = int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
@@ -89,7 +89,7 @@ class NonblockingSocket:
         self._socket = _Socket(socket_id)
 
     def send(self, raw: bytes) -> bool:
-        """Hand a message to nng; False if its buffer is full. It may never arrive."""
+        """Pass a message to nng; False if its buffer is full. It may never arrive."""
         verdict: int = _nng_send(self._socket, raw, len(raw), lib.NNG_FLAG_NONBLOCK)
         return verdict != AGAIN
 
@@ -104,7 +104,7 @@ class NonblockingSocket:
         )
         if verdict:
             return None
-        # A message of no bytes has no memory either.
+        # An empty message has no memory.
         raw = ctypes.string_at(data.value, size.value) if data.value else b""
         _nng_free(data, size)
         return raw
@@ -120,7 +120,7 @@ class NonblockingSocket:
             _nng_msg_set_pipe(message, _Pipe(pipe))
             verdict = _nng_sendmsg(self._socket, message, lib.NNG_FLAG_NONBLOCK)
         if verdict:
-            # nng frees only a message that it has taken.
+            # nng frees only a message that it has accepted.
             _nng_msg_free(message)
         return not verdict
 
@@ -146,7 +146,7 @@ _state = {"sockets_opened": False, "is_forked": False}
 
 
 def _disarm_in_child() -> None:
-    """Keep a forked child from touching the sockets of its parent.
+    """Keep a forked child from using the sockets of its parent.
 
     nng's threads do not exist there, so closing a socket, as its finaliser does, hangs forever.
     """
@@ -165,13 +165,13 @@ os.register_at_fork(after_in_child=_disarm_in_child)
 def _disarm_finalisers() -> None:
     """Keep the end of the interpreter from closing the sockets that are still open.
 
-    A close waits for callbacks in flight, and those wait for an interpreter that runs no other
-    thread any more. The end of the process closes the sockets anyway.
+    A close waits for callbacks in flight, and those wait for an interpreter that no longer runs
+    other threads. The end of the process closes the sockets anyway.
     """
     pynng.Socket.__del__ = _do_nothing
 
 
-# The first hook that is registered runs last: until then sockets close as ever.
+# The hook that is registered first runs last: until then sockets are closed as usual.
 atexit.register(_disarm_finalisers)
 
 
@@ -179,7 +179,7 @@ def _open(**options: Any) -> Any:
     if _state["is_forked"]:
         raise LocalProtocolError("a forked child cannot use nng: start PeerCache after the fork")
     _state["sockets_opened"] = True
-    # A received message has the protocol's header before it, and counts as a whole.
+    # The limit applies to a received message with the protocol's header.
     try:
         return pynng.Pair1(recv_max_size=MESSAGE_BYTES_MAX + HEADER_BYTES_MAX, **options)
     except (pynng.OutOfFiles, pynng.NoMemory) as error:
@@ -187,17 +187,17 @@ def _open(**options: Any) -> Any:
 
 
 PAIR1_GREETING = b"\0SP\0\0\x11\0\0"
-"""What each side of a PAIR1 connection says first."""
+"""The first bytes of each side of a PAIR1 connection."""
 
 HEADER_BYTES_MAX = 64
 
 SEND_BUFFER_MESSAGES = 64
-"""Messages nng takes before it says "try again"; the bounded outbox of a link is above it."""
+"""Messages that nng accepts before it returns "try again"; a link has a bounded outbox on top."""
 
 RECEIVE_BUFFER_MESSAGES = 256
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 1000
-"""nng redials a lost peer with this back-off, without end: partitions heal without us."""
+"""nng redials a lost peer with this back-off, forever: partitions heal by themselves."""
 
 _OWN_HOST = {"::": "::1", "0.0.0.0": "127.0.0.1"}  # noqa: S104 - where to reach what is bound
 
@@ -205,11 +205,11 @@ TOUCH_S = 0.5
 """How long a connection to a listener of our own may take."""
 
 PipeFact = Callable[[int], None]
-"""Called with a pipe's number on a thread of nng: hand it on and return."""
+"""Called with a pipe's number on a thread of nng: it must pass it on and return."""
 
 
 PROBE_S = 0.5
-"""How long a node that starts waits for the answer of a listener at its home address."""
+"""How long a starting node waits for the answer of a listener at its home address."""
 
 
 NO_DESCRIPTOR = -1
@@ -220,14 +220,16 @@ class UnusableAddress(DefiniteError):
 
 
 class OutOfDescriptors(UnusableAddress):
-    """Too many files are open for another socket now; a later attempt may succeed."""
+    """Too many files are open for another socket; a later attempt may succeed."""
 
 
 class Listener:
-    """A polyamorous PAIR1 socket on a trio loop: takes from every pipe, answers on each."""
+    """A polyamorous PAIR1 socket on a trio loop: receives from all pipes, answers on each."""
 
     def __init__(self, *, on_removed: PipeFact, tls: ControlTls | None = None) -> None:
-        """Call `on_removed` (on a thread of nng) for each pipe that ends. tls: of tcp addresses."""
+        """Call `on_removed` (on a thread of nng) for each pipe that ends. tls: for tcp
+        addresses.
+        """
         self._socket = _open(
             polyamorous=True,
             send_buffer_size=SEND_BUFFER_MESSAGES,
@@ -248,19 +250,19 @@ class Listener:
     def _pipe_added(self, pipe: Any) -> None:
         peer = peer_of(pipe)
         if peer is None:
-            # The report of its end came before that of its beginning, and was dropped by pynng.
+            # Its end was reported before its beginning, and pynng dropped that report.
             self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
         else:
             self._open_pipes[pipe.id] = peer
 
     def _pipe_settled(self, pipe: Any) -> None:
         if pipe.id not in self._open_pipes:
-            # pynng may report a pipe after its end, and has just entered it again, for good.
+            # pynng may report a pipe after its end, and has just added it again, permanently.
             self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
 
     def _pipe_removed(self, pipe: Any) -> None:
         number = pipe.id
-        # First, so that a pipe that is found open has its end reported later.
+        # This comes first, so that the end of a pipe that is found open is reported later.
         self._open_pipes.pop(number, None)
         self._on_removed(number)
 
@@ -270,23 +272,23 @@ class Listener:
         try:
             url = control_url(address, self._tls)
             if self._tls is not None:
-                # A listener takes the socket's; ipc and inproc ignore it.
+                # A listener uses the socket's TLS settings; ipc and inproc ignore them.
                 self._socket.tls_config = self._tls.server
             listener = self._socket.listen(url)
         except pynng.AddressInUse as error:
             raise AddressTaken(name, address) from error
         except pynng.NNGException as error:
             raise ConfigError(name, f"cannot listen on {address}: {error}") from error
-        # nng keeps port numbers as the wire has them.
+        # nng keeps port numbers in network byte order.
         bound: int = int.from_bytes(listener.local_address.port.to_bytes(2, "little"), "big")
         self._tcp_listeners.append((listener, host, bound))
         return port or bound
 
     def renew_tls(self) -> None:
-        """Greet connections from now on with the certificates that `tls` has now.
+        """Use the current certificates of `tls` for new connections.
 
-        The connections that are open stay. nng has begun to wait for the next connection with the
-        old certificates: it gets those, so we make one ourselves.
+        Open connections stay. nng already waits for the next connection with the old certificates,
+        so we make that one ourselves.
         """
         assert self._tls is not None, "there are no certificates"
         for listener, host, port in self._tcp_listeners:
@@ -298,12 +300,12 @@ class Listener:
         return [port for _, _, port in self._tcp_listeners]
 
     def remotes(self) -> list[Address]:
-        """Return the other ends of the open connections over tcp."""
-        # A copy: connections come and go on threads of nng.
+        """Return the remote addresses of the open tcp connections."""
+        # A copy: threads of nng add and remove connections.
         return [peer.remote for peer in list(self._open_pipes.values()) if peer.remote[0]]
 
     def peer(self, pipe: int) -> Peer | None:
-        """Return the other end of a connection; None once it has ended."""
+        """Return the peer of a connection; None once it has ended."""
         return self._open_pipes.get(pipe)
 
     def listen_local(self, url: str) -> None:
@@ -330,7 +332,7 @@ class Listener:
         return self._nonblocking.receive_from()
 
     def is_open(self, pipe: int) -> bool:
-        """Return whether a connection is still there; `on_removed` is called after its end."""
+        """Return whether a connection is still open; `on_removed` is called after its end."""
         return pipe in self._open_pipes
 
     def reply(self, pipe: int, raw: bytes) -> bool:
@@ -359,7 +361,7 @@ class Listener:
 
 
 class Dialer:
-    """A PAIR1 socket that dials one address, again and again while it is lost. Never blocks."""
+    """A PAIR1 socket that dials one address, and redials it when it is lost. Never blocks."""
 
     def __init__(
         self,
@@ -371,12 +373,12 @@ class Dialer:
         accepts: Callable[[Peer], bool] | None = None,
         waits_to_send: bool = True,
     ) -> None:
-        """Start dialling; the callbacks come on threads of nng.
+        """Start dialling; the callbacks are called on threads of nng.
 
         tls:     for tls+tcp addresses.
-        accepts: judges the process that has answered, before it is sent anything.
-        waits_to_send: whether there is a `send_fd`; it takes two open files.
-        Raises UnusableAddress, and OutOfDescriptors where a later attempt may succeed.
+        accepts: verifies the process that has answered, before anything is sent to it.
+        waits_to_send: whether `send_fd` is available; it takes two open files.
+        Raises UnusableAddress, or OutOfDescriptors if a later attempt may succeed.
         """
         self._socket = _open(
             send_buffer_size=SEND_BUFFER_MESSAGES,
@@ -413,7 +415,7 @@ class Dialer:
             raise UnusableAddress(f"{url}: {error}") from error
 
     def renew_tls(self, tls: ControlTls) -> None:
-        """Show new certificates from the second next connection on; the open one stays."""
+        """Use new certificates from the connection after the next on; the open one stays."""
         self._dialer.tls_config = tls.client
 
     def disconnect(self) -> None:
@@ -427,7 +429,7 @@ class Dialer:
 
 
 def _end(pipe: Any) -> None:
-    """End a pipe, which may have ended already: pynng learns of it later than nng."""
+    """End a pipe, which may have ended already: pynng is notified later than nng."""
     with suppress(pynng.NoEntry, pynng.Closed):
         pipe.close()
 
@@ -438,17 +440,17 @@ def local_path(url: str) -> str:
 
 
 def remove_dead_socket(url: str, sharing: Sharing) -> None:
-    """Remove the socket file of an ipc address whose listener has died, and of a sharing uid.
+    """Remove the socket file of a dead listener at an ipc address, if it is of a sharing uid.
 
-    Every other thing at that path stays as it is: raises AddressTaken where a node listens, and
-    ConfigError where another program does, or where it is no socket.
+    Anything else at that path is left unchanged: raises AddressTaken if a node listens, and
+    ConfigError if another program does, or if it is not a socket.
     """
     path = Path(local_path(url))
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
-    # Only ever a socket: the path may be mistyped, and name a file of the user's.
+    # Only a socket is removed: the path may be mistyped, and name a file of the user.
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError("home", f"{path} is there already, and no socket")
     try:
@@ -463,7 +465,7 @@ def remove_dead_socket(url: str, sharing: Sharing) -> None:
     except FileNotFoundError:
         return
     except (TimeoutError, BlockingIOError):
-        is_node = True  # A node that is stopped keeps its clients.
+        is_node = True  # A paused node keeps its clients.
     except OSError:
         is_node = False
     if is_node:
@@ -474,10 +476,10 @@ def remove_dead_socket(url: str, sharing: Sharing) -> None:
 def reached(url: str, timeout_s: float) -> bool | None:
     """Return whether nng answers at an address: True, False (nothing listens), None (unknown).
 
-    nng dials in the background and does not report a refusal; the kernel does. The greeting of the
-    protocol is exchanged before we close: a connection without it makes the other side's nng
-    refuse all others for 100 ms. With TLS, where it would take a handshake, only the connection is
-    made, and reset. A host name is not looked up: that may outlast every deadline.
+    nng dials in the background and does not report a refusal; the kernel does. The protocol's first
+    bytes are exchanged before we close: otherwise the peer's nng would refuse all other connections
+    for 100 ms. With TLS, which would need a handshake, the connection is only made, and reset. A
+    host name is not resolved: that may exceed every deadline.
     """
     try:
         if url.startswith("tls+tcp://"):
@@ -503,7 +505,7 @@ def _numeric(host: str, port: int) -> tuple[int, Any]:
 
 
 def touch(host: str, port: int) -> None:
-    """Connect to a listener of our own and hang up: it takes its next connection again."""
+    """Connect to a listener of our own and close: then it accepts its next connection."""
     with suppress(OSError):
         _touch(*_numeric(host, port), TOUCH_S)
 
@@ -511,7 +513,7 @@ def touch(host: str, port: int) -> None:
 def _touch(family: int, address: Any, timeout_s: float) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(timeout_s)
-        # A reset is the one end of a half handshake after which nng accepts at once.
+        # After a half handshake, nng accepts the next connection at once only if this one is reset.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         probe.connect(address)
 

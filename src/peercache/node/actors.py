@@ -39,8 +39,8 @@ SPILL_DELAY_S = 0.02
 """A commit is published and answered in a few milliseconds; then its pages may go to disk."""
 
 CHANNELS_FACTOR = 16
-"""Channels a client may have to this node, in max_channels_per_peer: so many rails, or fewer and
-channels that were given up and not yet listed as such."""
+"""Channels that a client may have to this node, in units of max_channels_per_peer: for this many
+rails, or fewer rails and channels that are dropped but still listed."""
 
 
 @final
@@ -58,10 +58,10 @@ class NodeActors:
         table_file: int = -1,
         spaces: Callable[[], frozenset[int] | None] = lambda: None,
     ) -> None:
-        """Make them; the pool has no memory yet: it learns of it as it is populated.
+        """Create them; the pool has no memory yet: it is notified as memory is populated.
 
         table_file: descriptor of the file for the directory's table; -1 for private memory.
-        spaces: those that the node's certificate allows now; None for all.
+        spaces: those that the node's certificate allows now; None: all.
         """
         self.membership = Membership(
             me=me,
@@ -118,7 +118,7 @@ class NodeActors:
         )
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
-        """Run each actor in a task of its own, and let membership begin."""
+        """Run each actor in a task of its own, and start membership."""
         for named in self.actors:
             nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
         for effect in self.membership.start(trio.current_time()):
@@ -143,7 +143,7 @@ def _disk(config: Config, metrics: Metrics) -> DiskTier:
     return DiskTier(
         writes_through=config.write_policy == "through",
         queue_bytes_max=config.disk_queue,
-        tell_rate=config.republish_rate,
+        report_rate=config.republish_rate,
         ttl_s=config.disk_ttl,
         spill_delay_s=SPILL_DELAY_S,
         metrics=metrics,
@@ -152,8 +152,8 @@ def _disk(config: Config, metrics: Metrics) -> DiskTier:
 
 
 def _shard(incarnation: int, metrics: Metrics, table_file: int) -> DirectoryShard:
-    # Its seed is not of the node's `rng`, whose other numbers peers see: with the seed keys can be
-    # made that collide.
+    # Its seed must not come from the node's `rng`, because peers see other numbers of it: an
+    # attacker that knows the seed can make keys that collide.
     return DirectoryShard(
         incarnation=incarnation,
         metrics=metrics,

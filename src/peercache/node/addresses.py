@@ -1,10 +1,10 @@
-"""Addresses: where a node listens, which addresses it tells others, and what keeps them from it.
+"""Addresses: where a node listens, which address it announces, and why others cannot reach it.
 
-A node cannot know its own address: it may have several, and names of others may not resolve yet.
-What a connection shows is certain: the peer at its other end reaches this node at our end of it
-(`Reach`). Until there is one, the node goes by its routes, and says no address of loopback to other
-hosts while it has any other. `Advertising` keeps the address that this node announces the one at
-which others reach it.
+A node cannot know its own address: it may have several, and names of others may not resolve yet. A
+connection is proof: its peer reaches this node at our address of the connection (`Reach`). Until
+there is a connection, the node uses its routes, and announces no loopback address to other hosts if
+it has any other. `Advertising` keeps the announced address equal to the one at which others reach
+this node.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from peercache.trust.sharing import (
 )
 
 RESOLVE_S = 1.0
-"""How long a start waits for names: a node whose names do not resolve starts alone."""
+"""How long a start waits for names: if they do not resolve, the node starts alone."""
 
 ALONE_S = 10.0
-"""How long a node whose peers answer may be alone before it says that it is not reached."""
+"""How long a node may be alone although peers answer, before it reports that it is not reached."""
 
 FRESH_S = 15.0
-"""How long an answer of a peer is believed: one that has died meanwhile is no witness."""
+"""How long an answer of a peer counts: the peer may have died in the meantime."""
 
 FOUND_MAX = 8
-"""Addresses of sources that are asked for the reason while the node is alone."""
+"""Addresses of sources that are asked for the reason why the node is alone."""
 
 HOSTS_MAX = 8
-"""Own addresses remembered: a host has one to each of its networks."""
+"""Remembered own addresses: a host has one in each of its networks."""
 
 TOWARDS_THE_INTERNET = ("192.0.2.1", "2001:db8::1")
-"""Addresses of documentation: only a route is asked for, and no packet is sent."""
+"""Addresses reserved for documentation: only a route is looked up, and no packet is sent."""
 
 _SIOCGIFADDR = 0x8915
 _INTERFACE_ADDRESS = struct.Struct("16s2xH4s8x")
@@ -76,8 +76,8 @@ def numeric_hosts(address: str) -> set[str]:
 async def resolved(addresses: Iterable[str], within_s: float) -> dict[str, set[str]]:
     """Return the numeric hosts of each HOST:PORT; empty for a name that does not resolve in time.
 
-    The resolver of the system may take half a minute for each name. It runs in threads, which are
-    left behind when the time is up.
+    The system's resolver may take half a minute for each name. It runs in threads, which are
+    abandoned when the time is up.
     """
     found = {address: numeric_hosts(address) for address in addresses}
 
@@ -92,7 +92,7 @@ async def resolved(addresses: Iterable[str], within_s: float) -> dict[str, set[s
 
 
 def look_up(address: str) -> set[str]:
-    """Return the numeric hosts of a HOST:PORT, empty for none; may take half a minute."""
+    """Return the numeric hosts of a HOST:PORT, empty if there are none; may take half a minute."""
     host, port = parse_address(address)
     try:
         rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -102,7 +102,7 @@ def look_up(address: str) -> set[str]:
 
 
 def routed_host(towards: Iterable[str]) -> str:
-    """Return the address that this host uses towards others; loopback where it has no network.
+    """Return the address that this host uses towards others; loopback if it has no network.
 
     towards: numeric hosts, the ones that matter most first.
     """
@@ -129,8 +129,8 @@ def is_ours(host: str) -> bool:
 
 
 def _source_address(towards: str) -> str:
-    """Return the address from which this host would send to another, "" where it has no route."""
-    # A UDP socket sends nothing by connecting.
+    """Return the address from which this host would send to another, "" if it has no route."""
+    # Connecting a UDP socket sends nothing.
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(
             towards, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
@@ -147,7 +147,7 @@ def _interface_hosts() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             asked = _INTERFACE_ADDRESS.pack(name.encode(), socket.AF_INET, bytes(4))
-            # An interface without an address of IPv4.
+            # An interface without an IPv4 address.
             with suppress(OSError):
                 raw = ioctl(probe, _SIOCGIFADDR, asked.ljust(40, b"\0"))
                 hosts.append(socket.inet_ntoa(raw[20:24]))
@@ -169,7 +169,7 @@ def _numeric(host: str) -> _Host | None:
 
 
 def _is_for_others(host: str) -> bool:
-    """Return whether an address means this host to other hosts too."""
+    """Return whether other hosts can use an address for this host."""
     number = _numeric(host)
     return number is not None and not (
         number.is_loopback or number.is_link_local or number.is_unspecified
@@ -178,35 +178,36 @@ def _is_for_others(host: str) -> bool:
 
 @final
 class Reach:
-    """What connections have shown about this node's own address, and about its peers' answers."""
+    """What connections have shown about this node's own address, and which peers have answered."""
 
     def __init__(self, heads: Iterable[str], *, clock: Callable[[], float]) -> None:
-        """Follow the answers of the nodes at `heads`, the addresses of discovery."""
+        """Record the answers of the nodes at `heads`, the addresses of discovery."""
         self._heads = tuple(heads)
         self._found: tuple[str, ...] = ()
         self._clock = clock
         self._hosts: dict[str, None] = {}
-        # By address: when it first admitted this node since it is alone, and when last.
+        # By address: the first time that it admitted this node since it is alone, and the last
+        # time.
         self._welcomed: dict[str, tuple[float, float]] = {}
         self._refused: dict[str, tuple[str, float]] = {}
         self.own_head: str | None = None
-        """The discovery address at which this very node has answered."""
+        """The discovery address at which this node itself has answered."""
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The addresses whose answers are followed."""
+        """The addresses for which answers are recorded."""
         return self._heads + self._found
 
     def follow(self, found: Iterable[str]) -> None:
-        """Follow the answers at some addresses that sources give now, too."""
+        """Also record the answers at some addresses that sources return now."""
         self._found = tuple(islice((each for each in found if each not in self._heads), FOUND_MAX))
-        for told in (self._welcomed, self._refused):
-            # A refusal may come meanwhile, from a thread of nng: it is forgotten when it is old.
-            for address in [each for each in list(told) if each not in self.asked]:
-                told.pop(address, None)
+        for noted in (self._welcomed, self._refused):
+            # A refusal may arrive meanwhile, on a thread of nng: it is forgotten when it is old.
+            for address in [each for each in list(noted) if each not in self.asked]:
+                noted.pop(address, None)
 
     def connected(self, own_host: str) -> None:
-        """Note our end of a connection with another node."""
+        """Record our own address of a connection with another node."""
         number = _numeric(own_host)
         if number is None or not _is_for_others(own_host):
             return
@@ -216,48 +217,48 @@ class Reach:
             del self._hosts[next(iter(self._hosts))]
 
     def answered_itself(self, address: str) -> None:
-        """Note that a dialled address is this node's own."""
+        """Record that a dialled address is this node's own."""
         if address in self._heads:
             self.own_head = address
             self._welcomed.pop(address, None)
 
     def welcomed(self, address: str) -> None:
-        """Note that the node at an address has admitted this one."""
+        """Record that the node at an address has admitted this one."""
         if address in self.asked:
             now = self._clock()
             self._refused.pop(address, None)
             self._welcomed[address] = (self._welcomed.get(address, (now, now))[0], now)
 
     def refused(self, address: str, problem: str) -> None:
-        """Note that what answers at an address refuses this node, and why; from any thread."""
+        """Record that the process at an address refuses this node, and why; from any thread."""
         if address in self.asked:
             self._welcomed.pop(address, None)
             self._refused[address] = (problem, self._clock())
 
     def joined(self) -> None:
-        """Note that this node is a member for another one."""
+        """Record that another node holds this one for a member."""
         self._welcomed.clear()
         self._refused.clear()
 
     def silent_heads(self) -> tuple[str, ...]:
-        """Return the addresses of `asked` that have not admitted this node lately."""
+        """Return the addresses of `asked` that have not admitted this node recently."""
         now = self._clock()
-        heard = {a for a, (_, last) in list(self._welcomed.items()) if now - last < FRESH_S}
-        return tuple(a for a in self.asked if a not in heard and a != self.own_head)
+        answered = {a for a, (_, last) in list(self._welcomed.items()) if now - last < FRESH_S}
+        return tuple(a for a in self.asked if a not in answered and a != self.own_head)
 
     def better_than(self, host: str) -> str:
-        """Return the address at which others reach this node, `host` if that is one."""
+        """Return an address at which others reach this node; `host` if it is one."""
         if host in self._hosts or not self._hosts:
             return host
         return next(reversed(self._hosts))
 
     def problem(self, control: str) -> str:
-        """Return what keeps this node, a member for no other, out of its cluster; "" for nothing.
+        """Return why no other node holds this one for a member; "" if there is no problem.
 
-        A node is alone rightly where its peers do not answer: it is the first, or the last.
+        If its peers do not answer, a node is correctly alone: it is the first, or the last.
         """
         now = self._clock()
-        # Copies: refusals come from threads of nng.
+        # Copies: threads of nng add refusals.
         welcomed = {
             address: first
             for address, (first, last) in list(self._welcomed.items())
@@ -277,7 +278,7 @@ class Reach:
 
 
 NO_HEAD = 255
-"""Head rank of a node that no discovery address names."""
+"""Head rank of a node that is not at a discovery address."""
 
 _WILDCARDS = ("", "0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
@@ -291,7 +292,7 @@ def listen_control(listener: Listener, config: Config) -> tuple[str, int]:
     except AddressTaken:
         if config.listen:
             raise
-    # A default gives way: two engines on one host need not agree on ports.
+    # A default port is optional: two engines on one host need not agree on ports.
     return host, _listen(listener, host, 0)
 
 
@@ -300,12 +301,12 @@ def _listen(listener: Listener, host: str, port: int) -> int:
         return listener.listen_tcp("listen", host, port)
     everywhere = "0.0.0.0"  # noqa: S104 - every interface is asked for
     try:
-        # First: on most systems it takes in IPv4, and could not be bound beside it.
+        # First, because on most systems it includes IPv4, and could not be bound in addition to it.
         bound = listener.listen_tcp("listen", "::", port)
     except ConfigError:
         # IPv6 is switched off.
         return listener.listen_tcp("listen", everywhere, port)
-    # A host without an address of IPv4 is no error either.
+    # A host without an IPv4 address is not an error either.
     with suppress(AddressTaken, ConfigError):
         listener.listen_tcp("listen", everywhere, bound)
     return bound
@@ -314,8 +315,8 @@ def _listen(listener: Listener, host: str, port: int) -> int:
 def listen_home(listener: Listener, config: Config, control_port: int, sharing: Sharing) -> str:
     """Listen for the clients of this host; return the ipc:// address.
 
-    Raises ConfigError where another uid's folder, file or socket is in the way: nothing that a
-    stranger could replace or listen at is used.
+    Raises ConfigError if a folder, file or socket of another uid is in the way: no path is used
+    that a stranger could replace or listen at.
     """
     home = config.home or default_home(config.cluster, control_port)
     path = Path(home.removeprefix("ipc://"))
@@ -323,7 +324,7 @@ def listen_home(listener: Listener, config: Config, control_port: int, sharing: 
         _open_home_folder(path.parent, sharing, is_default=not config.home)
         remove_dead_socket(home, sharing)
         listener.listen_local(home)
-        # Within a folder that only sharing uids may change.
+        # In a folder that only sharing uids may modify.
         path.chmod(GROUP_FILE_MODE if sharing.has_group else PRIVATE_FILE_MODE)
         if sharing.has_group:
             os.chown(path, -1, sharing.gid)
@@ -334,7 +335,7 @@ def listen_home(listener: Listener, config: Config, control_port: int, sharing: 
 
 
 def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> None:
-    """Make the folder of the home socket if it is missing, and check whose it is."""
+    """Create the folder of the home socket if it is missing, and check its owner."""
     try:
         folder.parent.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
         folder.mkdir(mode=PRIVATE_FOLDER_MODE)
@@ -342,7 +343,7 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
     except FileExistsError:
         is_new = False
     try:
-        # The default is in /tmp, where every user may put a link.
+        # The default is in /tmp, where every user may create a link.
         opened = sharing.open_folder(folder, follow=not is_default)
     except Rejected as refusal:
         raise ConfigError("home", refusal.detail) from refusal
@@ -354,7 +355,7 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
 
 
 def home_folder() -> Path:
-    """Return the folder where the nodes of this user have their home addresses by default."""
+    """Return the default folder of home addresses of this user's nodes."""
     run_time = os.environ.get("XDG_RUNTIME_DIR")
     return Path(run_time) if run_time else Path(f"/tmp/peercache-{os.getuid()}")  # noqa: S108 - checked before it is used
 
@@ -384,20 +385,20 @@ def advertised_host(config: Config, bound_host: str, known: Mapping[str, set[str
 
 
 def names_to_resolve(config: Config, control_port: int) -> tuple[str, ...]:
-    """Return each HOST:PORT whose numeric hosts a node wants to know: its heads', and its own."""
+    """Return each HOST:PORT that a node must resolve: those of its heads, and its own."""
     own = (format_address(config.advertise, control_port),) if config.advertise else ()
     return (*heads_of(config.discovery_addr), *own)
 
 
 def is_host_fixed(config: Config, bound_host: str) -> bool:
-    """Return whether the configuration says which host others dial."""
+    """Return whether the configuration determines the host that others dial."""
     return bool(config.advertise or bound_host)
 
 
 def head_rank(config: Config, control: str, known: Mapping[str, set[str]]) -> int:
     """Return the rank among the discovery addresses: a cluster's founder is its head.
 
-    A name that stands for several hosts, such as a headless service, is no node's own.
+    A name with several hosts, such as a headless service, does not identify a node.
     """
     if not config.discovery_addr:
         return 0
@@ -412,7 +413,7 @@ def head_rank(config: Config, control: str, known: Mapping[str, set[str]]) -> in
 
 
 LOOK_S = 0.5
-"""How soon a new address is told; a look compares a few words."""
+"""How soon a new address is announced; a check compares a few words."""
 
 GREET_S = 5.0
 """How often a node that is alone asks its discovery addresses whether they admit it."""
@@ -425,11 +426,12 @@ RESOLVE_LONGEST_S = 30.0
 @final
 @attrs.define(eq=False)
 class Advertising:
-    """Follows names that resolve late and connections that show this node's address.
+    """Watches names that resolve late and connections that show this node's address.
 
-    is_fixed: whether the configuration says the address, so that only the head rank may change.
-    greet:    sends Hello to discovery addresses once more.
-    tls:      the certificates; nng does not tell a dialer why its handshake fails.
+    is_fixed: whether the configuration determines the address, so that only the head rank may
+              change.
+    greet:    sends Hello to discovery addresses again.
+    tls:      the certificates; nng does not report to a dialer why its handshake fails.
     """
 
     config: Config
@@ -441,7 +443,7 @@ class Advertising:
     log: Any
     known: dict[str, set[str]]
     tls: LiveTls | None = None
-    _told_problem: str = attrs.field(default="", init=False)
+    _logged_problem: str = attrs.field(default="", init=False)
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -453,39 +455,39 @@ class Advertising:
                 self.look()
 
     async def _watch(self) -> None:
-        """Find out whether a node that is alone is rightly so, and log it if not."""
+        """Find out whether a lonely node should have peers, and log that."""
         while True:
             if self.membership.is_joined:
                 self.reach.joined()
             else:
                 self.greet(self.reach.asked)
                 await self._shake_hands()
-            self._tell_problem()
+            self._log_problem()
             await trio.sleep(GREET_S)
 
     async def _shake_hands(self) -> None:
-        """Ask the heads that have not admitted this node for the reason of a failed handshake."""
+        """Try a handshake with heads that have not admitted this node, to find out why it fails."""
         if self.tls is None:
             return
         context = client_context(self.tls)
         for address in self.reach.silent_heads():
-            told = await trio.to_thread.run_sync(
+            noted = await trio.to_thread.run_sync(
                 shake_hands, address, context, self.tls, abandon_on_cancel=True
             )
-            if told.problem and not told.is_silent and not self.membership.is_joined:
-                self.reach.refused(address, told.problem)
+            if noted.problem and not noted.is_silent and not self.membership.is_joined:
+                self.reach.refused(address, noted.problem)
 
-    def _tell_problem(self) -> None:
+    def _log_problem(self) -> None:
         me = self.membership.me
         problem = "" if self.membership.is_joined else self.reach.problem(me.control)
-        if problem and not self._told_problem:
+        if problem and not self._logged_problem:
             self.log.warning("node.not_reached", problem=problem)
-        elif self._told_problem and not problem:
+        elif self._logged_problem and not problem:
             self.log.info("node.reached_again")
-        self._told_problem = problem
+        self._logged_problem = problem
 
     async def _resolve(self) -> None:
-        """Resolve what did not resolve at the start, until all of it has."""
+        """Resolve the names that did not resolve at the start, until all have."""
         pause_s = RESOLVE_AGAIN_S
         while missing := [address for address, hosts in self.known.items() if not hosts]:
             await trio.sleep(pause_s)
@@ -496,9 +498,9 @@ class Advertising:
                 self.look(is_news=True)
 
     def look(self, *, is_news: bool = False) -> None:
-        """Notify the others of where this node is, if that has changed.
+        """Notify the others of this node's address, if it has changed.
 
-        is_news: whether names have resolved that had not.
+        is_news: whether more names have been resolved.
         """
         me = self.membership.me
         host, port = parse_address(me.control)

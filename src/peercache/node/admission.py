@@ -1,8 +1,8 @@
 """Admission: which connections a node accepts, and as what.
 
-A connection begins with a Hello. It is refused, loudly and with a reason, when wire version,
-granule, certificate, user or proof do not fit; what comes before a Hello is dropped. What an
-admitted session may send, `trust.rights` says.
+A connection begins with a Hello. It is refused, with a log line and a reason, if wire version,
+granule, certificate, user or proof do not fit; messages before a Hello are dropped. `trust.rights`
+defines what an admitted session may send.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from peercache.wire.messages.declared import Role
 from peercache.wire.messages.session import OPERATOR, Hello
 
 CLIENTS_MAX = 1024
-"""Writing clients of one home node: each has a descriptor open and is probed every second."""
+"""Writing clients of one home node: each uses a descriptor and is probed every second."""
 
 
 ADMITTED_FRACTION = 0.75
-"""Part of all connections that may be admitted ones over tcp."""
+"""The fraction of all connections that may be admitted ones over tcp."""
 
 BUSY = "busy"
-"""The reason of a refusal for want of room: a later attempt may succeed."""
+"""The reason of a refusal for lack of room: a later attempt may succeed."""
 
 STRANGER_S = 10.0
-"""From connect to Hello, which honest peers say first of all. Until then a connection may hold the
-largest message in memory without ever ending it."""
+"""Timeout from connect to Hello, which honest peers send first. Until then a connection may hold an
+incomplete message of the largest size in memory."""
 
 
 @final
@@ -57,11 +57,11 @@ class Admission:
         probe: Callable[[str, str], LockProbe],
         connections_max: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Admit peers that fit; clients of this very process show `local_secret`, and no lock.
+        """Admit peers that fit; clients of this process present `local_secret` instead of a lock.
 
-        gate:  judges the other end of each connection by its user or certificate.
+        gate:  checks the peer of each connection by its user or certificate.
         probe: opens a client's lock file, given home address and name; raises Rejected.
-        connections_max: how many connections there may be now, those without a Hello included.
+        connections_max: the current limit of connections, those without a Hello included.
         """
         self._cluster = cluster
         self._granule = granule
@@ -80,7 +80,7 @@ class Admission:
         self._warn_once = WarnOnce(get_logger())
 
     def admit(self, pipe: int, peer: Peer, sender: int, hello: Hello) -> Session:
-        """Open a session on a pipe, or raise Rejected with what does not fit."""
+        """Open a session on a pipe, or raise Rejected with the reason."""
         if sender == 0:
             raise Rejected("identity", "0 names no node and no client")
         if hello.wire_newest < WIRE_VERSION_OLDEST or hello.wire_oldest > WIRE_VERSION:
@@ -93,7 +93,7 @@ class Admission:
         owner = "" if identity is None else identity.uri()
         if peer.transport is Transport.TCP:
             self._check_room(pipe, owner)
-        # Who operates a cluster names no slots, and need not know its granule.
+        # An operator does not name slots, and need not know the granule.
         if hello.granule != self._granule and (hello.is_node or hello.geometry != OPERATOR):
             raise Rejected(
                 "granule", f"your granule is {hello.granule}, this cluster's {self._granule}"
@@ -110,9 +110,9 @@ class Admission:
         return session
 
     def _check_room(self, pipe: int, owner: str) -> None:
-        """Raise Rejected for one connection too many, of one certificate or in all.
+        """Raise Rejected for too many connections, of one certificate or in total.
 
-        A quarter of all that there may be stays for those that have not sent Hello.
+        A quarter of all is reserved for connections that have not sent Hello.
         """
         if pipe in self._owners:
             return
@@ -123,7 +123,7 @@ class Admission:
             raise Rejected(BUSY, "this node has as many connections as its open files allow")
 
     def end(self, pipe: int) -> None:
-        """Forget a connection; what its client has reserved stays: it may come back."""
+        """Forget a connection; the reservations of its client stay: it may come back."""
         self.sessions.pop(pipe, None)
         self._peers.pop(pipe, None)
         owner = self._owners.pop(pipe, None)
@@ -133,14 +133,14 @@ class Admission:
                 del self._of_owner[owner]
 
     def of_peers(self, wanted: Callable[[Peer], bool]) -> list[int]:
-        """Return the admitted connections whose other ends are so."""
+        """Return the admitted connections with peers for which `wanted` is true."""
         return [pipe for pipe, peer in self._peers.items() if wanted(peer)]
 
     def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: float) -> list[int]:
         """Return which of these open connections (oldest first) to close.
 
-        Of those that have not sent Hello: each that is STRANGER_S old, and the oldest of
-        the rest as long as there are more connections than `connections_max`.
+        Of those that have not sent Hello: each that is STRANGER_S old, and the oldest of the rest,
+        until there are at most `connections_max` connections.
         """
         strangers = [pipe for pipe in pipes if pipe not in self.sessions]
         self._strangers = {pipe: self._strangers.get(pipe, now) for pipe in strangers}
@@ -165,27 +165,27 @@ class Admission:
         return own if lock is None else lock.holder()
 
     def exited(self) -> list[int]:
-        """Return the clients whose processes have exited since the last look, and forget them."""
+        """Return the clients that have exited since the last call, and forget them."""
         gone = [client for client, lock in self._locks.items() if not lock.is_held()]
         for client in gone:
             self._locks.pop(client).close(remove=True)
         return gone
 
     def close(self) -> None:
-        """Let go of the lock files; their clients go on."""
+        """Close the lock files; their clients continue."""
         for lock in self._locks.values():
             lock.close(remove=False)
         self._locks.clear()
 
     def _node(self, peer: Peer, identity: Identity | None, sender: int, hello: Hello) -> Session:
-        """Admit a node as the incarnation that follows from its certificate."""
+        """Admit a node as the incarnation determined by its certificate."""
         if peer.transport is not Transport.TCP:
             raise Rejected("transport", "nodes connect over tcp; this is the clients' address")
         if identity is not None:
             if identity.role is not CertificateRole.NODE:
                 raise Rejected("role", f"{identity.uri()} is no node")
             if hello.name != identity.name:
-                problem = f"it says {hello.name!r}, its certificate {identity.name!r}"
+                problem = f"its Hello has {hello.name!r}, its certificate {identity.name!r}"
                 raise Rejected("name", problem)
             if incarnation_of(self._cluster, hello.name, hello.nonce) != sender:
                 problem = f"{name_of(sender)} is not the incarnation of {identity.name!r}"
@@ -198,17 +198,17 @@ class Admission:
         role = Role.READER
         if peer.transport is Transport.TCP:
             if hello.lock or hello.secret:
-                # Even with the secret: a process that can read it can reach the home address.
+                # Even with the secret: a process that can read it can also reach the home address.
                 raise Rejected("transport", "a client writes over its node's home address only")
             wants = hello.geometry == OPERATOR
             if wants if identity is None else identity.role is CertificateRole.OPERATOR:
                 role = Role.OPERATOR
         elif hello.geometry == OPERATOR and not hello.lock and not hello.secret:
-            # A sharer that is neither this node's user nor root has nothing to say here.
+            # A sharing user that is neither this node's user nor root must not do this.
             role = Role.OPERATOR if peer.uid in (0, os.getuid()) else Role.READER
         elif self._is_writer(peer, sender, hello):
             role = Role.WRITER
-        # The name itself: two names may have one space tag.
+        # The name itself: two names may have the same space tag.
         if identity is not None and not identity.allows(hello.namespace):
             problem = f"{identity.uri()} does not allow namespace {hello.namespace!r}"
             raise Rejected("namespace", problem)
@@ -220,10 +220,10 @@ class Admission:
         return Session(sender, role, hello.namespace, hello.geometry, reads, changes)
 
     def _compare_geometry(self, hello: Hello) -> None:
-        """Warn if another writer means other bytes by this namespace: they share no page.
+        """Warn if another writer has a different geometry for this namespace: they share no page.
 
-        The geometry is part of every page key, so both work. Where they should share pages, this
-        line is what says why they do not.
+        The geometry is part of every page key, so both work. If they should share pages, this line
+        explains why they do not.
         """
         for session in self.sessions.values():
             if (
@@ -240,7 +240,7 @@ class Admission:
                 )
 
     def _is_writer(self, peer: Peer, client: int, hello: Hello) -> bool:
-        """Return whether a client of this host proves that it may write in this name."""
+        """Return whether a client of this host proves that it may write under this identity."""
         if not hello.lock:
             if not hello.secret:
                 return False
@@ -249,7 +249,7 @@ class Admission:
                 raise Rejected("secret", "this is not the secret of this node's own process")
             return True
         if hello.lock != lock_name(client):
-            # Else any process that knows a client's id could write in its name.
+            # Otherwise any process that knows a client's id could write under its identity.
             raise Rejected("lock", f"{hello.lock!r} is not the lock of client {name_of(client)}")
         if client not in self._locks:
             if len(self._locks) >= CLIENTS_MAX:

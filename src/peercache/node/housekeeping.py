@@ -1,13 +1,14 @@
-"""Housekeeping: what a node does once a second, whatever messages come.
+"""Housekeeping: what a node does once a second, independent of messages.
 
 It ends the reservations of clients that exited and the queue pairs of clients that left, closes
 connections that never sent Hello, ends links to lost addresses, and logs and counts the states of
-the members. Where descriptors become few, it looks at connections more often. `OwnersWatch` counts
-the directory owners that lag behind this node, and logs those that begin to and that catch up.
+the members. If descriptors become scarce, it checks connections more often. `OwnersWatch` counts
+the directory owners that lag behind this node, and logs when they start to lag and when they catch
+up.
 
-`keep` has a node's watchers go on after an exception of theirs. A watcher looks at something again
-and again: members, certificates, connections. What it cannot do now, for want of a descriptor or a
-thread, it can do later; the node goes on serving meanwhile.
+`keep` restarts a node's watchers after exceptions. A watcher checks something again and again:
+members, certificates, connections. If it fails now, for lack of a descriptor or a thread, it can
+succeed later; meanwhile the node continues to serve.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import SILENT
 
 AGAIN_S = 1.0
-"""Pause after an exception: what is missing does not come back within less."""
+"""Pause after an exception: a missing resource does not come back sooner."""
 
 
 async def keep(name: str, watch: Callable[[], Awaitable[None]], log: Any) -> None:
-    """Run a watcher until cancelled; log each exception of it, and begin it again.
+    """Run a watcher until cancelled; log its exceptions, and restart it.
 
-    name: says in the log which one it is.
+    name: the name of the watcher in the log.
     """
     while True:
         try:
@@ -60,11 +61,11 @@ async def keep(name: str, watch: Callable[[], Awaitable[None]], log: Any) -> Non
 @final
 @attrs.define(eq=False)
 class OwnersWatch:
-    """Counts and logs what keeps "stored is found" from holding everywhere.
+    """Counts and logs why a stored page may not be found everywhere.
 
-    publisher: of this node: the owners for which none of its commits waits, and its followers.
-    authority: of this node's own shard.
-    member_of: the member of an incarnation, if it is known.
+    publisher: that of this node, which knows the lagging owners and the followers.
+    authority: that of this node's own shard.
+    member_of: returns the member of an incarnation, if it is known.
     """
 
     publisher: Publisher
@@ -76,14 +77,14 @@ class OwnersWatch:
     _warn_once: WarnOnce = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Know of no lagging owner."""
+        """Start without lagging owners."""
         self._warn_once = WarnOnce(self.log, repeat_s=WARN_AGAIN_S)
 
     def look(self) -> None:
-        """Set the gauges, and log the owners that have begun to lag or have caught up."""
+        """Set the gauges, and log the owners that have started to lag or have caught up."""
         lagging = self.publisher.lagging()
         for owner in sorted(lagging - self._known):
-            # One that lags again and again is told of once a minute.
+            # An owner that lags again and again is logged once a minute.
             self._warn_once("directory.owner_lagged", owner, owner=self._name(owner))
         for owner in sorted(self._known - lagging):
             self.log.info("directory.owner_recovered", owner=self._name(owner))
@@ -99,16 +100,16 @@ class OwnersWatch:
 
 
 HOUSEKEEPING_S = 1.0
-"""How soon the slots of a client that died come back; a probe is one system call a client."""
+"""How soon the slots of a dead client are freed; a probe is one system call per client."""
 
 ALONE_S = 2.0
 """How long a start may take to meet the first other node: names resolve for a second."""
 
 OPENED_A_SECOND = 10_000
-"""Connections that strangers open in a second at most: more than nng accepts on one core."""
+"""The most connections that strangers open in a second: more than nng accepts on one core."""
 
 SOONEST_S = 0.01
-"""The least pause between two looks at connections."""
+"""The shortest pause between two checks of connections."""
 
 
 @final
@@ -116,8 +117,8 @@ SOONEST_S = 0.01
 class Housekeeping:
     """The periodic work of one node.
 
-    looks:  called each time, to log and count what has changed.
-    shares: how many connections of each kind there may be now.
+    looks:  called each time, to log and count changes.
+    shares: returns the current limits of connections of each kind.
     """
 
     _config: Config = attrs.field(kw_only=False)
@@ -135,11 +136,11 @@ class Housekeeping:
     _failed: FailedHandshakes | None = attrs.field(init=False)
     _warn_once: WarnOnce = attrs.field(init=False)
     _known: dict[int, int] = attrs.field(factory=dict, init=False)
-    """The state of each member at the last look."""
+    """The state of each member at the last check."""
     _alone_at: float = attrs.field(init=False)
-    """When a node that knows no other says that it is alone."""
+    """When a node that knows no other node logs that it is alone."""
     last_at: float = attrs.field(factory=time.monotonic, init=False)
-    """When the last round ended: a loop that is late shows here."""
+    """When the last round ended: this shows a loop that lags."""
 
     def __attrs_post_init__(self) -> None:
         """Count failed handshakes from now on."""
@@ -158,7 +159,7 @@ class Housekeeping:
             await trio.sleep(HOUSEKEEPING_S)
 
     async def bound_connections(self) -> None:
-        """End connections of the control plane that are too many, or too slow, until cancelled."""
+        """Close excess or slow connections of the control plane, until cancelled."""
         if self._failed is None:
             while True:
                 self._close_unauthenticated()
@@ -167,8 +168,8 @@ class Housekeeping:
             while True:
                 self._close_unauthenticated()
                 await self._follow_handshakes(self._failed, halves)
-                # nng accepts whatever comes. The fewer descriptors are free, the sooner the next
-                # look: strangers cannot take half of those in between.
+                # nng accepts all connections. The fewer descriptors are free, the sooner is the
+                # next check: strangers cannot take half of them in between.
                 free = descriptors_max() - halves.files
                 soon_s = max(SOONEST_S, free / 2 / OPENED_A_SECOND)
                 await trio.sleep(min(HOUSEKEEPING_S, soon_s))
@@ -181,7 +182,7 @@ class Housekeeping:
         self._tell(TellRdma(ClientsConnected(connected)))
 
     def _follow_members(self, members: Sequence[Member]) -> None:
-        """Log and count the members' states, and end the links to addresses without a member."""
+        """Log and count the members' states, and close the links to addresses without a member."""
         heads = self._config.discovery_addr
         for member in members:
             is_new = self._known.get(member.incarnation) != member.state
@@ -190,7 +191,7 @@ class Housekeeping:
                 self._log.info(
                     "membership.member_changed", member=name, state=state, at=member.control
                 )
-        self._tell_alone(members)
+        self._log_alone(members)
         self._known = {member.incarnation: member.state for member in members}
         kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
         # A link to a head shows whether it answers; one to a candidate waits for its Welcome.
@@ -199,7 +200,7 @@ class Housekeeping:
         for number, word in enumerate(STATE_NAMES):
             self._metrics.members.labels(word).set(sum(m.state == number for m in members))
 
-    def _tell_alone(self, members: Sequence[Member]) -> None:
+    def _log_alone(self, members: Sequence[Member]) -> None:
         """Log once that the nodes to join do not answer; a normal join takes less than ALONE_S."""
         heads = self._config.discovery_addr
         if len(members) > 1 or not heads:
@@ -221,11 +222,11 @@ class Housekeeping:
             self._metrics.messages_dropped.labels("no_hello").inc(len(closing))
 
     async def _follow_handshakes(self, failed: FailedHandshakes, halves: HalfHandshakes) -> None:
-        """Count the handshakes that failed since the last look, and end those that never will."""
+        """Count the handshakes that failed since the last check, and close hanging ones."""
         for reason, count in failed.news().items():
             self._refused(reason, "", count)
         settled, most = self._listener.remotes(), self._shares().halves
-        # Not on the loop: each costs some system calls.
+        # Not on the loop: each needs some system calls.
         silent = await trio.to_thread.run_sync(lambda: halves.end_silent(settled, most=most))
         for host, count in Counter(silent).items():
             self._refused(SILENT, host, count)

@@ -1,4 +1,4 @@
-"""A node's published memory: created, populated step by step, shown to the tcp server."""
+"""A node's published memory: created, populated step by step, and served by the tcp server."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from peercache.observability.log import get_logger
 from peercache.trust.sharing import Sharing
 
 POPULATE_STEP_BYTES = 256 * 2**20
-"""Memory populated between two looks at cancellation: about a tenth of a second."""
+"""Memory populated between two checks for cancellation: about a tenth of a second."""
 
 
 def publish(
     config: Config, incarnation: Incarnation, sharing: Sharing | None = None
 ) -> PublishedSegment:
-    """Create the segment, after the segments of dead nodes are removed."""
+    """Create the segment, after removing the segments of dead nodes."""
     folder, huge_page_bytes = config.shm_dir, 0
     if config.hugepages != "off":
         folder = kernel.folder_for(config.hugepages, config.hugepages_dir)
@@ -40,10 +40,11 @@ def publish(
         if config.pool_size < huge_page_bytes:
             raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
     try:
-        # Segments of dead nodes would take the room.
+        # Segments of dead nodes would use up the room.
         remove_leftovers(folder, sharing)
         if not huge_page_bytes:
-            # Before anything is made: the seals alone of an absurd pool would fill this host.
+            # Before anything is created: for an absurd pool size the seals alone would fill this
+            # host.
             _expect_memory(config)
         else:
             layout = Layout.of(config.pool_size, config.granule, huge_page_bytes)
@@ -72,12 +73,13 @@ def _file_system(config: Config) -> str:
 
 
 def _expect_memory(config: Config) -> None:
-    """Refuse a pool in memory that this process can never have."""
+    """Refuse a pool that is larger than this process can ever use."""
     if _file_system(config) not in IN_MEMORY:
         return
     limit, _ = own_cgroup_memory()
     host = host_memory("MemTotal") + host_memory("SwapTotal")
-    # Without this, the kernel ends the process while it populates the pool, without a word.
+    # Without this check, the kernel kills the process while it populates the pool, without a
+    # message.
     for bound, of in ((limit, "this cgroup may use"), (host, "this host has")):
         if 0 < bound < config.pool_size:
             raise ConfigError(
@@ -90,7 +92,7 @@ def _expect_memory(config: Config) -> None:
 def table_file(
     config: Config, incarnation: Incarnation, sharing: Sharing | None, log: Any
 ) -> TableFile | None:
-    """Create the file of the directory's table; None where that cannot be: then it is private.
+    """Create the file of the directory's table; None if that fails: then the table is private.
 
     Always in shm_dir: a hugetlbfs would give it whole huge pages.
     """
@@ -109,8 +111,8 @@ async def populate(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Make the page memory usable; started once the first step serves, `on_grown` learns of
-    each.
+    """Make the page memory usable, in steps. Started when the first step is done; `on_grown` is
+    called after each.
     """
     total = segment.layout.page_bytes
     done = 0
@@ -123,11 +125,11 @@ async def populate(
         except PoolTooLarge as error:
             if not done:
                 raise
-            # Another process took the memory meanwhile; the populated part still serves.
+            # Another process has taken the memory; the populated part still serves.
             log.warning("pool.growth_stopped", usable_bytes=done, problem=str(error))
             return
         if done <= before:
-            return  # The segment has been closed meanwhile.
+            return  # The segment was closed in the meantime.
         on_grown(done)
         log.debug("pool.grew", usable_bytes=done, of_bytes=total)
         if not is_started:
@@ -137,10 +139,10 @@ async def populate(
 
 
 class Source:
-    """The published segment as the tcp server sees it."""
+    """The published segment, as the tcp server needs it."""
 
     def __init__(self, segment: PublishedSegment) -> None:
-        """Show `segment`."""
+        """Serve `segment`."""
         self._segment = segment
         self.pages = segment.pages
         self.seals = segment.seals

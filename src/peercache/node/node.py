@@ -1,8 +1,7 @@
-"""Ready: where a node serves.
-# FROM node.node: The node: actors, memory, sockets and servers, put together and taken apart.
+"""The node: creates, connects and closes actors, memory, sockets and servers.
 
 Where to look: a page's bytes are in `memory.published`, its record in the directory shards
-(`actors.directory`) of its owners; `actors.pool` decides about slots, `switchboard` carries the
+(`actors.directory`) of its owners; `actors.pool` decides about slots, `switchboard` routes the
 messages.
 """
 
@@ -78,7 +77,7 @@ from peercache.wire.messages.session import Counted, ReportRevocations, ReportSt
 
 @attrs.frozen
 class Ready:
-    """Where a node serves. home: ipc:// or inproc://; http: HOST:PORT, or "" where it is off."""
+    """The addresses of a serving node. home: ipc:// or inproc://; http: HOST:PORT, "" if off."""
 
     incarnation: int
     control: str
@@ -122,9 +121,9 @@ class Node:
         in_process: bool,
         before: Ready | None = None,
     ) -> None:
-        """Serve `config`; `in_process` clients are those of this very process only.
+        """Serve `config`; with `in_process` only clients of this process.
 
-        before: of the node whose place this one takes, for the clients of this process.
+        before: the `Ready` of the node that this one replaces, for the clients of this process.
         """
         self.tls = LiveTls.open(config, is_node=True, log=get_logger())
         files = None if self.tls is None else self.tls.files
@@ -161,14 +160,14 @@ class Node:
         self._stopping.set()
 
     async def run(self, *, task_status: trio.TaskStatus[Ready] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until stopped or cancelled; hand `Ready` to `task_status.started`."""
+        """Serve until stopped or cancelled; pass `Ready` to `task_status.started`."""
         token = trio.lowlevel.current_trio_token()
 
         def pipe_ended(pipe: int) -> None:
             try:
                 token.run_sync_soon(self._pipe_ended, pipe)
             except trio.RunFinishedError:
-                return  # The node has gone, and its sessions with it.
+                return  # The node is gone, and its sessions with it.
 
         self.metrics.insecure.set(bool(self.config.insecure))
         if self.config.insecure:
@@ -207,14 +206,14 @@ class Node:
             self.stopped.set()
 
     def _descriptors(self) -> float:
-        """Return how many files this node may open: half of its process's beside an engine."""
+        """Return how many files this node may open: in an engine's process half of the limit."""
         return descriptors_max() / (2 if self._in_process else 1)
 
     def _shares(self) -> DescriptorShares:
         return DescriptorShares.of(self._descriptors())
 
     def _looks(self, crew: NodeActors) -> tuple[Callable[[], None], ...]:
-        """Return what watches this node's directory owners with its own shard, and its disk."""
+        """Return the checks of this node's directory owners, of its own shard, and of its disk."""
         owners = OwnersWatch(
             crew.publisher, crew.directory.authority, crew.membership.member, self.metrics, self.log
         )
@@ -276,7 +275,7 @@ class Node:
     def _connect(
         self, nursery: trio.Nursery, listener: Listener, me: Member, gate: Gate, reach: Reach
     ) -> None:
-        """Make what carries control messages: connections from others, links to others."""
+        """Create the transport of control messages: connections from others, links to others."""
         config, crew = self.config, self._crew
         assert self._admission is not None, "it is made before"
         self.broker = MemberBroker(self._perform)
@@ -304,7 +303,7 @@ class Node:
             granule=config.granule,
             gate=gate,
             reach=reach,
-            told=self.broker.take,
+            on_answer=self.broker.take,
             tls=self._control_tls,
             links_max=links_that_fit(self._descriptors()),
         )
@@ -322,7 +321,7 @@ class Node:
     def _look_after(
         self, nursery: trio.Nursery, housekeeping: Housekeeping, advertising: Advertising
     ) -> None:
-        """Begin what is done again and again while this node serves."""
+        """Start the periodic tasks of a serving node."""
         nursery.start_soon(keep, "housekeeping", housekeeping.run, self.log)
         nursery.start_soon(keep, "connections", housekeeping.bound_connections, self.log)
         nursery.start_soon(keep, "advertising", advertising.run, self.log)
@@ -336,7 +335,7 @@ class Node:
         admission: Admission,
         nursery: trio.Nursery,
     ) -> None:
-        """Begin to tell how this node is, how the others are, and which of them hold pages."""
+        """Start to answer requests about the status of nodes, and about held pages."""
         self._status = NodeStatus(
             self.incarnation, crew, self._disk, housekeeping, reach=reach,
             config=self.config, tls=self.tls, is_leaving=self._stopping.is_set,
@@ -386,9 +385,9 @@ class Node:
         )
 
     def _finder(self, reach: Reach) -> Finder:
-        """Return what follows the sources of addresses; raise ConfigError for a wrong one."""
+        """Return the finder of the sources of addresses; raise ConfigError for a wrong one."""
 
-        def tell(addresses: tuple[str, ...]) -> None:
+        def on_addresses(addresses: tuple[str, ...]) -> None:
             reach.follow(addresses)
             self._crew.mailboxes.membership.tell(SELF, AddressesFound(addresses))
 
@@ -402,7 +401,9 @@ class Node:
             )
             for address in sources_of(self.config.discovery_addr)
         ]
-        return Finder(sources, tell=tell, rng=self._rng, metrics=self.metrics, log=self.log)
+        return Finder(
+            sources, on_addresses=on_addresses, rng=self._rng, metrics=self.metrics, log=self.log
+        )
 
     def _admit_at(self, home: str, local_secret: bytes, gate: Gate) -> Admission:
         return Admission(
@@ -416,10 +417,10 @@ class Node:
         )
 
     async def _follow_certificates(self, tls: LiveTls) -> None:
-        """Use new certificate files, and end what revoked and expired ones have open."""
+        """Use new certificate files, and close connections of revoked and expired certificates."""
         while True:
             await trio.sleep(LOOK_S)
-            # A network file system may hang forever, and nothing else of the node with it.
+            # A network file system may hang forever; nothing else of the node must hang with it.
             tls.use(await trio.to_thread.run_sync(tls.read, abandon_on_cancel=True))
             self._switchboard.end_expired()
 
@@ -432,7 +433,7 @@ class Node:
             self._switchboard.connect_again()
 
     def _open_disk(self) -> None:
-        """Begin to open the disk tier, if configured."""
+        """Start to open the disk tier, if configured."""
         if not self.config.disk_enabled:
             return
 
@@ -442,7 +443,7 @@ class Node:
         self._disk = NodeDisk(self.config, self._segment, tell, self.log)
 
     def _drainer(self, crew: NodeActors, nursery: trio.Nursery) -> Drainer:
-        """Return what drains this node when an operator says so."""
+        """Return the component that drains this node on an operator's request."""
         return Drainer(
             crew.placement.giving,
             tell=lambda fact: crew.mailboxes.placement.tell(SELF, fact),
@@ -458,7 +459,7 @@ class Node:
             self._puller.follow({m.incarnation for m in self._members() if is_live(m)})
 
     def _open_puller(self) -> None:
-        """Make what reads the pages that other nodes offer."""
+        """Create the reader of pages that other nodes offer."""
 
         def tell(done: PullDone) -> None:
             self._switchboard.tell(TellPlacement(done))
@@ -468,7 +469,7 @@ class Node:
         )
 
     def _open_queue_pairs(self) -> None:
-        """Make what performs the effects of the rdma actor, if the node serves rdma."""
+        """Create the adapter for the effects of the rdma actor, if the node serves rdma."""
         if not self.config.may_use_rdma:
             return
         self._queue_pairs = DeviceQueuePairs(
@@ -482,7 +483,7 @@ class Node:
         )
 
     def _perform_local(self, effect: LocalEffect) -> None:
-        """Do what concerns the memory, the disk and the devices of this node."""
+        """Perform effects on the memory, the disk and the devices of this node."""
         if isinstance(effect, StoreWords):
             self._segment.store_words(effect.indices, effect.values, effect.seals)
         elif isinstance(effect, Pull):
@@ -492,7 +493,7 @@ class Node:
             assert self._queue_pairs is not None, "the rdma actor of a node without devices"
             self._queue_pairs.perform(effect)
         else:
-            assert self._disk is not None, "a disk tier that was never opened says nothing"
+            assert self._disk is not None, "a disk tier that was never opened reports nothing"
             self._disk.perform(effect)
 
     def _member(self, segment: PublishedSegment, control: str, rank: int, data: str) -> Member:
@@ -550,7 +551,7 @@ class Node:
         return int(listeners[0].socket.getsockname()[1])
 
     def _spread_revocations(self, nursery: trio.Nursery) -> None:
-        """Begin to follow certificate files, and to tell other nodes which are revoked."""
+        """Start to watch certificate files, and to notify other nodes of revocations."""
         if self.tls is None:
             return
         self._revocations = RevocationSpread(
@@ -558,7 +559,7 @@ class Node:
             own=self.incarnation,
             members=self._members,
             perform=self._switchboard.perform,
-            tell_clients=self._inbound.tell_clients,
+            notify_clients=self._inbound.notify_clients,
             rng=self._rng,
             metrics=self.metrics,
         )
@@ -568,7 +569,7 @@ class Node:
         nursery.start_soon(keep, "certificates", follow, self.log)
 
     async def _serve_rdma(self, nursery: trio.Nursery) -> None:
-        """Start to look for RDMA devices; with `fabric = rdma`, wait for the outcome."""
+        """Start to look for RDMA devices; with `fabric = rdma`, wait for the result."""
         if self._queue_pairs is None:
             why = f"this node has fabric = {self.config.fabric}"
             if self.config.fabric == "auto":
@@ -620,7 +621,7 @@ class Node:
         await self._links.flush(GOODBYE_S)
 
     async def _flush(self) -> None:
-        """Write what is only in memory to disk, while the others still read from this node."""
+        """Write pages that are only in memory to disk, while others still read from this node."""
         within_s = self.config.disk_flush_s
         if self._in_process:
             within_s = min(within_s, EMBEDDED_S)

@@ -1,24 +1,25 @@
-"""Questions to members: how they are, and which of them hold the pages of a prompt.
+"""Requests to members: for their status, and which of them hold the pages of a prompt.
 
-`MemberBroker` asks members what this node wants to know of them, and takes their answers.
+`MemberBroker` sends this node's requests to members, and handles their answers.
 
-Owns    the numbers of this node's questions to members, with the member that alone may answer each
-        one; and the questions of others that wait for such answers. No record: each overlap is read
-        from directory shards when it is asked for.
+Owns    the numbers of this node's requests to members, with the only member that may answer each
+        one; and the requests of others that wait for such answers. It has no records: each overlap
+        is read from directory shards when it is requested.
 Takes   RequestCluster from operators; RequestOverlap, from clients, operators and nodes; answers,
         from links to members.
-Sends   questions, to members and owners; answers or Refused, to others along their connections.
-Keeps   the answer to a question is the first that its member gives to that number. An overlap says
-        whether an absent page is absent for certain. Nodes ask each other about their shards only,
-        so that no question goes round.
-Limits  the timeouts of each question; ASKERS_MAX questions about the cluster and OVERLAPS_MAX about
-        pages at once, OVERLAP_KEYS_MAX keys, ROUNDS owners of a key and OWNER_ANSWER_S for each.
+Sends   requests, to members and owners; answers or Refused, to others over their connections.
+Keeps   the answer to a request is the first one of its member with that number. An overlap states
+        whether a page without a holder is certainly absent. Nodes ask each other only about their
+        own shards, so that no request goes in a circle.
+Limits  the timeouts of each request; at a time ASKERS_MAX requests about the cluster and
+        OVERLAPS_MAX about pages, OVERLAP_KEYS_MAX keys, ROUNDS owners of a key and OWNER_ANSWER_S
+        for each.
 
-Members are asked how they are when a person looks, and nothing is asked while nothing looks. What
-was gathered serves all who look within a second.
+Members are only asked for their status when an operator asks. The collected answers serve all
+requests within a second.
 
-The removal actor asks members by itself: it is a state machine that never awaits, it adds answers
-up as they come, and it waits no longer for a member that has left the view.
+The removal actor asks members itself: it is a state machine that never awaits, it adds up answers
+as they arrive, and it stops to wait for a member that has left the view.
 """
 
 from __future__ import annotations
@@ -67,25 +68,25 @@ from peercache.wire.messages.session import Refused
 
 BUSY = "busy"
 
-Told: TypeAlias = ReportStatus | ReportOverlap
-"""What another node answers to a question of the node itself."""
+Answer: TypeAlias = ReportStatus | ReportOverlap
+"""The answers of other nodes to requests of the node itself."""
 
 
 @attrs.define(eq=False)
 class _Asked:
-    """A question that waits for the answer of this member."""
+    """A request that waits for the answer of this member."""
 
     member: int
-    told: Told | None = None
+    reply: Answer | None = None
     answered: trio.Event = attrs.field(factory=trio.Event)
 
 
 @final
 class MemberBroker:
-    """Asks members questions, on the node's loop."""
+    """Sends requests to members, on the node's loop."""
 
     def __init__(self, perform: Callable[[Effect], None]) -> None:
-        """Send by `perform`."""
+        """Send with `perform`."""
         self._perform = perform
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Asked] = {}
@@ -93,7 +94,7 @@ class MemberBroker:
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
-        """Answer the questions of others until cancelled."""
+        """Answer the requests of others until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -103,10 +104,10 @@ class MemberBroker:
 
     async def ask(
         self, member: int, question: RequestStatus | RequestOverlap, *timeouts_s: float
-    ) -> Told | None:
-        """Return what a member answers, None for no answer in time.
+    ) -> Answer | None:
+        """Return the answer of a member, None without one in time.
 
-        The question is sent as often as there are timeouts, which may be once.
+        The request is sent once for each timeout.
         """
         number, asked = next(self._numbers), _Asked(member)
         self._waiting[number] = asked
@@ -115,17 +116,17 @@ class MemberBroker:
                 self._perform(Send(member, attrs.evolve(question, request=number)))
                 with trio.move_on_after(timeout_s):
                     await asked.answered.wait()
-                if asked.told is not None:
+                if asked.reply is not None:
                     break
         finally:
             del self._waiting[number]
-        return asked.told
+        return asked.reply
 
-    def take(self, sender: int, told: Told) -> None:
-        """Take what a node answers; of other senders and to other questions nothing."""
-        asked = self._waiting.get(told.request)
-        if asked is not None and asked.member == sender and asked.told is None:
-            asked.told = told
+    def take(self, sender: int, reply: Answer) -> None:
+        """Handle an answer; ignore other senders, and answers to other requests."""
+        asked = self._waiting.get(reply.request)
+        if asked is not None and asked.member == sender and asked.reply is None:
+            asked.reply = reply
             asked.answered.set()
 
     def answer_later(
@@ -137,46 +138,46 @@ class MemberBroker:
         at_once_max: int,
         what: str,
     ) -> Refused | None:
-        """Answer a question of another when `answer` knows it; or refuse it.
+        """Answer another's request with the result of `answer`, or refuse it.
 
-        at_once_max: questions of this kind that wait at the same time.
-        what: the asker wants to know, for the refusal.
+        at_once_max: requests of this kind that may wait at the same time.
+        what: what the sender wants to know, for the refusal.
         """
         kind = type(question)
         if self._nursery is None or self._askers[kind] >= at_once_max:
             return Refused(question.request, BUSY, f"too many ask this node {what}")
         self._askers[kind] += 1
 
-        async def tell() -> None:
+        async def reply_to_it() -> None:
             try:
                 self._perform(Send(sender, await answer()))
             finally:
                 self._askers[kind] -= 1
 
-        self._nursery.start_soon(tell)
+        self._nursery.start_soon(reply_to_it)
         return None
 
 
 ANSWER_S = 1.0
-"""How long a member may take; a node that serves answers in milliseconds."""
+"""How long a member may take; a serving node answers in milliseconds."""
 
 ASK_AGAIN_S = 0.4
-"""A question may be lost, as on a link that has just been made."""
+"""A request may be lost, for example on a new link."""
 
 AT_ONCE = 64
 """Members asked at the same time."""
 
 FRESH_S = 1.0
-"""How long a gathered answer serves."""
+"""How long collected answers are used."""
 
 FRESH_STARTING_S = 0.1
-"""How long one with a member that does not serve: most often it is starting, and soon does."""
+"""The same with a member that does not serve: usually it is starting, and serves soon."""
 
 ASKERS_MAX = 64
-"""Questions of operators that wait at the same time; further ones are refused."""
+"""Requests of operators that wait at the same time; further ones are refused."""
 
-TOLD_BYTES_MAX = 128 * 1024
-"""Of statuses in one message; the others follow."""
+ANSWER_BYTES_MAX = 128 * 1024
+"""Bytes of statuses in one message; the others follow."""
 
 
 @attrs.define(eq=False)
@@ -193,7 +194,7 @@ class _Gathered:
 class Gathering:
     """Asks members for their status, on the node's loop.
 
-    own:     this node, whose status is `status(detail=…)`.
+    own:     this node; `status(detail=…)` is its status.
     members: the view, ended ones included.
     """
 
@@ -204,13 +205,13 @@ class Gathering:
     _kept: defaultdict[bool, _Gathered] = attrs.field(
         factory=lambda: defaultdict(_Gathered), init=False
     )
-    """By whether it is with details."""
+    """The collected answers, without and with details."""
     _limit: trio.CapacityLimiter = attrs.field(
         factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False
     )
 
     def ask(self, sender: Origin, asked: RequestCluster) -> Message | None:
-        """Take an operator's question, which is answered once the members have; or refuse it."""
+        """Handle an operator's request: answer it after the members have answered, or refuse it."""
 
         async def answer() -> ReportCluster:
             gathered = await self._gathered(detail=asked.detail)
@@ -231,7 +232,7 @@ class Gathering:
 
     async def _gathered(self, *, detail: bool) -> _Gathered:
         kept = self._kept[detail]
-        async with kept.lock:  # One gathers, and the others wait for what it finds.
+        async with kept.lock:  # One task collects, and the others wait for its result.
             if trio.current_time() - kept.at >= kept.fresh_s:
                 members = sorted(self._members(), key=lambda member: member.incarnation)
                 found: dict[int, MemberStatus] = {}
@@ -239,7 +240,7 @@ class Gathering:
                     for member in members:
                         if member.incarnation != self._own and is_live(member):
                             nursery.start_soon(self._look, member, detail, found)
-                # The own status is read last: it costs this loop's time, and nothing waits.
+                # The own status is read last: it needs time of this loop, while nothing waits.
                 found[self._own] = MemberStatus(
                     seen="alive", answers=True, status=self._status(detail=detail)
                 )
@@ -251,18 +252,18 @@ class Gathering:
         return kept
 
     async def _look(self, member: Member, detail: bool, found: dict[int, MemberStatus]) -> None:  # noqa: FBT001 - nursery
-        """Ask one member, twice if need be."""
+        """Ask one member, twice if needed."""
         async with self._limit:
             question = RequestStatus(0, detail)
-            told = await self._broker.ask(
+            reply = await self._broker.ask(
                 member.incarnation, question, ASK_AGAIN_S, ANSWER_S - ASK_AGAIN_S
             )
-        if not isinstance(told, ReportStatus):
+        if not isinstance(reply, ReportStatus):
             return
-        # Bytes that are no status are no answer.
+        # Invalid bytes do not count as an answer.
         with suppress(ValueError):
             found[member.incarnation] = MemberStatus(
-                seen=STATE_NAMES[member.state], answers=True, status=decoded_status(told.status)
+                seen=STATE_NAMES[member.state], answers=True, status=decoded_status(reply.status)
             )
 
 
@@ -273,24 +274,24 @@ def portion(members: Sequence[MemberStatus]) -> tuple[bytes, bool]:
     for member in members:
         part = encoded((member,))[1:-1]
         size += len(part) + 1
-        if parts and size > TOLD_BYTES_MAX:
+        if parts and size > ANSWER_BYTES_MAX:
             return b"[" + b",".join(parts) + b"]", True
         parts.append(part)
     return b"[" + b",".join(parts) + b"]", False
 
 
 TURN_KEYS = 512
-"""Keys of one look into the table, between two turns of the loop: 0.2 ms where each page has 16
-holders, and a millisecond where it has HOLDERS_MAX."""
+"""Keys of one lookup in the table, between two turns of the loop: 0.2 ms if each page has 16
+holders, and a millisecond if it has HOLDERS_MAX."""
 
 OVERLAPS_MAX = 16
-"""Questions of others that are answered at the same time; further ones are refused."""
+"""Requests of others that are answered at the same time; further ones are refused."""
 
 ROUNDS = 2
-"""Owners of a key that are asked one after the other: the first may have died, or be behind."""
+"""Owners of a key that are asked one after another: the first may be dead, or behind."""
 
 OWNER_ANSWER_S = 0.25
-"""How long an owner may take; one that serves answers in milliseconds."""
+"""How long an owner may take; a serving one answers in milliseconds."""
 
 Places = npt.NDArray[np.intp]
 
@@ -298,9 +299,9 @@ Places = npt.NDArray[np.intp]
 @final
 @attrs.frozen(eq=False, kw_only=True)
 class Overlaps:
-    """Answers which members hold which pages, on the node's loop.
+    """Finds out which members hold which pages, on the node's loop.
 
-    shard: of this node; ring: whose other owners are asked.
+    shard: that of this node; ring: the ring of the other owners to ask.
     """
 
     _shard: DirectoryShard
@@ -309,7 +310,7 @@ class Overlaps:
     _broker: MemberBroker
 
     def ask(self, sender: Origin, asked: RequestOverlap) -> Message | None:
-        """Take a question, which is answered when it is known; or refuse it."""
+        """Handle a request: answer it later, or refuse it."""
         count = len(asked.keys) // KEY_BYTES
         if count > OVERLAP_KEYS_MAX:
             detail = f"{count} keys in one RequestOverlap, {OVERLAP_KEYS_MAX} at most"
@@ -317,15 +318,15 @@ class Overlaps:
 
         async def answer() -> ReportOverlap:
             keys = from_bytes(asked.keys)
-            told = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
-            return ReportOverlap(asked.request, told.holders, told.flags.tobytes(), told.whole)
+            reply = await (self.of_shard(keys) if asked.shard_only else self.overlap(keys))
+            return ReportOverlap(asked.request, reply.holders, reply.flags.tobytes(), reply.whole)
 
         return self._broker.answer_later(
             sender, asked, answer, at_once_max=OVERLAPS_MAX, what="which nodes hold pages"
         )
 
     async def overlap(self, keys: PageKeys) -> Overlap:
-        """Return which members hold these pages; ask what this node's shard cannot know.
+        """Return which members hold these pages; ask others what this node's shard does not know.
 
         keys: (n,) V16. Each OVERLAP_KEYS_MAX of them take ROUNDS × OWNER_ANSWER_S at most.
         """
@@ -358,15 +359,15 @@ class Overlaps:
                 async with trio.open_nursery() as nursery:
                     for owner, places in targets.items():
                         nursery.start_soon(self._look, owner, keys[places], found)
-                for owner, told in found.items():
-                    parts.append((targets[owner], told))
-                    if told.whole:
+                for owner, reply in found.items():
+                    parts.append((targets[owner], reply))
+                    if reply.whole:
                         certain[targets[owner]] = True
         merged = own if len(parts) == 1 else Overlap.merged(len(keys), parts)
         return attrs.evolve(merged, whole=merged.whole and bool(certain.all()))
 
     async def of_shard(self, keys: PageKeys) -> Overlap:
-        """Return which members hold these pages as far as this node's shard knows."""
+        """Return which members hold these pages, according to this node's shard."""
         parts = []
         table, asker = self._shard.table, self._shard.incarnation
         whole = not self._shard.authority.is_behind(trio.current_time())
@@ -381,9 +382,9 @@ class Overlaps:
     def _targets(
         self, ring: HashRing, owners: Places, left: Places, tried: npt.NDArray[np.bool_]
     ) -> Mapping[int, Places]:
-        """Return which of the pages that are left to ask each owner about, and note them as tried.
+        """Return the remaining pages to ask each owner about, and mark them as tried.
 
-        The owners that own the most of them, so that few are asked.
+        Prefers the owners with the most pages, so that few are asked.
         """
         targets: dict[int, Places] = {}
         live = [self._is_alive(node) for node in ring.members]
@@ -407,6 +408,6 @@ class Overlaps:
     async def _look(self, owner: int, keys: PageKeys, found: dict[int, Overlap]) -> None:
         """Ask one owner, which may not answer."""
         question = RequestOverlap(0, keys.tobytes(), shard_only=True)
-        told = await self._broker.ask(owner, question, OWNER_ANSWER_S)
-        if told is not None:
-            found[owner] = overlap_of(told, len(keys))
+        reply = await self._broker.ask(owner, question, OWNER_ANSWER_S)
+        if reply is not None:
+            found[owner] = overlap_of(reply, len(keys))

@@ -1,11 +1,11 @@
-"""How the list of revoked certificates reaches every node of a cluster.
+"""Distribution of the list of revoked certificates to every node of a cluster.
 
-The node that reads a newer list from its file notifies every member at once. Each node also tells
-one member now and then, chosen at random: so the list reaches nodes that were away. A list counts
-only with the signature of an authority, so it does not matter which node tells it.
+The node that reads a newer list from its file notifies every member at once. Each node also sends
+it to a random member from time to time, so that the list reaches nodes that were unreachable. A
+list is valid only with the signature of an authority, so it does not matter which node sends it.
 
-A node that learns of a revoked certificate drops the pages that it has from other nodes, in memory
-and on disk: what the owner of the certificate served or handed over may be among them.
+A node that is notified of a revoked certificate drops the pages that it has from other nodes, in
+memory and on disk: pages that the owner of the certificate served or handed over may be among them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from peercache.wire.messages.pool import Clear
 from peercache.wire.messages.session import ReportRevocations
 
 SPREAD_S = 10.0
-"""Between two lists that a node tells unasked: one kilobyte, to one member."""
+"""Pause between two lists that a node sends without a request: one kilobyte, to one member."""
 
 VOID_S = 10.0
-"""How long after a revocation no copy that is under way is kept: by then nodes have hung up on the
-owner of the certificate, and offers of it that wait are gone."""
+"""How long after a revocation copies in progress are dropped: by then nodes have closed the
+connections of the certificate's owner, and its waiting offers are gone."""
 
 TAKE_S = 0.5
-"""Between two lists that a node verifies: a member may send any number, and each costs some ms."""
+"""Pause between two lists that a node verifies: a member may send many, and each costs some ms."""
 
 
 @final
 @attrs.define(eq=False, kw_only=True)
 class RevocationSpread:
-    """Tells other nodes the lists that this node knows, and takes newer ones.
+    """Sends the lists of this node to others, and adopts newer ones.
 
     own: this node's incarnation.
     """
@@ -50,7 +50,7 @@ class RevocationSpread:
     _own: int
     _members: Callable[[], Sequence[Member]]
     _perform: Callable[[Send], None]
-    _tell_clients: Callable[[ReportRevocations], None]
+    _notify_clients: Callable[[ReportRevocations], None]
     _rng: random.Random
     _metrics: Metrics
     _clock: Callable[[], float] = trio.current_time
@@ -60,21 +60,21 @@ class RevocationSpread:
     _serials: frozenset[int] = attrs.field(default=frozenset(), init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Spread what `tls` knows."""
+        """Distribute the lists of `tls`."""
         self._numbers = self._tls.revocations.numbers
         self._drop_copies()
         self._tls.on_change(self._changed)
 
     async def run(self) -> None:
-        """Tell one member now and then, until cancelled."""
+        """Send the lists to one member from time to time, until cancelled."""
         while True:
             await trio.sleep(SPREAD_S * self._rng.uniform(0.5, 1.5))
             others = self._others()
             if others:
-                self._tell(self._rng.choice(others))
+                self._send_list(self._rng.choice(others))
 
     def take(self, message: ReportRevocations) -> None:
-        """Take the lists of another node, where they are newer and an authority signed them."""
+        """Adopt the lists of another node, if they are newer and signed by an authority."""
         if message.lists == self._tls.revocations.pem.encode():
             return
         if self._clock() < self._next_take_at:
@@ -90,23 +90,23 @@ class RevocationSpread:
             self._is_taking = False
 
     def _changed(self, tls: LiveTls) -> None:
-        """Tell this node's clients, and every member what it has read from its file."""
+        """Send the lists to this node's clients, and to every member if they come from its file."""
         if tls.revocations.numbers == self._numbers:
             return
         self._numbers = tls.revocations.numbers
         self._drop_copies()
-        told = message_of(tls)
-        if told is not None:
-            self._tell_clients(told)
+        notice = message_of(tls)
+        if notice is not None:
+            self._notify_clients(notice)
         if not self._is_taking:
             for member in self._others():
-                self._tell(member)
+                self._send_list(member)
 
     def _drop_copies(self) -> None:
         """Drop the pages that this node has from other nodes, when a certificate is revoked.
 
-        No page keeps by which certificates it came. At the start too, while there is a list: a
-        certificate on it may have been good when a page on disk was copied.
+        Pages do not record the certificates by which they came. This is also done at the start if
+        there is a list: a certificate on it may have been valid when a page on disk was copied.
         """
         if not self._tls.revocations.serials <= self._serials:
             self._serials = self._tls.revocations.serials
@@ -119,13 +119,13 @@ class RevocationSpread:
             if is_live(member) and member.incarnation != self._own
         ]
 
-    def _tell(self, member: Member) -> None:
-        told = message_of(self._tls)
-        if told is not None:
-            self._perform(Send(member.incarnation, told))
+    def _send_list(self, member: Member) -> None:
+        notice = message_of(self._tls)
+        if notice is not None:
+            self._perform(Send(member.incarnation, notice))
 
 
 def message_of(tls: LiveTls) -> ReportRevocations | None:
-    """Return the lists that a process knows, as a message; None where it knows none."""
+    """Return the lists that a process knows, as a message; None if there are none."""
     text = tls.revocations.pem
     return ReportRevocations(text.encode()) if text else None

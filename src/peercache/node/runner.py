@@ -1,7 +1,8 @@
-"""What runs a node: a process of its own, or a daemon thread of the engine's process.
+"""Runs a node: as a process of its own, or in a daemon thread of the engine's process.
 
-A process has limits, a ready line, an end by a signal, and reports its state to a service manager
-(sd_notify). An embedded node has a trio loop of its own, and another node after an error.
+A process raises limits, prints a ready line, ends after a signal, and reports its state to a
+service manager (sd_notify). An embedded node has its own trio loop, and is replaced by a new node
+after an error.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ STOPPING = "STOPPING=1"
 def notify(state: str, log: Any, environment: Mapping[str, str] | None = None) -> None:
     """Send a state to the socket that systemd's `Type=notify` names; do nothing without one.
 
-    state: READY or STOPPING. It never blocks and never raises: a service manager that does not
-    hear ends the wait by its own time-out.
+    state: READY or STOPPING. It never blocks and never raises: a service manager that receives
+           nothing ends the wait by its own timeout.
     """
     address = (os.environ if environment is None else environment).get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
-    # "@" stands for the zero byte of an abstract address.
+    # "@" means the zero byte of an abstract address.
     target = "\0" + address[1:] if address.startswith("@") else address
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as sender:
@@ -57,21 +58,21 @@ def notify(state: str, log: Any, environment: Mapping[str, str] | None = None) -
 
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP is a terminal that was closed. There is nothing to read again: new certificate files are
-used without a signal."""
+"""SIGHUP means a closed terminal. It does not mean reload: new certificate files are used without a
+signal."""
 
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2)
-"""Log rotation and supervisors send them by mistake; their default ends a process uncleaned."""
+"""Log rotation and supervisors send them by mistake; by default they kill a process."""
 
 DESCRIPTORS_MIN = 256
-"""A node, its home clients and a handful of peers take so many descriptors; with fewer it refuses
+"""A node, its home clients and a few peers need this many descriptors; with fewer it refuses
 connections at random."""
 
 
 def run_standalone(config: Config, ready_file: str | None) -> None:
     """Run a node until one of STOPS; write its ready line to stdout, and to a file if named.
 
-    Raises what keeps the node from serving, mostly in an exception group.
+    Raises the error that keeps the node from serving, usually in an exception group.
     """
     if (descriptors := _use_every_descriptor()) < DESCRIPTORS_MIN:
         raise ConfigError(
@@ -85,8 +86,8 @@ def run_standalone(config: Config, ready_file: str | None) -> None:
 def _use_every_descriptor() -> float:
     """Raise the soft limit of descriptors to the hard one, and return it.
 
-    Most systems begin with 1024, for programs that use select(): a fifth of the connections that
-    this node is built for.
+    Most systems start with 1024, for programs that use select(): a fifth of the connections for
+    which this node is built.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -97,8 +98,8 @@ def _use_every_descriptor() -> float:
 def _calm_the_collector() -> None:
     """Keep Python's garbage collector from stopping the loop.
 
-    In a pool of a quarter of a million pages one full collection takes 0.14 s and frees nothing:
-    the actors' state has no cycles. Young objects are still collected, those of the start never.
+    With a pool of a quarter of a million pages one full collection takes 0.14 s and frees nothing:
+    the actors' state has no cycles. Young objects are still collected, those from the start never.
     """
     gc.freeze()
     gc.set_threshold(10_000, 50, 1_000_000)
@@ -131,9 +132,9 @@ async def _stop_on_signal(
 
 def _announce(ready: Ready, ready_file: str | None) -> None:
     line = json.dumps(ready.line())
-    # The file first: a program that has read the line finds the file.
+    # The file is first, so that a program that has read the line finds the file.
     if ready_file:
-        # Renamed into place: a program that waits for the file never reads half of it.
+        # Renamed into place, so that a program that waits for the file never reads a part of it.
         part = Path(f"{ready_file}.{os.getpid()}.part")
         try:
             part.write_text(line + "\n")
@@ -149,16 +150,16 @@ START_S = 30.0
 """How long a start may take: the first 256 MiB of the pool, and the sockets."""
 
 CLOSE_S = 3.0
-"""How long `close` waits for the thread. It is a daemon: an engine that exits takes it along."""
+"""How long `close` waits for the thread. It is a daemon: it ends with the process."""
 
 AGAIN_MIN_S = 1.0
 AGAIN_MAX_S = 60.0
-"""Back-off between the end of a node by an error and the start of the next one: a start fills
-memory, and what has ended one node may end the next."""
+"""Back-off between the failure of a node and the start of the next one: a start fills memory, and
+the next node may fail for the same reason."""
 
 
 def describe(error: BaseException) -> list[BaseException]:
-    """Return the errors that people should read out of nested exception groups."""
+    """Return the errors to show to operators, from nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return [inner for group in error.exceptions for inner in describe(group)]
     return [error]
@@ -166,10 +167,10 @@ def describe(error: BaseException) -> list[BaseException]:
 
 @final
 class EmbeddedNode:
-    """Runs a node in this process, and another one after an error; stops it within a bound."""
+    """Runs a node in this process, restarts it after an error, and stops it within a bound."""
 
     def __init__(self, config: Config, *, metrics: Metrics) -> None:
-        """Start and wait until it serves; raise what kept it from doing so."""
+        """Start and wait until it serves; raise the error if it fails."""
         self._config = config
         self._metrics = metrics
         self._fork = ForkGuard()
@@ -189,7 +190,7 @@ class EmbeddedNode:
 
     @property
     def ready(self) -> Ready:
-        """Where the node serves; another one in its place has the same `home` and secret."""
+        """The addresses of the node; its replacement has the same `home` and secret."""
         assert self._ready is not None, "the constructor has returned"
         return self._ready
 
@@ -198,12 +199,12 @@ class EmbeddedNode:
         return self._node.figures() if self._node is not None else {}
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Leave the cluster; returns within `timeout_s`, whatever the loop does."""
+        """Leave the cluster; returns within `timeout_s`, even if the loop hangs."""
         if self._fork.is_child:
             return
         self._closing.set()
         if self._token is not None:
-            # Between two nodes, or behind the last, `_closing` alone ends the thread.
+            # Between two nodes, or after the last one, only `_closing` ends the thread.
             with suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._stop)
         self._thread.join(timeout_s)
@@ -213,7 +214,7 @@ class EmbeddedNode:
             self._node.stop()
 
     def _main(self) -> None:
-        """Run nodes until one ends in good order: it was closed, or drained."""
+        """Run nodes until one ends without an error: it was closed, or drained."""
         pause_s = AGAIN_MIN_S
         while True:
             began = time.monotonic()
@@ -222,7 +223,7 @@ class EmbeddedNode:
                 return
             except BaseException as error:
                 if self._ready is None:
-                    # Handed to the thread that waits for it.
+                    # Passed to the thread that waits for it.
                     causes = describe(error)
                     known = [cause for cause in causes if isinstance(cause, PeerCacheError)]
                     self._failure = (known or causes)[0]

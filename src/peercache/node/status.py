@@ -1,7 +1,7 @@
-"""Status: what a node answers about itself, its health, its figures, and its whole status.
+"""Status: what a node reports about itself: its health, its figures, and its whole status.
 
-Part of it are the clients that write to this node, with what they reported, and details of its
-process for a person: its threads, its environment and its settings.
+It includes the clients that write to this node, with what they reported, and details of its process
+for an operator: its threads, its environment and its settings.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.session import Counted
 
 SHOWN = ("PEERCACHE_", "SGLANG_", "PYTHON", "UCX_", "NCCL_", "RDMAV_", "IBV_", "OMP_", "MALLOC_")
-"""Beginnings of the names of environment variables that change how a node works. Others are not
-shown: they are no business of the cluster."""
+"""Prefixes of environment variables that affect a node. Others are not shown, because they do not
+concern the cluster."""
 
 MASKED = "(masked)"
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|_KEY\b|APIKEY", re.IGNORECASE)
 _USER = re.compile(r"//[^/\s]+@")
-"""Up to the last @ before the path: a password may hold one."""
+"""Up to the last @ before the path: a password may contain one."""
 
 THREADS_MAX = 128
 
 
 def details(config: Config) -> Detail:
-    """Return what this process is, now."""
+    """Return the current details of this process."""
     settings = {name: row.kind.written(getattr(config, name)) for name, row in SETTINGS.items()}
-    # The path of a file with a secret in it is never shown.
+    # The path of a file with a secret is never shown.
     paths = {
         name: settings.pop(name) for name, row in SETTINGS.items() if row.kind in (FILE, FOLDER)
     }
@@ -82,12 +82,12 @@ def details(config: Config) -> Detail:
 
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how a node works, by name."""
+    """Return the variables that affect a node, by name."""
     return {name: environment[name] for name in sorted(environment) if name.startswith(SHOWN)}
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
-    """Return values without what is secret: by the name, and what stands before @ in an address."""
+    """Return values with secrets masked: by name, and the part before @ in an address."""
     return {
         name: MASKED if value and _SECRET.search(name) else _USER.sub(f"//{MASKED}@", value)
         for name, value in values.items()
@@ -102,7 +102,7 @@ def threads() -> tuple[Thread, ...]:
         try:
             text = (task / "stat").read_text(errors="replace")
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # It has ended in the meantime.
         name, _, rest = text.partition("(")[2].rpartition(")")
         fields = rest.split()
         cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
@@ -111,15 +111,15 @@ def threads() -> tuple[Thread, ...]:
 
 
 TRACKED_MAX = 1024
-"""As many as may attach; a client beyond it is shown without figures."""
+"""As many clients as may attach; further ones are shown without figures."""
 
 RATE_S = 0.5
-"""Least time between two reports that make a rate."""
+"""Least time between two reports from which a rate is computed."""
 
 
 @attrs.define(eq=False)
 class _Reports:
-    heard_at: float
+    seen_at: float
     hits: float = 0.0
     misses: float = 0.0
     sets: float = 0.0
@@ -138,7 +138,7 @@ class AttachedWorkers:
         self._reports: dict[int, _Reports] = {}
 
     def note(self, client: int, counted: Counted, now: float) -> None:
-        """Take a client's report."""
+        """Record a client's report."""
         known = self._reports.get(client)
         if known is None:
             if len(self._reports) >= TRACKED_MAX:
@@ -148,19 +148,19 @@ class AttachedWorkers:
             _sum(counted, name) for name in ("pages_hit", "pages_missed", "pages_set")
         )
         known.keys += sets
-        if told := _fabrics(counted):
-            # The newest of a client that reads from more peers than a status lists.
-            known.fabrics = dict([*{**known.fabrics, **told}.items()][-LISTED_MAX:])
+        if latest := _fabrics(counted):
+            # The newest ones, if a client reads from more peers than a status lists.
+            known.fabrics = dict([*{**known.fabrics, **latest}.items()][-LISTED_MAX:])
         known.hits, known.misses, known.sets = (
             known.hits + hits, known.misses + misses, known.sets + sets,
         )  # fmt: skip
-        if (passed_s := now - known.heard_at) >= RATE_S:
+        if (passed_s := now - known.seen_at) >= RATE_S:
             known.rates = (known.hits / passed_s, known.misses / passed_s, known.sets / passed_s)
             known.hits = known.misses = known.sets = 0.0
-            known.heard_at = now
+            known.seen_at = now
 
     def fabrics(self) -> dict[str, str]:
-        """Return by the name of a peer how clients read from it: `tcp`, or `shm+tcp` where both."""
+        """Return by the name of a peer how clients read from it: `tcp`, or `shm+tcp` for both."""
         found: dict[str, set[str]] = {}
         for known in self._reports.values():
             for peer, fabric in known.fabrics.items():
@@ -172,15 +172,15 @@ class AttachedWorkers:
     ) -> tuple[tuple[Worker, ...], int]:
         """Return the attached clients (identity, namespace, pid), and how many are not listed.
 
-        Those that are not attached any more are forgotten.
+        Clients that are no longer attached are forgotten.
         """
         clients = {identity: (namespace, pid) for identity, namespace, pid in attached}
         self._reports = {c: known for c, known in self._reports.items() if c in clients}
         found = []
         for identity, (namespace, pid) in sorted(clients.items())[:LISTED_MAX]:
             known = self._reports.get(identity) or _Reports(now)
-            silent_s = now - known.heard_at
-            # A client that counts nothing sends no report: its last rates are over.
+            silent_s = now - known.seen_at
+            # A client without new counts sends no report: its last rates are outdated.
             hits, misses, sets = known.rates if silent_s < SILENT_S else (0.0, 0.0, 0.0)
             found.append(
                 Worker(
@@ -192,7 +192,7 @@ class AttachedWorkers:
 
 
 SILENT_S = 3.0
-"""A client reports each second while it counts something."""
+"""A client reports every second while its counters change."""
 
 
 def _fabrics(counted: Counted) -> dict[str, str]:
@@ -213,12 +213,12 @@ def _sum(counted: Counted, name: str) -> float:
 
 PREFIX = "peercache_"
 SAMPLED = 4096
-"""Keys by which the share of a ring is told: right to a percent or two."""
+"""Sampled keys for the share of a ring: accurate to a percent or two."""
 
 _SAMPLE = np.random.default_rng(0).integers(0, 256, (SAMPLED, 16), np.uint8).view("V16").ravel()
 
 LATE_S = 5.0
-"""A loop whose housekeeping is this late does not serve, whatever else is fine."""
+"""If the loop's housekeeping is this late, the node counts as not serving."""
 
 
 @final
@@ -244,7 +244,7 @@ class NodeStatus:
     """The share of keys that this node owns on the newest ring, by its version."""
 
     def status(self, *, detail: bool = False) -> Status:
-        """Return how this node is, now."""
+        """Return the current status of this node."""
         health, figures = self.health(), self.figures()
         me, now = self.crew.membership.me, time.monotonic()
         attached = [] if self.admission is None else self.admission.attached()
@@ -308,7 +308,8 @@ class NodeStatus:
             [
                 PeerStatus(
                     name=member.control,
-                    # What clients have read by; who has read nothing yet could by shm here.
+                    # The fabrics by which clients have read; without reads, shm is possible on this
+                    # host.
                     fabric=read_by.get(
                         name_of(member.incarnation),
                         "shm" if member.boot_id == me.boot_id else "",
@@ -322,7 +323,7 @@ class NodeStatus:
         )
 
     def _namespaces(self) -> tuple[NamespaceUse, ...]:
-        """Return what each namespace with a quota takes, and all others together."""
+        """Return the use of each namespace with a quota, and of all others together."""
         tenants = self.crew.pool.tenants
         if not tenants.are_several:
             return ()
@@ -345,7 +346,7 @@ class NodeStatus:
         )
 
     def _share(self) -> float:
-        """Return the part of the keys that this node owns, by a sample of SAMPLED keys."""
+        """Return the fraction of keys that this node owns, estimated from SAMPLED keys."""
         ring = self.crew.ring.current
         if ring.version not in self._shares:
             self._shares.clear()
@@ -372,14 +373,14 @@ class NodeStatus:
         )
 
     def _disk_trouble(self) -> str:
-        """Return why pages do not get to the disk that was asked for, "" if they do."""
+        """Return why the configured disk does not accept pages, "" if it does."""
         if self.disk is None or self.disk.is_opening:
             return ""
         problem = self.disk.problem or self.crew.disk.trouble
         return f"the disk tier of {self.config.disk_path}: {problem}" if problem else ""
 
     def unreached(self) -> str:
-        """Return what keeps this node out of its cluster, "" where nothing does."""
+        """Return why this node is not in its cluster, "" if there is no problem."""
         membership = self.crew.membership
         return "" if membership.is_joined else self.reach.problem(membership.me.control)
 
@@ -418,7 +419,7 @@ def _pool(figures: Mapping[str, int | float | str]) -> Tier:
 
 
 def _counted(metrics: Metrics) -> tuple[dict[str, float], dict[str, Latencies]]:
-    """Return every counter that is not zero, and the histogram of calls by operation alone."""
+    """Return every counter that is not zero, and the histogram of calls by operation only."""
     counters: dict[str, float] = {}
     for family in metrics.registry.collect():
         if not family.name.startswith(PREFIX):

@@ -1,18 +1,19 @@
-"""The switchboard: the control messages of a node, from its connections to its actors and back.
+"""The switchboard: routes the control messages of a node between its connections and its actors.
 
-`Envelopes` are the bytes of messages, and the count of those that are dropped. `NodeMailboxes` has
-one mailbox an actor. `Inbound` has the connections that others have made to this node, `Links`
-those from this node to others. `Switchboard` does what needs both, and what actors want done.
+`Envelopes` encodes and decodes messages, and counts dropped ones. `NodeMailboxes` has one mailbox
+for each actor. `Inbound` has the connections from others to this node, `Links` those from this node
+to others. `Switchboard` does what needs both, and performs the effects of actors.
 
-Everything that others send passes `Inbound` once: decoded, its sender known, meant for this
-incarnation, and allowed; then it goes to its actor's mailbox, or the node answers it. All else is
-dropped and counted, and an unknown sender is asked to send Hello. A message states its receiver
-(`wire.messages.declared`); mypy refuses a fact without a mailbox.
+Every message from others passes `Inbound` once: it must decode, its sender must be known, it must
+be for this incarnation, and it must be allowed. Then it goes to its actor's mailbox, or the node
+answers it. Other messages are dropped and counted, and an unknown sender is asked to send Hello. A
+message class states its receiver (`wire.messages.declared`); mypy refuses an internal message
+without a mailbox.
 
-A link is made when there is something to send, and ended when it is not used or its address has no
-member any more. What comes back are answers: to the Hello, and to questions of the node itself.
-In a cluster of thousands a node greets every member once, and afterwards sends to the masters, to
-the owners of its records, and rarely to others.
+A link is made when there is something to send, and closed when it is not used or no member is at
+its address any more. It receives only answers: to the Hello, and to requests of the node itself. In
+a cluster of thousands a node sends Hello to every member once, and afterwards sends to the masters,
+to the owners of its records, and rarely to others.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from peercache.net.peers import ControlTls, Gate, Peer, control_url
 from peercache.net.sockets import Listener
 from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
-from peercache.node.questions import Told
+from peercache.node.questions import Answer
 from peercache.observability.log import WarnOnce, call_of
 from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import EXPIRED
@@ -88,15 +89,15 @@ from peercache.wire.messages.session import (
 )
 
 WARN_AGAIN_S = 60.0
-"""How often the log tells of a peer that is refused again and again."""
+"""How often a peer that is refused again and again is logged."""
 
 
 @final
 @attrs.frozen(eq=False, kw_only=True)
 class Envelopes:
-    """Makes and reads envelopes for both directions; drops are counted and logged here.
+    """Encodes and decodes envelopes for both directions; counts and logs dropped messages.
 
-    incarnation: of this node, which sends.
+    incarnation: that of this node, the sender.
     """
 
     incarnation: int
@@ -111,23 +112,23 @@ class Envelopes:
         return WarnOnce(self.log, repeat_s=WARN_AGAIN_S)
 
     def encode(self, target: int, message: Message) -> bytes:
-        """Return the bytes of a message; none of one that is too large for any peer."""
+        """Return the bytes of a message; b"" for one that is too large for any peer."""
         try:
             return encode(Envelope(self.incarnation, target, message), cluster=self.cluster)
         except LocalProtocolError as error:
-            # A bug of this node costs this message, and not the node.
+            # A bug of this node must cost this message, not the node.
             self.metrics.messages_dropped.labels("too_large").inc()
             self.log.error("node.message_too_large", detail=str(error))
             return b""
 
     def decode(self, raw: bytes) -> Envelope:
-        """Return what came; raise RemoteProtocolError for anything that is no message to us."""
+        """Return the envelope; raise RemoteProtocolError unless it is a message to us."""
         return decode(raw, cluster=self.cluster)
 
     def drop(
         self, reason: str, detail: str = "", sender: int = 0, message: Message | None = None
     ) -> None:
-        """Count and log a message that goes no further."""
+        """Count and log a dropped message."""
         self.metrics.messages_dropped.labels(reason).inc()
         call, client = call_number(message), name_of(sender)
         self.log.debug(
@@ -135,12 +136,12 @@ class Envelopes:
         )
 
     def attempt(self, take: Callable[..., None], *message: object) -> None:
-        """Take a message in; what goes wrong in an answer costs that answer, and not the node."""
+        """Call `take` with a message; an error in an answer must cost that answer, not the node."""
         try:
             take(*message)
         except Exception as error:
             self.drop("failed", detail=repr(error))
-            # Where it was raised: a peer that repeats the message must not fill the log.
+            # By the place of the exception: a peer that repeats the message must not fill the log.
             *_, (frame, line) = traceback.walk_tb(error.__traceback__)
             at = f"{frame.f_code.co_filename}:{line}"
             self.warn_once("node.message_failed", at, problem=repr(error), at=at)
@@ -156,8 +157,8 @@ def call_number(message: Message | None) -> int:
 class NodeMailboxes:
     """One mailbox for each actor of a node.
 
-    The order of the fields is the order in which a turn looks at them. The publisher comes
-    before the directory: it answers a Commit, and what it tells other nodes takes time.
+    The order of the fields is the order in which a turn handles them. The publisher is before the
+    directory: it answers a Commit, and sending to other nodes takes time.
     """
 
     membership: Mailbox[MembershipMessage] = attrs.field(factory=Mailbox, init=False)
@@ -181,18 +182,18 @@ class NodeMailboxes:
         names = [field.name for field in attrs.fields(NodeMailboxes)]
         return {name: getattr(self, name) for name in names if name != "turn"}
 
-    def tell(self, told: Tell) -> None:
-        """Put a fact from inside the node into its receiver's mailbox."""
-        mailbox: Mailbox[Any] = getattr(self, told.actor)
-        mailbox.tell(SELF, told.fact)
+    def tell(self, wanted: Tell) -> None:
+        """Put a message from inside the node into its receiver's mailbox."""
+        mailbox: Mailbox[Any] = getattr(self, wanted.actor)
+        mailbox.tell(SELF, wanted.fact)
 
     def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
         """Put a message from the network into its receiver's mailbox; False if that is full.
 
-        `trust.rights` lets no message in that is not for an actor.
+        `trust.rights` admits only messages for actors.
         """
         declared = message.declared
-        # A node's own connections have no pipe: its message is for this node's own pages.
+        # Messages of a node have no pipe: this one concerns this node's own pages.
         receiver = declared.to if sender.pipe else declared.of_node or declared.to
         if receiver is Receiver.NODE:
             raise LocalProtocolError(f"the switchboard answers {type(message).__name__}")
@@ -203,20 +204,20 @@ class NodeMailboxes:
 
 
 BURST_MESSAGES = 16
-"""Messages taken from the socket, and handled, before other tasks get a turn: some milliseconds."""
+"""Messages read from the socket, and handled, before other tasks get a turn: some milliseconds."""
 
 STRANGER_BYTES_MAX = 64 * 1024
-"""Longest message taken from a connection that has not sent Hello: a Hello of the longest texts
-fits, and to decode a megabyte would cost this node a second for any connection."""
+"""Longest message accepted from a connection that has not sent Hello: the longest Hello fits, while
+decoding a megabyte would cost this node a second for any connection."""
 
 
 @final
 @attrs.define(eq=False, kw_only=True)
 class Inbound:
-    """Admits connections, judges what comes on them, and answers along them.
+    """Admits connections, checks their messages, and answers over them.
 
-    answer:  answers what is for the node itself.
-    has_tls: whether an incarnation follows from a certificate, so that invented ones show.
+    answer:  answers messages for the node itself.
+    has_tls: whether incarnations are derived from certificates, so that forged ones are detected.
     names_writers: whether the pool receives the namespaces of writers, for quotas with patterns.
     """
 
@@ -231,12 +232,12 @@ class Inbound:
     _has_tls: bool = False
     _revocations: Callable[[], ReportRevocations | None] = lambda: None
     _names_writers: bool = False
-    # By the type of a message: what counts one. To look for its series takes longer.
+    # By message type: the counter of its series. Looking up the series takes longer.
     _received: dict[type[Message], Callable[[], None]] = attrs.field(factory=dict, init=False)
     _uncounted: type[Message] | None = attrs.field(default=None, init=False)
 
     async def run(self) -> None:
-        """Take messages until cancelled."""
+        """Handle messages until cancelled."""
         while True:
             self._take_and_handle(*await self.listener.receive())
             for _ in range(BURST_MESSAGES):
@@ -248,13 +249,13 @@ class Inbound:
                 await trio.lowlevel.checkpoint()
 
     def _take_and_handle(self, pipe: int, raw: bytes) -> None:
-        """Take one message in, and all that follows from it within this node."""
+        """Handle one message, and all internal messages that follow from it."""
         self._mailboxes.turn.handle(self._envelopes.attempt, self.take, pipe, raw)
-        # Behind the answers: their receivers are at work by now.
+        # After the answers: their receivers are already working.
         self._count_received()
 
     def take(self, pipe: int, raw: bytes) -> None:
-        """Take one message as far as its actor's mailbox."""
+        """Check one message, and put it into its actor's mailbox."""
         if len(raw) > STRANGER_BYTES_MAX and pipe not in self._admission.sessions:
             self._envelopes.drop("stranger", detail=f"{len(raw)} bytes")
             self.reply(pipe, 0, HelloRequired(self._envelopes.incarnation))
@@ -278,7 +279,7 @@ class Inbound:
             self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
             return
         if envelope.target not in (0, self._envelopes.incarnation):
-            # Meant for a predecessor at this address: this incarnation must not act on it.
+            # It is for a predecessor at this address: this incarnation must not act on it.
             self._envelopes.drop("other_incarnation")
             self.reply(pipe, envelope.sender, HelloRequired(self._envelopes.incarnation))
             return
@@ -288,7 +289,7 @@ class Inbound:
         origin = Origin(session.identity, 0 if session.role is Role.NODE else pipe)
         reason = refusal(session, message)
         if not reason and self._has_tls:
-            message, reason = self._believed(message)
+            message, reason = self._verified(message)
         if reason:
             self._not_allowed(pipe, session, message, reason)
             return
@@ -299,7 +300,7 @@ class Inbound:
                 "node.question_received", client=name, call=call, message=what
             )
         if message.declared.to is Receiver.NODE:
-            # Along the pipe, also to a node: a status is for who asks, over its own link.
+            # Over the pipe, also to a node: it asks for a status over its own link.
             answer = self._answer(Origin(session.identity, pipe), message)
             if answer is not None:
                 self.reply(pipe, session.identity, answer)
@@ -307,7 +308,7 @@ class Inbound:
             self._envelopes.drop("mailbox_full", type(message).__name__, session.identity, message)
 
     def _count_received(self) -> None:
-        """Count the message that was let in, if any."""
+        """Count an admitted message, if any."""
         kind, self._uncounted = self._uncounted, None
         if kind is None:
             return
@@ -317,16 +318,16 @@ class Inbound:
             self._received[kind] = count
         count()
 
-    def _believed(self, message: Message) -> tuple[Message, str]:
-        """Return a message without the members that no certificate can stand for, and why not."""
+    def _verified(self, message: Message) -> tuple[Message, str]:
+        """Return a message without members that no certificate can have, and the reason."""
         match message:
             case Join(member) | Heartbeat(member):
                 return message, INVENTED if is_invented(self._envelopes.cluster, member) else ""
             case ShareView(_, view):
-                believed = tuple([m for m in view if not is_invented(self._envelopes.cluster, m)])
-                if len(believed) < len(view):
+                verified = tuple([m for m in view if not is_invented(self._envelopes.cluster, m)])
+                if len(verified) < len(view):
                     self._envelopes.metrics.messages_refused.labels(INVENTED, "ShareView").inc()
-                return attrs.evolve(message, view=believed), ""
+                return attrs.evolve(message, view=verified), ""
         return message, ""
 
     def _not_allowed(self, pipe: int, session: Session, message: Message, reason: str) -> None:
@@ -343,7 +344,7 @@ class Inbound:
         self.reply(pipe, session.identity, refused)
 
     def _address_of(self, pipe: int, sender: int) -> str:
-        """Return the HOST:PORT of a node, the host of another sender; "" on a home address."""
+        """Return the HOST:PORT of a node, or the host of another sender; "" on a home address."""
         member = self._member_of(sender)
         if member is not None:
             return member.control
@@ -353,7 +354,7 @@ class Inbound:
     def _greet(self, pipe: int, sender: int, hello: Hello) -> None:
         peer = self.listener.peer(pipe)
         if peer is None:
-            # Its end has been told already: a session begun now would never end.
+            # Its end was reported already: a session that starts now would never end.
             self._envelopes.drop("pipe_gone", detail="Hello")
             return
         try:
@@ -364,7 +365,7 @@ class Inbound:
         if hello.is_node:
             self._reach.connected(peer.local[0])
         elif session.role is Role.WRITER and self._names_writers:
-            # Before its first Reserve: both go to the pool by way of here.
+            # Before its first Reserve: both reach the pool via this object.
             self._mailboxes.tell(TellPool(NamespaceNamed(session.namespace)))
         me = self._member_of(self._envelopes.incarnation)
         assert me is not None, "the view of a node has the node itself"
@@ -378,7 +379,7 @@ class Inbound:
         self._envelopes.metrics.messages_dropped.labels(rejected.reason).inc()
         peer = self.listener.peer(pipe)
         host = peer.remote[0] if peer is not None else ""
-        # By address: a stranger may claim another identity with each Hello.
+        # By address: a stranger may claim a new identity with each Hello.
         self._envelopes.warn_once(
             "node.peer_refused", (host or sender, rejected.reason), peer=name_of(sender), at=host,
             reason=rejected.reason, detail=rejected.detail,
@@ -388,12 +389,12 @@ class Inbound:
     # --- answers ----------------------------------------------------------------------------------
 
     def reply(self, pipe: int, target: int, message: Message) -> None:
-        """Send along a connection."""
+        """Send over a connection."""
         raw = self._envelopes.encode(target, message)
         if raw and not self.listener.reply(pipe, raw):
             self._envelopes.drop("pipe_gone", detail=type(message).__name__)
 
-    def tell_clients(self, message: Message) -> None:
+    def notify_clients(self, message: Message) -> None:
         """Send a message to every connected client."""
         for pipe, session in self._admission.sessions.items():
             if session.role is not Role.NODE:
@@ -402,50 +403,50 @@ class Inbound:
     # --- certificates -----------------------------------------------------------------------------
 
     def end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
-        """End the sessions of such peers."""
+        """End the sessions of peers for which `is_over` is true."""
         for pipe in self._admission.of_peers(is_over):
             session = self._admission.sessions[pipe]
             self._envelopes.drop(reason, detail=name_of(session.identity))
             self.listener.disconnect(pipe)
 
     def disconnect(self) -> None:
-        """End every connection: each other end connects again, and is judged again."""
+        """Close every connection: the peers reconnect, and are verified again."""
         for pipe in self.listener.pipes():
             self.listener.disconnect(pipe)
 
 
 LINKS_MAX = 4096
-"""Links of one node, where its process may have descriptors enough."""
+"""Links of one node, if its process may have enough descriptors."""
 
 LINK_DESCRIPTORS = 5
 """Descriptors of a link: its connection, and two pipes of nng."""
 
 LINK_SHARE = 0.25
-"""Part of a process's descriptors for links; the rest is for its listeners and files."""
+"""The fraction of a process's descriptors for links; the rest is for its listeners and files."""
 
 LINKS_MIN = 32
 """Links of a process with few descriptors: masters, heads, and the owners of its newest records."""
 
 IDLE_S = 15.0
-"""How long a link stays that is not used: heartbeats and streams use theirs every few seconds, and
-another connection costs milliseconds."""
+"""How long an unused link is kept: heartbeats and streams use theirs every few seconds, and a new
+connection costs milliseconds."""
 
 SETTLE_S = 2.0
-"""How long a new link is left alone, whatever the bound: it may not have been answered yet."""
+"""How long a new link is kept, even above the limit: it may not have been answered yet."""
 
 
 def links_that_fit(descriptors: float) -> int:
-    """Return how many links a process may have that may have so many descriptors."""
+    """Return how many links a process with this many descriptors may have."""
     fitting = descriptors * LINK_SHARE / LINK_DESCRIPTORS
     return int(min(LINKS_MAX, max(LINKS_MIN, fitting)))
 
 
 @final
 class LinkUse:
-    """When each link was used last, by its address. Pure."""
+    """When each link was last used, by its address. Pure."""
 
     def __init__(self, *, links_max: int) -> None:
-        """Keep no more than about `links_max` links: the ones used last."""
+        """Keep about `links_max` links: the last used ones."""
         self.links_max = links_max
         self._used: dict[str, float] = {}  # least recently used first
 
@@ -454,24 +455,24 @@ class LinkUse:
         return len(self._used)
 
     def used(self, address: str, now: float) -> None:
-        """Note that a message goes to an address."""
+        """Record that a message is sent to an address."""
         self._used.pop(address, None)
         self._used[address] = now
 
     def ended(self, address: str) -> None:
-        """Note that the link has been closed."""
+        """Record that a link was closed."""
         self._used.pop(address, None)
 
     def surplus(self, now: float, *, kept: Collection[str]) -> list[str]:
         """Return the links to close: idle ones, and the least recently used of too many.
 
-        kept: addresses whose links stay, such as those of discovery.
+        kept: addresses with links that stay, such as those of discovery.
         """
         too_many = len(self._used) - self.links_max
         found: list[str] = []
         for address, at in self._used.items():
             if now - at < (SETTLE_S if len(found) < too_many else IDLE_S):
-                # All that follow were used later.
+                # All further ones were used later.
                 break
             if address not in kept:
                 found.append(address)
@@ -480,11 +481,11 @@ class LinkUse:
 
 @attrs.define(eq=False)
 class _Dialled:
-    """A link, and what is known of the process at its other end.
+    """A link, and what is known of its peer.
 
-    expected: the name of the node that this node means to reach; None: any node.
+    expected: the name of the node that should be there; None: any node.
     peer: the process that has answered there.
-    wire: the version that it speaks with us.
+    wire: the wire version that it uses with us.
     """
 
     expected: str | None = None
@@ -496,13 +497,13 @@ class _Dialled:
 @final
 @attrs.define(eq=False, kw_only=True)
 class Links:
-    """Sends to addresses, and takes what is answered; never blocks.
+    """Sends to addresses, and handles answers; never blocks.
 
-    nursery:   where links run.
-    me:        this node as it began; its name and nonce never change.
-    told:      takes the answers to questions of the node itself.
-    open_link: makes a link; a simulation opens some of its own.
-    links_max: about so many are kept.
+    nursery:   the nursery of the links.
+    me:        this node as it started; its name and nonce never change.
+    on_answer: called with the answers to requests of the node itself.
+    open_link: creates a link; a simulation uses its own kind.
+    links_max: about this many are kept.
     """
 
     _envelopes: Envelopes
@@ -512,7 +513,7 @@ class Links:
     _granule: int
     _gate: Gate
     _reach: Reach
-    _told: Callable[[int, Told], None]
+    _on_answer: Callable[[int, Answer], None]
     _tls: ControlTls | None = None
     _open_link: Callable[..., Link] = Link
     _links_max: int = LINKS_MAX
@@ -524,35 +525,38 @@ class Links:
         return LinkUse(links_max=self._links_max)
 
     def __len__(self) -> int:
-        """Return how many links there are."""
+        """Return the number of links."""
         return len(self._dialled)
 
-    # --- out --------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
 
     def send(self, member: Member, message: Message) -> None:
-        """Send to a member, where its entry says that it is."""
-        self._say(member.control, member.incarnation, message, expected=member.name)
+        """Send to a member, at the address in its entry."""
+        self._send_now(member.control, member.incarnation, message, expected=member.name)
 
     def send_to(self, address: str, message: Message) -> None:
-        """Send to the node at an address, whichever it is."""
-        # Another process may be there by now, and only a Welcome says which one.
+        """Send to the node at an address, whichever node that is."""
+        # Another process may be there by now, and only a Welcome identifies it.
         self.greet_again((address,))
-        self._say(address, 0, message, expected=None)
+        self._send_now(address, 0, message, expected=None)
 
-    def _say(self, address: str, target: int, message: Message, *, expected: str | None) -> None:
+    def _send_now(
+        self, address: str, target: int, message: Message, *, expected: str | None
+    ) -> None:
         dialled = self._dialled.get(address) or self._dial(address)
         if dialled is None:
-            # All are new, and none may have been answered yet.
+            # All links are new, and may not have been answered yet.
             self._envelopes.drop("links_full", detail=type(message).__name__)
             return
         dialled.expected = expected
         if message.declared.since > dialled.wire:
-            # The release before would drop it as noise; what it does not know, it lives without.
+            # The previous release would drop it as invalid; it can do without messages that it does
+            # not know.
             self._envelopes.drop("wire_version", detail=type(message).__name__)
             return
         if raw := self._envelopes.encode(target, message):
             dialled.link.send(raw)
-        # Behind the send: its receiver is at work by now.
+        # After the send: its receiver is already working.
         self._use.used(address, trio.current_time())
 
     def _dial(self, address: str) -> _Dialled | None:
@@ -585,7 +589,7 @@ class Links:
     # --- answers ----------------------------------------------------------------------------------
 
     def _accepts(self, address: str, dialled: _Dialled, peer: Peer) -> bool:
-        """Judge the process that has answered at an address; comes on a thread of nng."""
+        """Verify the process that has answered at an address; called on a thread of nng."""
         try:
             self._gate.check_node(peer, dialled.expected)
         except Rejected as rejected:
@@ -600,7 +604,7 @@ class Links:
         return True
 
     def _answered(self, address: str, dialled: _Dialled, raw: bytes) -> None:
-        """Take what came back on a link."""
+        """Handle an answer on a link."""
         try:
             envelope = self._envelopes.decode(raw)
         except RemoteProtocolError as error:
@@ -623,7 +627,7 @@ class Links:
         elif isinstance(message, ReportDrainState):
             self._mailboxes.placement.tell(Origin(envelope.sender), message)
         elif isinstance(message, (ReportStatus, ReportOverlap)):
-            self._told(envelope.sender, message)
+            self._on_answer(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")
             key = (address, message.reason)
@@ -632,7 +636,7 @@ class Links:
             )
 
     def _welcomed(self, address: str, dialled: _Dialled, member: Member) -> None:
-        """Tell the membership which process has answered at an address that this node dialled."""
+        """Notify the membership which process has answered at an address that this node dialled."""
         named = incarnation_of(self._envelopes.cluster, member.name, member.nonce)
         expected = dialled.expected
         if member.incarnation != named or (expected and member.name != expected):
@@ -640,12 +644,12 @@ class Links:
             return
         self._mailboxes.tell(TellMembership(PeerAnswered(address, member)))
 
-    # --- all of them ------------------------------------------------------------------------------
+    # --- all links --------------------------------------------------------------------------------
 
     def keep(self, addresses: set[str], *, always: Collection[str] = ()) -> None:
-        """End the links to addresses that no member has any more, and those that are not used.
+        """Close the links to addresses without a member, and those that are not used.
 
-        always: addresses whose links stay though they are not used.
+        always: addresses with links that stay although they are not used.
         """
         self._end([address for address in self._dialled if address not in addresses])
         self._end(self._use.surplus(trio.current_time(), kept=always))
@@ -656,32 +660,32 @@ class Links:
             self._use.ended(address)
 
     def greet_again(self, addresses: Iterable[str]) -> None:
-        """Send Hello once more to these addresses, as far as there are links: do they answer?"""
+        """Send Hello again over existing links to these addresses, to see whether they answer."""
         for address in addresses:
             if address in self._dialled:
                 self._dialled[address].link.greet_again()
 
     def renew_tls(self) -> None:
-        """Show new certificates where a connection is made from now on."""
+        """Use new certificates for new connections."""
         for dialled in self._dialled.values():
             dialled.link.renew_tls()
 
     def end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
-        """End the connections to such peers; each link makes a new one, and judges its end."""
+        """Close the connections to such peers; each link reconnects, and verifies the peer."""
         for address, dialled in self._dialled.items():
             if dialled.peer is not None and is_over(dialled.peer):
                 self._envelopes.drop(reason, detail=address)
                 dialled.link.disconnect()
 
     def disconnect(self) -> None:
-        """End every connection; each link makes a new one, and judges its end again."""
+        """Close every connection; each link reconnects, and verifies the peer again."""
         for dialled in self._dialled.values():
             dialled.link.disconnect()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait, for a bounded time, until every link has handed over what it had."""
+        """Wait, for a bounded time, until every link has sent its messages."""
         with trio.move_on_after(timeout_s):
-            # nng tells no event for it, so the node polls.
+            # nng has no event for it, so the node polls.
             while not all(each.link.is_empty for each in self._dialled.values()):  # noqa: ASYNC110
                 await trio.sleep(timeout_s / 20)
 
@@ -691,8 +695,8 @@ class Links:
 class Switchboard:
     """Performs the effects of actors, and ends connections in both directions.
 
-    perform_local: does what concerns this node's memory, disk and devices.
-    in_thread: a simulation runs in its own time what runs in a thread here.
+    perform_local: performs effects on this node's memory, disk and devices.
+    in_thread: runs a function in a thread; a simulation runs it in its own time.
     """
 
     _envelopes: Envelopes
@@ -705,12 +709,12 @@ class Switchboard:
     _perform_local: Callable[[LocalEffect], None]
     _in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync
 
-    def tell(self, told: Tell) -> None:
-        """Hand an actor a fact that no message brought, and all that follows from it."""
-        self._mailboxes.turn.handle(self._mailboxes.tell, told)
+    def tell(self, wanted: Tell) -> None:
+        """Send an internal message to an actor, and handle all that follows from it."""
+        self._mailboxes.turn.handle(self._mailboxes.tell, wanted)
 
     def perform(self, effect: Effect) -> None:
-        """Do what an actor returned; never blocks."""
+        """Perform an effect of an actor; never blocks."""
         if isinstance(effect, Send):
             self._send(effect.to, effect.message)
         elif isinstance(effect, Tell):
@@ -739,24 +743,24 @@ class Switchboard:
             self._links.send(member, message)
 
     async def _build_ring(self, build: BuildRing) -> None:
-        """Make a ring in a thread: numpy gives up the interpreter's lock while it sorts."""
+        """Build a ring in a thread: numpy releases the GIL while it sorts."""
         ring = await self._in_thread(build.ring)
         self.tell(TellRing(RingBuilt(ring)))
 
     # --- certificates -----------------------------------------------------------------------------
 
     def renew_tls(self) -> None:
-        """Follow new certificates, and end what is connected with those that are not valid now."""
+        """Use new certificates, and close connections with invalid ones."""
         self._inbound.listener.renew_tls()
         self._links.renew_tls()
         self.judge_again()
 
     def judge_again(self) -> None:
-        """End the sessions and links whose other ends are not admitted any more."""
+        """End the sessions and links of peers that are no longer admitted."""
         self._end_those(lambda peer: not self._gate.admits(peer), "revoked")
 
     def end_expired(self) -> None:
-        """End the sessions and links whose other ends' certificates have expired."""
+        """End the sessions and links of peers with expired certificates."""
         self._end_those(Peer.has_expired, EXPIRED)
 
     def _end_those(self, is_over: Callable[[Peer], bool], reason: str) -> None:
@@ -764,6 +768,6 @@ class Switchboard:
         self._links.end_those(is_over, reason)
 
     def connect_again(self) -> None:
-        """End every connection, so that each other end shows its certificate again."""
+        """Close every connection, so that each peer presents its certificate again."""
         self._inbound.disconnect()
         self._links.disconnect()

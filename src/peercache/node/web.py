@@ -1,4 +1,4 @@
-"""The HTTP side of a node: its pages and who may read them, put together."""
+"""The HTTP side of a node: its pages and the access to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from peercache.trust.sharing import Sharing
 
 @final
 class Web:
-    """What a node serves over HTTP."""
+    """The HTTP server of a node."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Web:
     ) -> None:
         """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT.
 
-        overlap, named: what the prefix index asks, as `http.pages.IndexParts` has it.
+        overlap, named: the callbacks of the prefix index, as in `http.pages.IndexParts`.
         """
         metrics.describe_process(version())
         if tls is not None:

@@ -1,1 +1,1 @@
-"""What PeerCache tells: the log, metrics, reasons, and reports to the home node."""
+"""Observability: the log, metrics, reasons, and reports to the home node."""

@@ -1,10 +1,10 @@
-"""How long batch calls take: which calls are distinguished, and the histograms of their times.
+"""The duration of batch calls: which calls are distinguished, and the histograms of their times.
 
-A client notes a call as a number and its seconds, which costs a tenth of a microsecond. Histograms
-are made of that once a second: by the home node out of a client's report, and by a client that has
-its node in its own process.
+A client records a call as a number and its seconds, which costs a tenth of a microsecond. Once a
+second these are added to histograms: by the home node from a client's report, and by a client that
+has its node in its own process.
 
-Objectives: how fast calls shall be, what share of them, and what the histograms say of that.
+Objectives: how fast which share of calls must be, and how the histograms compare with that.
 `peercache slo`, the alert rules and the board read this one table.
 """
 
@@ -35,7 +35,7 @@ OPERATIONS: Final = ("get", "set", "exists", "remove", "clear", "stats")
 """The batch calls of a client; the values of the label `operation`."""
 
 # Where pages were read, nearest first: the values of the label `tier` of a get. A call that read
-# in several places has the farthest.
+# from several places has the farthest one.
 HOME: Final = "home"  # the memory of the home node
 HOST: Final = "host"  # the memory of another node of this host
 RDMA: Final = "rdma"
@@ -44,7 +44,7 @@ DISK: Final = "disk"  # a holder had to load pages from its disk first
 READ_TIERS: Final = (HOME, HOST, RDMA, TCP, DISK)
 
 # Where an exists was answered.
-KNOWN: Final = "known"  # by what the client remembers
+KNOWN: Final = "known"  # from the client's cache
 TABLE: Final = "table"  # by the directory tables of this host
 ASKED: Final = "asked"  # an owner was asked
 EXISTS_TIERS: Final = (KNOWN, TABLE, ASKED)
@@ -53,13 +53,13 @@ ALL: Final = "all"
 SOME: Final = "some"
 NONE: Final = "none"
 OUTCOMES: Final = (ALL, SOME, NONE)
-"""How many pages of the call were served; the values of the label `outcome`."""
+"""Whether all, some or none of a call's pages were served; the values of the label `outcome`."""
 
 Labels = tuple[str, str, str]
-"""operation, tier, outcome; "" where a call has none."""
+"""operation, tier, outcome; "" if a call has none."""
 
 PAGE: Final = "page"
-"""In place of an operation: the time of a get whose pages all came, divided by its pages."""
+"""In place of an operation: the time per page of a get that returned all its pages."""
 
 SERIES: Final[tuple[Labels, ...]] = (
     *((operation, "", "") for operation in OPERATIONS),
@@ -69,25 +69,25 @@ SERIES: Final[tuple[Labels, ...]] = (
     *product(("exists",), EXISTS_TIERS, OUTCOMES),
     *((PAGE, tier, "") for tier in READ_TIERS),
 )
-"""What is distinguished. A report names a series by its place here: new ones are appended."""
+"""The distinguished series. A report names a series by its index here: new ones are appended."""
 
 PLACES: Final = {labels: place for place, labels in enumerate(SERIES)}
 
 PAGE_OF: Final = {PLACES["get", tier, ALL]: PLACES[PAGE, tier, ""] for tier in READ_TIERS}
-"""The series of a page's time, by that of a get whose pages all came."""
+"""The series of the time per page, by that of a get that returned all its pages."""
 
 SECONDS_MAX: Final = 1e6
-"""Most that a call takes, twelve days: far beyond any deadline, and sums stay finite."""
+"""The longest call, twelve days: far beyond any deadline, and sums stay finite."""
 
 CALL: Final = np.dtype([("series", "u1"), ("seconds", "<f4")])
-"""One time: its place in SERIES, and how long it took."""
+"""One time: its index in SERIES, and how long the call took."""
 
 Calls = npt.NDArray[np.void]
 """Times, (n,) CALL."""
 
 
 def packed(calls: Sequence[tuple[int, float]]) -> Calls:
-    """Return times as they travel."""
+    """Return times in the form of a report."""
     times: Calls = np.array(list(calls), CALL)
     return times
 
@@ -96,14 +96,14 @@ def packed(calls: Sequence[tuple[int, float]]) -> Calls:
 class Latency:
     """A histogram by label values, filled by whole batches of times. Thread-safe.
 
-    prometheus_client's own takes one time at a call, two microseconds each, and gives its buckets
-    to no reader but a scrape.
+    The histogram of prometheus_client accepts one time per call, at two microseconds each, and
+    shows its buckets only to a scrape.
     """
 
     def __init__(
         self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        """Show `name` with these labels in the registry."""
+        """Register `name` with these labels."""
         self.name, self.text, self.labels = name, text, tuple(labels)
         self._lock = Lock()
         self._counts: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
@@ -112,8 +112,8 @@ class Latency:
 
     def observe(self, values: tuple[str, ...], seconds: npt.NDArray[np.floating]) -> None:
         """Add times, (n,), under these label values."""
-        # A time of exactly a bound belongs below it, as everywhere with Prometheus; as float32 it
-        # would be beside the bound.
+        # A time equal to a bound belongs below it, as everywhere in Prometheus; as float32 it would
+        # differ from the bound.
         bounds = np.asarray(LATENCY_BUCKETS_S, seconds.dtype)
         places = np.searchsorted(bounds, seconds, side="left")
         counts = np.bincount(places, minlength=len(bounds) + 1)
@@ -146,7 +146,7 @@ class Latency:
 
 
 def observe_calls(calls: Latency, pages: Latency, times: Calls) -> int:
-    """Add times to the histograms of calls and of pages; return how many no client sends."""
+    """Add times to the histograms of calls and of pages; return how many are invalid."""
     seconds = times["seconds"]
     known = (times["series"] < len(SERIES)) & (seconds >= 0) & (seconds <= SECONDS_MAX)
     kept = times[known]
@@ -165,13 +165,13 @@ QUANTILES: Final = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99}
 
 @attrs.frozen
 class Objective:
-    """A share of calls that shall take at most so long.
+    """A share of calls that must take at most a given time.
 
-    meaning:  one line for a person.
+    meaning:  one line for operators.
     metric:   the histogram, without suffix.
     labels:   by label, the values that count.
     within_s: one of the histogram's bounds.
-    share:    of all calls, 0 to 1.
+    share:    the share of all calls, 0 to 1.
     """
 
     name: str
@@ -211,13 +211,13 @@ OBJECTIVES: Final = (
 
 
 @attrs.frozen
-class Told:
-    """What histograms say of an objective.
+class ObjectiveResult:
+    """How histograms compare with an objective.
 
     calls:       how many were counted.
     within:      the share that was fast enough; NaN without calls.
-    budget_left: of the slow calls that the objective allows, the share that is left: 1 with none,
-                 0 where all are used up, below 0 where the objective is missed.
+    budget_left: the remaining share of the slow calls that the objective allows: 1 without slow
+                 calls, 0 if all are used up, below 0 if the objective is missed.
     quantiles:   seconds by name of QUANTILES, within a bucket by proportion; NaN without calls.
     """
 
@@ -229,7 +229,7 @@ class Told:
 
     @property
     def is_met(self) -> bool:
-        """Whether the objective is kept; it is where there was no call."""
+        """Whether the objective is met; it is if there was no call."""
         return not self.calls or self.within >= self.objective.share
 
 
@@ -238,7 +238,7 @@ Counts = dict[str, dict[float, float]]
 
 
 def counts_of(exposition: str) -> Counts:
-    """Return the counts of all objectives in what `/metrics` answered."""
+    """Return the counts of all objectives in an answer of `/metrics`."""
     counts: Counts = {objective.name: {} for objective in OBJECTIVES}
     for family in text_string_to_metric_families(exposition):
         for objective in OBJECTIVES:
@@ -265,7 +265,7 @@ def added(parts: Iterable[Counts]) -> Counts:
 
 
 def since(before: Counts, after: Counts) -> Counts:
-    """Return what was counted in between by one node; all of it where the node has restarted."""
+    """Return the counts of one node in between; all of them if the node has restarted."""
     has_restarted = any(
         count < before.get(name, {}).get(bound, 0.0)
         for name, counts in after.items()
@@ -280,20 +280,20 @@ def since(before: Counts, after: Counts) -> Counts:
     }
 
 
-def judged(counts: Counts) -> list[Told]:
-    """Return what the counts say of each objective."""
+def judged(counts: Counts) -> list[ObjectiveResult]:
+    """Return the result for each objective."""
     return [_judged(objective, counts[objective.name]) for objective in OBJECTIVES]
 
 
-def _judged(objective: Objective, counts: Mapping[float, float]) -> Told:
+def _judged(objective: Objective, counts: Mapping[float, float]) -> ObjectiveResult:
     bounds = sorted(counts)
     calls = counts[math.inf] if counts else 0.0
     if not calls:
         nothing = dict.fromkeys(QUANTILES, math.nan)
-        return Told(objective, 0, math.nan, 1.0, nothing)
+        return ObjectiveResult(objective, 0, math.nan, 1.0, nothing)
     within = counts[objective.within_s] / calls
     budget_left = 1 - (1 - within) / (1 - objective.share)
     counted = tuple(round(counts[bound]) for bound in bounds)
     times = Latencies(bounds=tuple(bounds[:-1]), counts=counted)
     quantiles = {name: times.quantile(part) for name, part in QUANTILES.items()}
-    return Told(objective, round(calls), within, budget_left, quantiles)
+    return ObjectiveResult(objective, round(calls), within, budget_left, quantiles)

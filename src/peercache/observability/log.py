@@ -1,8 +1,8 @@
 """The log: events as `component.what_happened`, with facts as fields.
 
-A call runs in its caller's thread from begin to end, and has a number, which costs one attribute:
-log lines of the client read it when they are written, and questions to nodes carry it in the number
-that they have anyway. So a line of a node at debug and a line of the engine have it in common.
+A call runs in its caller's thread from start to end, and has a number, which costs one attribute:
+log lines of the client contain it, and requests to nodes carry it in the number that they have
+anyway. So a debug line of a node and a line of the engine have the same call number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, final
 import structlog
 
 REQUEST_BITS = 24
-"""Low bits of a question's number that distinguish the questions of one client."""
+"""Low bits of a request's number that distinguish the requests of one client."""
 
 
 class _Current(threading.local):
@@ -27,18 +27,18 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""number: of the client's call that this thread is in, 0 outside of one.
-series: what the call is counted as (`observability.latency`)."""
+"""number: that of the client's call that this thread is in, 0 outside of one. series: the series of
+the call (`observability.latency`)."""
 
 
 def request_of(count: int) -> int:
-    """Return the number of a question: the `count`-th of its client, asked by the current call."""
+    """Return the number of a request: the `count`-th of its client, sent by the current call."""
     number = current.number
     return number << REQUEST_BITS | count & (1 << REQUEST_BITS) - 1 if number else count
 
 
 def call_of(request: int) -> int:
-    """Return the number of the call that asked a question, 0 for a question of no call."""
+    """Return the number of the call that sent a request, 0 if it was not sent by a call."""
     return request >> REQUEST_BITS
 
 
@@ -71,11 +71,11 @@ def configure_logging(*, log_format: str, level: str) -> None:
 
 
 def log_into(engine: str, *, level: str = "") -> None:
-    """Write the log where an engine writes its own, in its form: with its time and its levels.
+    """Write the log where an engine writes its own, in its format: with its time and its levels.
 
-    engine: the name of its package, whose loggers are looked at. Engines give handlers to their own
-            loggers and none to the root; without any, Python shows warnings alone, without a time.
-    level:  the least level; "" is the engine's own.
+    engine: the name of its package, which has the loggers. Engines add handlers to their own
+            loggers and none to the root; without any, Python shows only warnings, without a time.
+    level:  the least level; "" means the engine's own.
     """
     logger, own = logging.getLogger(LOGGER), _logger_of(engine)
     if level:
@@ -86,7 +86,7 @@ def log_into(engine: str, *, level: str = "") -> None:
         return
     for theirs in [] if own is None else own.handlers:
         if type(theirs) is logging.StreamHandler:
-            # Not theirs itself: it may drop a level that was asked for here.
+            # Not the engine's logger itself: it may drop a level that was requested here.
             handler = logging.StreamHandler(theirs.stream)
             handler.setFormatter(theirs.formatter)
             logger.addHandler(handler)
@@ -96,12 +96,12 @@ def log_into(engine: str, *, level: str = "") -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
-    # A handler that the root gets later would write each line a second time.
+    # A handler that is added to the root later would write each line a second time.
     logger.propagate = False
 
 
 def _logger_of(engine: str) -> logging.Logger | None:
-    """Return a logger of this package that writes somewhere: not one that is silenced."""
+    """Return a logger of this package with a handler that writes."""
     for name, logger in list(logging.root.manager.loggerDict.items()):
         is_of_engine = name == engine or name.startswith(engine + ".")
         if is_of_engine and isinstance(logger, logging.Logger) and _writes(logger):
@@ -114,7 +114,7 @@ def _writes(logger: logging.Logger) -> bool:
 
 
 def get_logger(**bound: Any) -> Any:
-    """Return a logger with facts bound to it."""
+    """Return a logger with bound fields."""
     return structlog.wrap_logger(
         logging.getLogger(LOGGER),
         processors=[
@@ -138,7 +138,7 @@ def _time_of_own_log(logger: Any, name: str, event: Any) -> Any:
 
 
 def _render(logger: Any, name: str, event: Any) -> Any:
-    # What a client writes while it is in a batch call says which one.
+    # Lines that a client writes during a batch call contain its number.
     if current.number:
         event.setdefault("call", current.number)
     if _rendering["renderer"] is _PLAIN:
@@ -148,10 +148,10 @@ def _render(logger: Any, name: str, event: Any) -> Any:
 
 @final
 class WarnOnce:
-    """Writes a warning the first time that its event meets a key, or once in a while. Thread-safe.
+    """Writes a warning once per event and key, or again after a time. Thread-safe.
 
-    A fault that lasts is met by every call, and its log line says nothing new. The memory of keys
-    is bounded, and so is the log: a peer may invent a new key with each message.
+    A lasting fault affects every call, and repeated log lines contain nothing new. The memory of
+    keys is bounded, and so is the log: a peer may invent a new key with each message.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class WarnOnce:
         clock: Callable[[], float] = time.monotonic,
         repeat_s: float = math.inf,
     ) -> None:
-        """Write to `log`. repeat_s: after which a warning is written again."""
+        """Write to `log`. repeat_s: the time after which a warning is written again."""
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()

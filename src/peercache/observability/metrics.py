@@ -39,7 +39,7 @@ CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "breakers_opened": (),
     "tables_unusable": TABLE_FAILURES,
 }
-"""The counters of a client, and the values their one label may have."""
+"""The counters of a client, and the allowed values of their label."""
 
 STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: values for name, values in CLIENT_COUNTERS.items() if values},
@@ -54,7 +54,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced", "overwritten"),
 }  # fmt: skip
-"""Counters that a node shows from its start, and the values of their one label."""
+"""Counters that a node shows from its start, and the values of their label."""
 
 
 class Metrics:
@@ -63,7 +63,7 @@ class Metrics:
     _describes_process: bool = False
 
     def __init__(self) -> None:
-        """Make every metric; docs/reference/metrics.md lists them from here."""
+        """Create every metric; docs/reference/metrics.md is generated from this."""
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -126,7 +126,7 @@ class Metrics:
         self._make_disk(registry, counter, gauge)
 
     def _make_latency(self, registry: CollectorRegistry) -> None:
-        """Make the histograms of calls."""
+        """Create the histograms of calls."""
         self.latency_s = Latency(
             "peercache_latency_seconds",
             "Time of one batch call; the tier is the farthest that it read, or that answered it.",
@@ -141,7 +141,7 @@ class Metrics:
         )
 
     def _make_mirrors(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of copies of pages that other hosts hold."""
+        """Create the metrics of copies of pages that other hosts hold."""
         self.pages_mirrored = counter(
             "pages_mirrored", "Pages of other hosts that were copied into the home pool."
         )
@@ -152,7 +152,7 @@ class Metrics:
     def _make_namespaces(
         self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]
     ) -> None:
-        """Make the metrics of namespaces with quotas; a node shows a bounded number of them."""
+        """Create the metrics of namespaces with quotas; a node shows a bounded number of them."""
         self.namespace_bytes = gauge(
             "namespace_bytes",
             'Bytes that a namespace takes, by tier; "(others)" is all without a quota.',
@@ -179,10 +179,12 @@ class Metrics:
         )
 
     def _make_drain(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of pages that are handed over when a node is drained."""
-        told = "of this node's drain: given, there before, lost for want of room or time, and left."
-        self.drain_pages = gauge("drain_pages", f"Pages {told}", "state")
-        self.drain_bytes = gauge("drain_bytes", f"Bytes {told}", "state")
+        """Create the metrics of pages that are handed over when a node is drained."""
+        reported = (
+            "of this node's drain: given, there before, lost for want of room or time, and left."
+        )
+        self.drain_pages = gauge("drain_pages", f"Pages {reported}", "state")
+        self.drain_bytes = gauge("drain_bytes", f"Bytes {reported}", "state")
         self.pages_taken_over = counter(
             "pages_taken_over", "Pages that this node took over from nodes that offered them."
         )
@@ -195,7 +197,7 @@ class Metrics:
         self.placement_bytes = gauge("placement_bytes", "Bytes of the pages that were moved so.")
 
     def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of the directory, and of those who read it."""
+        """Create the metrics of the directory, and of its readers."""
         self.tables_unusable = counter(
             "tables_unusable",
             "Looks into directory tables of this host that failed; their nodes were asked instead.",
@@ -224,7 +226,7 @@ class Metrics:
     def describe_process(self, version: str) -> None:
         """Add the process (CPU, memory, open files, start) and the build, for a node's /metrics."""
         self.build_info.labels(version, platform.python_version()).set(1)
-        # A counter that appears with its first increase has never increased, for a rule.
+        # For an alert rule, a counter that appears with its first increase has never increased.
         for name, values in STARTED.items():
             for value in values:
                 getattr(self, name).labels(value)
@@ -233,10 +235,10 @@ class Metrics:
             self._describes_process = True
 
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of what runs, and of who may do what."""
+        """Create the metrics of the build, and of access rights."""
         self.build_info = gauge("build_info", "1; the labels say what runs.", "version", "python")
-        told = "Control messages that their senders may not send."
-        self.messages_refused = counter("messages_refused", told, "reason", "message")
+        reported = "Control messages that their senders may not send."
+        self.messages_refused = counter("messages_refused", reported, "reason", "message")
         self.insecure = gauge(
             "insecure", "1 while this node serves other hosts without certificates."
         )
@@ -249,7 +251,7 @@ class Metrics:
         )
 
     def _make_discovery(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Make the metrics of members, and of the sources of their addresses."""
+        """Create the metrics of members, and of the sources of their addresses."""
         self.members = gauge("members", "Members of the view.", "state")
         self.discovery_answering = gauge(
             "discovery_answering", "1 while a source of discovery_addr answers.", "source"
@@ -272,7 +274,7 @@ class Metrics:
         counter: Callable[..., Counter],
         gauge: Callable[..., Gauge],
     ) -> None:
-        """Make the metrics of the disk tier."""
+        """Create the metrics of the disk tier."""
         self.disk_open = gauge("disk_open", "1 while the disk tier of this node works.")
         self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
         self.disk_pages = gauge("disk_pages", "Pages on disk.")
@@ -308,14 +310,14 @@ CALLS_MAX = 4096
 """Most times in one report (20 KiB); a second with more of them loses the oldest. A get has two."""
 
 PEER_FABRIC = "peer_fabric"
-"""Before the slash and a peer's name: the fabric by which the client last read from it."""
+"""Prefix, before a slash and a peer's name, of the fabric by which the client last read from it."""
 
 PEERS_MAX = 256
 """Most peers in one report (10 KB): the others are in the next one."""
 
 INCREASE_MAX = 2**53
-"""Most that a counter grows by in one report: beyond it a sum of floats loses pages, and sums of
-such figures are infinite one day."""
+"""The largest increase of a counter in one report: beyond it a sum of floats loses precision, and
+sums could become infinite."""
 
 
 @final
@@ -325,14 +327,14 @@ class ClientReport:
     def __init__(
         self, metrics: Metrics, fabric_of_peers: Callable[[], Mapping[str, str]] = dict
     ) -> None:
-        """Report the increases of `metrics` from here on, and by what each peer is read.
+        """Report the increases of `metrics` from now on, and the fabric of each peer.
 
-        fabric_of_peers: by the name of the peer.
+        fabric_of_peers: returns the fabric by the name of the peer.
         """
         self._metrics = metrics
         self._fabric_of_peers = fabric_of_peers
-        self._fabrics_told: dict[str, str] = {}
-        self._told: dict[str, float] = {}
+        self._fabrics_reported: dict[str, str] = {}
+        self._reported: dict[str, float] = {}
         self.calls: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         """(series, seconds) of each call (`observability.latency`); the client appends."""
 
@@ -345,9 +347,9 @@ class ClientReport:
             for value in values or ("",):
                 path = f"{name}/{value}" if value else name
                 total = totals.get(value, 0.0)
-                if total > self._told.get(path, 0.0):
-                    counts[path] = total - self._told.get(path, 0.0)
-                    self._told[path] = total
+                if total > self._reported.get(path, 0.0):
+                    counts[path] = total - self._reported.get(path, 0.0)
+                    self._reported[path] = total
         counts |= self._take_fabrics()
         calls = self._take_calls()
         if not counts and not calls:
@@ -355,20 +357,20 @@ class ClientReport:
         return Counted(counts, packed(calls).tobytes())
 
     def begin_again(self) -> None:
-        """Tell a new home node by what each peer is read: it has heard nothing yet."""
-        self._fabrics_told.clear()
+        """Report the fabric of each peer again, to a new home node."""
+        self._fabrics_reported.clear()
 
     def _take_fabrics(self) -> dict[str, str]:
-        """Return what has changed of the fabrics, at most of PEERS_MAX peers."""
+        """Return the changed fabrics, of at most PEERS_MAX peers."""
         used = self._fabric_of_peers()
         now = {f"{PEER_FABRIC}/{peer}": name for peer, name in used.items()}
-        told = {path: name for path, name in self._fabrics_told.items() if path in now}
-        changed = [item for item in now.items() if told.get(item[0]) != item[1]][:PEERS_MAX]
-        self._fabrics_told = {**told, **dict(changed)}
+        reported = {path: name for path, name in self._fabrics_reported.items() if path in now}
+        changed = [item for item in now.items() if reported.get(item[0]) != item[1]][:PEERS_MAX]
+        self._fabrics_reported = {**reported, **dict(changed)}
         return dict(changed)
 
     def settle(self) -> None:
-        """Add the calls to the own metrics: those of a client whose node is in this process."""
+        """Add the calls to the own metrics, for a client with a node in this process."""
         if calls := self._take_calls():
             observe_calls(self._metrics.latency_s, self._metrics.page_s, packed(calls))
 
@@ -377,17 +379,17 @@ class ClientReport:
 
 
 def is_increase(value: object) -> TypeGuard[float]:
-    """Return whether a client may have counted so much since its last report."""
+    """Return whether a client may have counted this much since its last report."""
     return isinstance(value, (int, float)) and 0 <= value <= INCREASE_MAX
 
 
 def absorb(metrics: Metrics, counted: Counted) -> int:
-    """Add a client's report; return the number of items that no correct client sends."""
+    """Add a client's report; return the number of invalid items."""
     ignored = 0
     for path, increase in counted.counts.items():
         name, _, value = path.partition("/")
         if name == PEER_FABRIC and increase in FABRICS:
-            continue  # No metric: the node's status tells it.
+            continue  # Not a metric: it is part of the node's status.
         labels = CLIENT_COUNTERS.get(name)
         is_known = labels is not None and value in (labels or ("",))
         if not is_known or not is_increase(increase):

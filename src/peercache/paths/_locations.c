@@ -1,14 +1,14 @@
 /* The location cache's memory: records by page key, in sets of a few ways, least recently used out.
  *
- * Each key belongs to one set. The tags of a set are one line of the processor's cache, so that an
- * unknown key costs one load. One thread at a time calls these functions.
+ * Each key belongs to one set. The tags of a set are one cache line, so that an unknown key costs
+ * one load. One thread at a time calls these functions.
  */
 #include <stdint.h>
 #include <string.h>
 
 #define KEY_BYTES 16
 #define WAYS 16
-#define RESIDENT 1 /* as model/records.py has it */
+#define RESIDENT 1 /* as in model/records.py */
 
 struct record {
     uint8_t key[KEY_BYTES];
@@ -19,9 +19,9 @@ struct record {
 
 struct entry {
     struct record record;
-    double stored_at;     /* seconds of the monotonic clock */
-    uint64_t is_told : 1; /* its holder was notified then that the page is about to be read */
-    uint64_t used : 63;   /* the cache's count of uses at the last one */
+    double stored_at;         /* seconds of the monotonic clock */
+    uint64_t is_notified : 1; /* when its holder was last notified that the page will be read */
+    uint64_t used : 63;       /* the cache's use counter at the last use */
 };
 
 struct set {
@@ -62,7 +62,7 @@ static uint32_t tag_of(uint64_t hash)
     return (uint32_t)hash | 1;
 }
 
-/* Return the way in which a set has a key, -1 if it has it not. */
+/* Return the way in which a set has a key, -1 if it does not have it. */
 static int way_of(const struct cache *cache, const struct set *set, uint32_t tag, const uint8_t *key)
 {
     for (unsigned way = 0; way < cache->ways; way++)
@@ -86,9 +86,9 @@ static void forget(struct cache *cache, struct set *set, int way)
     cache->count--;
 }
 
-/* Copy the record of each key that was stored no earlier than `not_before` to its place in `into`
- * and mark it in `known`; every record that is there becomes the most recently used one. Returns how
- * many are known. */
+/* Copy the record of each key that was stored at or after `not_before` to its place in `into` and
+ * mark it in `known`; every record found becomes the most recently used one. Returns how many are
+ * known. */
 int64_t peercache_locations_find(struct cache *cache, const uint8_t *keys, uint64_t count,
                                  double not_before, struct record *into, uint8_t *known)
 {
@@ -109,11 +109,11 @@ int64_t peercache_locations_find(struct cache *cache, const uint8_t *keys, uint6
     return found;
 }
 
-/* Write the holders of the keys, each once, if all are known by records of pages in memory that were
- * stored no earlier than `not_before`, and whose holders were notified if `must_be_told`. Returns how
- * many; -1 if a key is not known so, or if there are more than `most`. */
+/* Write the holders of the keys, each once, if all keys have records of pages in memory that were
+ * stored at or after `not_before`, and, with `must_be_notified`, their holders were notified.
+ * Returns their number; -1 if a key has no such record, or if there are more than `most`. */
 int64_t peercache_locations_holders(struct cache *cache, const uint8_t *keys, uint64_t count,
-                                    double not_before, int must_be_told, uint64_t *holders,
+                                    double not_before, int must_be_notified, uint64_t *holders,
                                     uint64_t most)
 {
     uint64_t found = 0, last = 0;
@@ -124,7 +124,7 @@ int64_t peercache_locations_holders(struct cache *cache, const uint8_t *keys, ui
 
         if (!entry || entry->stored_at < not_before || !(entry->record.flags & RESIDENT))
             return -1;
-        if (must_be_told && !entry->is_told)
+        if (must_be_notified && !entry->is_notified)
             return -1;
         if (found && entry->record.holder == last)
             continue;
@@ -153,9 +153,9 @@ int peercache_locations_any_at(struct cache *cache, uint64_t holder, const uint8
     return 0;
 }
 
-/* Remember records, each in place of what was known of its key. */
+/* Store records, each in place of the earlier one of its key. */
 void peercache_locations_store(struct cache *cache, const struct record *records, uint64_t count,
-                               double now, int is_told)
+                               double now, int is_notified)
 {
     for (uint64_t at = 0; at < count; at++) {
         uint64_t hash = mixed(records[at].key);
@@ -164,7 +164,7 @@ void peercache_locations_store(struct cache *cache, const struct record *records
         struct entry *entry;
 
         if (way < 0) {
-            /* A free way, or the one that was not used for the longest time. */
+            /* A free way, or the least recently used one. */
             way = 0;
             for (unsigned other = 1; other < cache->ways && set->tags[way]; other++)
                 if (!set->tags[other] || set->entries[other].used < set->entries[way].used)
@@ -175,12 +175,12 @@ void peercache_locations_store(struct cache *cache, const struct record *records
         entry = &set->entries[way];
         entry->record = records[at];
         entry->stored_at = now;
-        entry->is_told = is_told != 0;
+        entry->is_notified = is_notified != 0;
         entry->used = ++cache->uses;
     }
 }
 
-/* Forget these very records; another one of the same key stays. */
+/* Remove exactly these records; a different one of the same key stays. */
 void peercache_locations_drop(struct cache *cache, const struct record *records, uint64_t count)
 {
     for (uint64_t at = 0; at < count; at++) {
@@ -193,7 +193,7 @@ void peercache_locations_drop(struct cache *cache, const struct record *records,
     }
 }
 
-/* Forget the records of these keys. */
+/* Remove the records of these keys. */
 void peercache_locations_forget(struct cache *cache, const uint8_t *keys, uint64_t count)
 {
     for (uint64_t at = 0; at < count; at++) {

@@ -1,6 +1,6 @@
-"""The cluster as a client knows it: a snapshot, and the holders that it does not name.
+"""The cluster as a client knows it: a snapshot, and unknown holders.
 
-`Cluster` is one immutable value, which a call takes at its start.
+`Cluster` is one immutable value, which a call reads at its start.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from peercache.model.member import ALIVE, SUSPECT, Member
 class Cluster:
     """A snapshot of the cluster, as one client sees it.
 
-    home:     incarnation of the home node, 0 while there is none.
-    members:  the live members (alive or suspect) by incarnation, and a home node that no view has
-              named yet.
-    ring:     of the members in the view; its table has one spare, which readers ask during a
+    home:     incarnation of the home node, 0 without one.
+    members:  the live members (alive or suspect) by incarnation, and a home node that is in no view
+              yet.
+    ring:     that of the members in the view; its table has one spare, which readers ask during a
               hand-over.
     replicas: how many owners each key has.
-    query_order: the ring's table, the owners of each arc in the order of this client's questions.
-    handover_until: monotonic seconds until which an owner's "absent" is not the last word.
+    query_order: the ring's table, with the owners of each arc in the order in which this client
+                 asks them.
+    handover_until: monotonic time until which an owner's "absent" is not final.
     """
 
     home: int
@@ -55,8 +56,8 @@ class Cluster:
     ) -> Cluster:
         """Build from a view, dead and left members included.
 
-        newcomer: the home node, if no view has named it yet. It is read and asked as any member;
-        it owns no record before the others know it.
+        newcomer: the home node, if it is in no view yet. It is read and asked like any member, but
+                  owns no record before the others know it.
         """
         live = {i: m for i, m in sorted(view.items()) if m.state in (ALIVE, SUSPECT)}
         hosts = {incarnation: member.boot_id for incarnation, member in live.items()}
@@ -100,11 +101,11 @@ class Cluster:
 
 
 def _query_order(ring: HashRing, home: int) -> npt.NDArray[np.intp]:
-    """Return the ring's table with the owners of each arc in one order for all arcs.
+    """Return the ring's table with the owners of all arcs in the same order.
 
-    The home node comes first, which a search asks in any case, then the next members round from
-    there. So the keys of a batch share few first owners, each of which costs a question, and
-    clients of other homes ask other owners first.
+    The home node is first, because a search asks it in any case, then the members after it in a
+    circle. So the keys of a batch have few different first owners, each of which costs a request,
+    and clients of other home nodes ask other owners first.
     """
     order: npt.NDArray[np.intp] = ring.table.copy()
     if home in ring.members:
@@ -115,8 +116,8 @@ def _query_order(ring: HashRing, home: int) -> npt.NDArray[np.intp]:
 
 
 STRANGER_S = 1.0
-"""How long a holder stays unknown that the view did not name when it was asked for: as long as a
-client's view may be old anyhow."""
+"""How long a holder counts as unknown after a new view did not contain it: as long as a client's
+view may be outdated anyway."""
 
 STRANGERS_MAX = 1024
 """Unknown holders that are remembered: an owner may invent them."""
@@ -124,15 +125,15 @@ STRANGERS_MAX = 1024
 
 @final
 class Strangers:
-    """The holders of records that no view has named, for which the view was asked. Thread-safe."""
+    """Holders that are in no view, and for which a new view was requested. Thread-safe."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start with no holder."""
         self._lock = Lock()
         self._asked: dict[int, float] = {}
 
     def are_new(self, holders: frozenset[int], now: float) -> bool:
-        """Return whether to ask for the view because of these: once a holder and STRANGER_S."""
+        """Return whether to request the view because of these: once per holder and STRANGER_S."""
         with self._lock:
             new = [h for h in holders if now - self._asked.get(h, -np.inf) >= STRANGER_S]
             for holder in new:

@@ -1,6 +1,6 @@
-"""A client's tie to its home node: attached, lost, attached again; and the view that comes from it.
+"""A client's connection to its home node: attached, lost, attached again; and the view from it.
 
-Sans-IO, as the read and write paths: the questions, their order and the meaning of the answers are
+Sans-IO, like the read and write paths: the requests, their order and the meaning of the answers are
 here; the thread and the sockets are in `client.home`, the simulated task in `sims.client`.
 """
 
@@ -32,7 +32,7 @@ from peercache.wire.messages.pool import Granted, Touched
 from peercache.wire.messages.session import Refused, Welcome
 
 BEAT_S = 1.0
-"""Between two looks at the home node: how old a client's view may be."""
+"""Pause between two checks of the home node: how old a client's view may be."""
 
 VIEW_PARTS_MAX = 64
 """Parts of one view: more than those of the largest one, which has MEMBERS_MAX members."""
@@ -41,10 +41,10 @@ LOST_BEAT_S = 0.25
 """The same while the home node is lost: hits come back well within 5 s of its restart."""
 
 VIEW_TIMEOUT_S = 0.2
-"""How long a view is waited for: less than a stall. On a starved host a beat may go unanswered
-while no call has waited for anything; one such silence must not close the home node, or any other,
-to the next call. The Hello after it waits longer, and any answer counts; the question after that
-opens the breaker of a node that is hung."""
+"""How long to wait for a view: less than a stall. On an overloaded host a beat may go unanswered
+although no call has waited for anything; one such silence must not open the breaker of the home
+node, or any other, for the next call. The Hello after it waits longer, and any answer counts; the
+request after that opens the breaker of a hung node."""
 
 Memory = TypeVar("Memory")
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ Path: TypeAlias = Generator[Step, Any, Result]
 
 @attrs.frozen(eq=False)
 class Attached(Generic[Memory]):
-    """One home incarnation that we write to. memory: what it publishes, mapped here."""
+    """One home incarnation to which we write. memory: its published memory, mapped here."""
 
     incarnation: int
     memory: Memory
@@ -62,14 +62,14 @@ class Attached(Generic[Memory]):
 
 @attrs.define(eq=False, kw_only=True)
 class Tie(Generic[Memory]):
-    """What a client knows of its home node, and of the cluster from it.
+    """A client's knowledge of its home node, and of the cluster.
 
     open_memory: maps the memory of a home node; None if that fails now and may work later.
-    on_attached: takes the new tie, and the one that it replaces.
-    on_rejected: takes the reason why a home node that was lost refuses us now.
-    on_view:     takes the cluster before and after a new view.
-    attached: the home incarnation that the client writes to, None while there is none.
-    cluster:  the latest view. Both are replaced, never changed: any thread may read them.
+    on_attached: called with the new attachment, and the one that it replaces.
+    on_rejected: called with the reason why a lost home node refuses us now.
+    on_view:     called with the cluster before and after a new view.
+    attached: the home incarnation to which the client writes, None without one.
+    cluster:  the latest view. Both are replaced, never modified: any thread may read them.
     """
 
     _url: str
@@ -85,17 +85,17 @@ class Tie(Generic[Memory]):
     _on_view: Callable[[Cluster, Cluster], None]
     _view: View = attrs.field(factory=View.of, init=False)
     _newcomer: Member | None = attrs.field(default=None, init=False)
-    """The attached home node, until a view has named it."""
+    """The attached home node, until it is in a view."""
     attached: Attached[Memory] | None = attrs.field(default=None, init=False)
     cluster: Cluster = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Know no node yet."""
+        """Start without a node."""
         self.cluster = self._cluster(0, 0.0)
 
     @property
     def has_view(self) -> bool:
-        """Whether a node has told its view yet."""
+        """Whether a node has sent its view yet."""
         return len(self._view) > 0
 
     def is_home(self, peer: int) -> bool:
@@ -104,14 +104,14 @@ class Tie(Generic[Memory]):
         return attached is not None and attached.incarnation == peer
 
     def take_unasked(self, peer: int, message: Message) -> None:
-        """Take a message that answers no pending question: slots ahead of the home node."""
+        """Handle a message that answers no pending request: slots ahead of the home node."""
         attached = self.attached
-        # Another incarnation means another reservation by this number.
+        # For another incarnation, this number means another reservation.
         if isinstance(message, Granted) and attached is not None and attached.incarnation == peer:
             attached.reservations.granted(message)
 
     def beat(self) -> Path[bool]:
-        """Check the tie once, and attach again where it is lost; return whether it holds."""
+        """Check the home node once, reattach if it is lost; return whether it is attached."""
         is_well = yield from self.ask_view()
         if not is_well:
             try:
@@ -121,14 +121,14 @@ class Tie(Generic[Memory]):
             is_well = yield from self.ask_view()
         attached = self.attached
         if attached is not None and is_well:
-            yield from self.tell(attached, self._clock())
+            yield from self.send_report(attached, self._clock())
         for holder, drops in self._touches.take().items():
             if holder in self.cluster.members and not self._breakers.is_open(holder):
                 yield Post(((holder, Touched(drops)),))
         return is_well
 
-    def tell(self, attached: Attached[Memory], now: float) -> Path[None]:
-        """Report the live reservations, and the increases of the counters since the last time."""
+    def send_report(self, attached: Attached[Memory], now: float) -> Path[None]:
+        """Report the live reservations, and the increases of the counters since the last report."""
         yield Post(((attached.incarnation, attached.reservations.report(now)),))
         counted = self._report.take() if self._report is not None else None
         if counted is not None:
@@ -157,7 +157,7 @@ class Tie(Generic[Memory]):
         return True
 
     def ask_view(self) -> Path[bool]:
-        """Fetch the view from the home node, or from another member while that is lost."""
+        """Fetch the view from the home node, or from another member while the home node is lost."""
         attached = self.attached
         now = self._clock()
         if attached is not None and (yield from self._view_from(attached.incarnation)):
@@ -170,7 +170,7 @@ class Tie(Generic[Memory]):
         return False
 
     def _view_from(self, peer: int) -> Path[bool]:
-        """Bring the view up to date by what has changed, or else by the whole of it."""
+        """Update the view by the changes since, or else by the whole view."""
         if self.has_view:
             asked_changes = RequestViewChanges(0, self._view.digest())
             answer = (yield Ask(((peer, asked_changes),), self._clock() + VIEW_TIMEOUT_S))[0]
@@ -224,10 +224,10 @@ class Tie(Generic[Memory]):
 
 
 def changed_view(view: View, changes: ReportViewChanges) -> View | None:
-    """Return a client's view with these changes in it; None if they are not those of this view.
+    """Return a client's view with these changes applied; None if they do not fit this view.
 
-    What a view becomes must have the digest that was told: an entry that is missing in the changes,
-    or in the view, is found at once, and the whole view is asked for.
+    The resulting view must have the announced digest: a missing entry, in the changes or in the
+    view, is detected at once, and the whole view is requested.
     """
     if changes.base != view.digest():
         return None

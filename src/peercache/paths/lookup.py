@@ -1,21 +1,23 @@
-"""Where pages are: the cache, then directory tables of this host, then questions, all at once.
+"""Finds pages: in the cache, then in directory tables of this host, then by requests in parallel.
 
-`LocationCache` has the records that a client has seen last. It is always safe, because a stale
-record fails verification. It never remembers an absence: a page may appear anywhere at any moment.
-Every operation is one compiled call a batch: `exists` of known pages, which an engine asks for each
-prompt, is little else.
+`LocationCache` has the last records that a client has seen. It is always safe, because a stale
+record fails verification. It never caches an absence: a page may appear anywhere at any moment.
+Every operation is one compiled call per batch: an `exists` of known pages, which an engine calls
+for each prompt, does little else.
 
-`Search` is the state of one search: what was found, which owners come next, and what is absent. Of
-several records of a page the nearest holder's stays, and any copy in memory before one that is only
-on a disk. It knows no step and no time: `Locator` asks, and puts the answers in.
+`Search` is the state of one search: what was found, which owners are next, and what is absent. Of
+several records of a page it keeps that of the nearest holder, and prefers any copy in memory to one
+that is only on a disk. It performs no steps and has no clock: `Locator` sends the requests, and
+adds the answers.
 
-The tables of this host's nodes are read in their memory, without a question. What such a table
-lacks is absent only where it has authority for the key; otherwise another owner is asked.
+The tables of this host's nodes are read in shared memory, without a request. A page that is missing
+in such a table is absent only if the table has authority for the key; otherwise another owner is
+asked.
 
-A search asks one question a peer and batch. An owner that does not answer is replaced by its
-replica at once; so is one that knows nothing, for `handover_s` after a view change, or if it says
-that it is behind: then ANSWERS_MAX owners have the last word. In a settled cluster an absent page
-costs one question.
+A search sends one request per peer and batch. An owner that does not answer is replaced by its
+replica at once; so is one without a record, for `handover_s` after a view change, or if it reports
+that it is behind: then ANSWERS_MAX owners must agree. In a settled cluster an absent page costs one
+request.
 """
 
 from __future__ import annotations
@@ -44,25 +46,25 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 
 WAYS: Final = 16
-"""Places for the keys that belong together: of them the least recently used goes."""
+"""Places in one set of keys: the least recently used record of a set is evicted."""
 
 HEADER_BYTES: Final = 64
 SET_BYTES: Final = 64 + WAYS * 72
 LINE_BYTES: Final = 64
 
 HOLDERS_MAX: Final = 64
-"""Holders of one batch; of more, `holders` says nothing."""
+"""Holders of one batch; with more, `holders` returns None."""
 
 
 @final
 class LocationCache:
-    """A bounded map from page key to the record last seen. Thread-safe."""
+    """A bounded map from page key to the last seen record. Thread-safe."""
 
     def __init__(self, *, entries_max: int) -> None:
-        """Hold at most `entries_max` records (76 bytes each); 0 remembers nothing.
+        """Hold at most `entries_max` records (76 bytes each); with 0 it stays empty.
 
-        The memory is taken as records come. A cache that is nearly full may lack a few more of the
-        least recently used records than its size says: each key has WAYS places.
+        The memory is allocated as records are stored. A nearly full cache may lack a few more of
+        the least recently used records than its size suggests: each key has WAYS places.
         """
         self._ways = min(WAYS, entries_max)
         self._sets = entries_max // WAYS if entries_max >= WAYS else min(1, entries_max)
@@ -71,18 +73,18 @@ class LocationCache:
         self._holders = np.zeros(HOLDERS_MAX, np.uint64)
         self._holders_at = ctypes.addressof(Begin.from_buffer(self._holders))
         self.epoch = 0
-        """Changes with each `end`: what a call has found out before is not stored after it."""
+        """Changes with each `end`: what a call has found before is not stored afterwards."""
         self.clear()
 
     def __len__(self) -> int:
-        """Return how many records are remembered."""
+        """Return the number of cached records."""
         return int(self._header[2])
 
     def find(self, keys: PageKeys, *, not_before: float = -np.inf) -> tuple[Records, Any]:
-        """Return the record of each key, zeros where none is known, and which are known, (n,) bool.
+        """Return the record of each key, zeros if it is unknown, and which are known, (n,) bool.
 
-        not_before: records stored earlier than this (monotonic seconds) do not count. What is there
-        becomes most recent.
+        not_before: records stored earlier than this (monotonic seconds) do not count. Records found
+                    become the most recently used ones.
         """
         records: Records = np.empty(len(keys), RECORD)
         known = np.empty(len(keys), np.bool_)
@@ -97,9 +99,9 @@ class LocationCache:
     def holders(
         self, keys: PageKeys, *, not_before: float, are_touched: bool = False
     ) -> list[int] | None:
-        """Return the holders of the keys, or None unless all are resident by records that new.
+        """Return the holders of the keys; None unless recent records of all say "in memory".
 
-        are_touched: whether the holders must have been told, too, that the pages will be read.
+        are_touched: whether the holders must also have been notified that the pages will be read.
         """
         packed = keys.tobytes()
         with self._lock:
@@ -117,17 +119,17 @@ class LocationCache:
     def store(
         self, records: Records, now: float, *, epoch: int | None = None, are_touched: bool = False
     ) -> None:
-        """Remember records, one a key.
+        """Store records, one per key.
 
-        epoch:       from before the caller asked for them; None: they are of now.
-        are_touched: the caller tells their holders now that the pages are about to be read.
+        epoch:       the epoch before the caller requested them; None: they are current.
+        are_touched: the caller notifies their holders now that the pages are about to be read.
         """
         self.store_packed(records.tobytes(), now, epoch=epoch, are_touched=are_touched)
 
     def store_packed(
         self, packed: bytes, now: float, *, epoch: int | None = None, are_touched: bool = False
     ) -> None:
-        """Remember records as they came in a message."""
+        """Store packed records, as in a message."""
         if self._sets:
             count = len(packed) // RECORD_BYTES
             with self._lock:
@@ -136,19 +138,19 @@ class LocationCache:
                 self._compiled.store(self._at, packed, count, now, are_touched)
 
     def drop(self, records: Records) -> None:
-        """Forget these very records; a newer one under the same key stays."""
+        """Remove exactly these records; a newer one of the same key stays."""
         packed = records.tobytes()
         with self._lock:
             self._compiled.drop(self._at, packed, len(records))
 
     def forget(self, keys: PageKeys) -> None:
-        """Forget the records of these keys."""
+        """Remove the records of these keys."""
         packed = keys.tobytes()
         with self._lock:
             self._compiled.forget(self._at, packed, len(keys))
 
     def end(self, keys: PageKeys | None = None) -> None:
-        """Forget pages that were removed, all without keys; no call that has begun stores them."""
+        """Forget removed pages, all without `keys`; calls in progress cannot store them again."""
         with self._lock:
             self.epoch += 1
         if keys is None:
@@ -157,7 +159,7 @@ class LocationCache:
             self.forget(keys)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all records."""
         memory = np.zeros(LINE_BYTES + HEADER_BYTES + self._sets * SET_BYTES, np.uint8)
         begin = -ctypes.addressof(Begin.from_buffer(memory)) % LINE_BYTES
         header: npt.NDArray[np.uint64] = memory[begin : begin + HEADER_BYTES].view(np.uint64)
@@ -199,8 +201,8 @@ class _Calls:
 Mask = npt.NDArray[np.bool_]
 
 ANSWERS_MAX = 2
-"""Owners whose answers are enough, though all of them are behind, and one more during a hand-over:
-where every host owns every key, to ask them all would take as many round trips."""
+"""Number of owners whose answers are enough, even if all of them are behind, and one more during a
+hand-over: if every host owns every key, asking all of them would take as many round trips."""
 
 
 @attrs.define(eq=False)
@@ -208,9 +210,9 @@ class Whereabouts:
     """Where the pages of a batch are.
 
     records: (n,) RECORD; valid where `known`.
-    fresh:   where the record came from an answer in this call, not from the cache.
-    reasons: why a page is not known, a miss reason each; "" where it is.
-    strangers: holders of pages that are not known, of which the view does not know either.
+    fresh:   whether the record came from an answer in this call, not from the cache.
+    reasons: why a page is not known, a miss reason each; "" if it is known.
+    strangers: holders of unknown pages, which are not in the view either.
     """
 
     records: Records
@@ -240,13 +242,13 @@ class Search:
         self.known: Mask = np.zeros(count, np.bool_)
         self.fresh: Mask = np.zeros(count, np.bool_)
         self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
-        """How many owners of each key have answered; more than a few do not count."""
+        """How many owners of each key have answered; counts only a few."""
         self._settled: Mask = np.zeros(count, np.bool_)
         self._absent: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
         self._held_out_of_reach: Mask = np.zeros(count, np.bool_)
         self._strangers: dict[int, int] = {}
-        """By place: a holder that the view does not name."""
+        """By index: a holder that is not in the view."""
         self._column = np.zeros(count, np.int64)
         self._position = dict(zip(self.names, range(count), strict=True))
         self._cluster = cluster
@@ -255,7 +257,7 @@ class Search:
         self._may_read = may_read
         self.cost_of: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
         self._usable: dict[int, bool] = {}
-        # A key that is repeated in the batch is looked up once, at its last place.
+        # A key that is repeated in the batch is looked up once, at its last index.
         self._repeats = len(self._position) < count
         if self._repeats:
             last = np.zeros(count, np.bool_)
@@ -266,9 +268,9 @@ class Search:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.intp]:
-        """(n, owners): the owners of each key in query order, as places in `ring.members`.
+        """(n, owners): the owners of each key in query order, as indices of `ring.members`.
 
-        Owners of before the last view change stand last.
+        Owners from before the last view change are last.
         """
         cluster = self._cluster
         if not cluster.ring.members:
@@ -278,11 +280,11 @@ class Search:
 
     @cached_property
     def _arcs(self) -> npt.NDArray[np.intp]:
-        """(n,): the arc that each key is on; not for a ring without members."""
+        """(n,): the arc of each key; the ring must have members."""
         return self._cluster.ring.arcs(self.keys)
 
     def take_cached(self, records: Records, known: Mask) -> None:
-        """Begin with the cached records; the search changes them from now on."""
+        """Start with the cached records; the search modifies them from now on."""
         usable = known & self._reachable(records["holder"]) & is_somewhere(records)
         if self._repeats:
             usable &= ~self._shadow
@@ -292,9 +294,9 @@ class Search:
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
 
     def has_all(self, answers: Iterable[Message | None]) -> bool:
-        """Return whether these answers name every page that is missing, and none only on a disk.
+        """Return whether these answers name every missing page, and none only on a disk.
 
-        Changes nothing: `take` puts the answers in.
+        Changes nothing: `take` adds the answers.
         """
         raw = [answer.records for answer in answers if isinstance(answer, Located)]
         if sum(map(len, raw)) < self._missing * RECORD_BYTES:
@@ -308,7 +310,7 @@ class Search:
         return bool(in_memory.all())
 
     def take(self, answers: Iterable[Message | None]) -> None:
-        """Put answers in."""
+        """Add answers."""
         raw = [answer.records for answer in answers if isinstance(answer, Located)]
         self._settle(b"".join(raw))
 
@@ -337,20 +339,20 @@ class Search:
         self._missing = len(self.known) - int(np.count_nonzero(self.known))
 
     def _places_of(self, records: Records) -> npt.NDArray[np.intp]:
-        """Return the place of each record's key; -1 for one that is not looked for."""
+        """Return the index of each record's key; -1 for one that is not searched."""
         found = list(map(self._position.get, records["key"].tolist(), repeat(-1)))
         return np.array(found, np.intp)
 
     def _is_usable(self, records: Records, places: npt.NDArray[np.intp]) -> Mask:
-        """Return which records are of a page that is looked for, and have not failed."""
+        """Return which records are of a searched page, and have not failed."""
         usable: Mask = (places >= 0) & is_somewhere(records)
         if self._failed:
             usable &= [name not in self._failed for name in names_of_records(records)]
         return usable
 
     def _choose(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Keep the best of several records for one place, an earlier one included."""
-        # Of one holder only the newest counts.
+        """Keep the best of several records for one key, an earlier one included."""
+        # Of one holder, only the newest record counts.
         order = np.lexsort((records["generation"], records["holder"], places))
         records, places = picked(records, order), places[order]
         is_newest = np.ones(len(places), np.bool_)
@@ -367,8 +369,8 @@ class Search:
         holders = records["holder"].tolist()
         best_last = sorted(dict.fromkeys(holders), key=self._worth, reverse=True)
         rank = {holder: at for at, holder in enumerate(best_last)}
-        # The worst first, so that the best is written last and stays. Before all of them the
-        # pages that are on disk only: any copy in memory is better.
+        # The worst first, so that the best is written last and stays. Pages that are only on disk
+        # come first of all: any copy in memory is better.
         ranks = np.array([rank[holder] for holder in holders], np.int64)
         order = np.lexsort((ranks, records["flags"] & RESIDENT))
         records, places = picked(records, order), places[order]
@@ -378,22 +380,22 @@ class Search:
         self._put(places[~is_known], picked(records, ~is_known))
 
     def _put(self, places: npt.NDArray[np.intp], records: Records) -> None:
-        """Set the records of these places; of several for one place the last stays."""
+        """Set the records at these indices; of several for one index the last stays."""
         self.records.view(ROW)[places] = records.view(ROW)
         self.known[places] = self.fresh[places] = True
         self._on_disk[places] = (records["flags"] & RESIDENT) == 0
 
     def found(self) -> Records:
-        """Return the records that came from answers, one a key."""
+        """Return the records from answers, one per key."""
         fresh = self.fresh & self.known
         return self.records if fresh.all() else picked(self.records, fresh)
 
     def _worth(self, holder: int) -> tuple[int, tuple[int, int]]:
-        """Return how good it is to read from a holder: less is better, and near is best."""
+        """Return the cost of reading from a holder: less is better, and near is best."""
         return self._cluster.distance(holder), self.cost_of(holder)
 
     def _offer(self, place: int, record: Any) -> None:
-        """Replace the record of a place if this one is better."""
+        """Replace the record at an index if this one is better."""
         there = self.records[place]
         on_disk = not record["flags"] & RESIDENT
         if there["holder"] == record["holder"]:
@@ -410,7 +412,7 @@ class Search:
     def next_owners(
         self, is_available: Callable[[int], bool], *, in_handover: bool
     ) -> dict[int, npt.NDArray[np.intp]]:
-        """Return the keys to ask each peer for: a key goes to its next owner that is available."""
+        """Return the keys to ask each peer for: each key is sent to its next available owner."""
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
         settled = self.known | self._absent | (self.answered >= ANSWERS_MAX + in_handover)
@@ -436,26 +438,26 @@ class Search:
     def note_answer(self, peer: int, positions: npt.NDArray[np.intp], *, is_behind: bool) -> None:
         """Note that a peer has answered for the keys at these positions.
 
-        is_behind: it knows that it lacks records, so the next owner of what it lacks is asked too.
+        is_behind: it knows that it lacks records, so the next owner of missing keys is also asked.
         """
-        # Only an owner's answer can mean "absent": the home node answers for its own pages.
+        # Only an owner's answer can mean "absent": the home node answers only for its own pages.
         owned = self._owned(peer, positions)
         self.answered[owned] += 1
         if not is_behind:
             self._settled[owned] = True
 
     def left(self) -> npt.NDArray[np.intp]:
-        """Return the keys that are neither known nor absent by a table's word."""
+        """Return the keys that are neither known nor absent according to a table."""
         left: npt.NDArray[np.intp] = (~(self.known | self._absent)).nonzero()[0]
         return left
 
     def to_look_up(self, peer: int) -> npt.NDArray[np.intp]:
-        """Return the keys to look for in a node's table: all for the home node, else its own."""
+        """Return the keys to look up in a node's table: all for the home node, else its own."""
         left = self.left()
         return left if peer == self._cluster.home else self._owned(peer, left)
 
     def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
-        """Take what a node's table says of the keys at these positions."""
+        """Add the result of a node's table for the keys at these positions."""
         self._settle(looked.records)
         if self._missing and looked.is_final:
             owned = self._owned(peer, positions)
@@ -463,7 +465,7 @@ class Search:
             self._absent[owned] = True
 
     def _owned(self, peer: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return those of the positions whose keys a peer owns."""
+        """Return the positions of keys that a peer owns."""
         if not self._cluster.ring.members:
             return positions[:0]
         owned = self._cluster.owned_arcs(peer)[self._arcs[positions]]
@@ -471,7 +473,7 @@ class Search:
         return chosen
 
     def spread_repeats(self) -> None:
-        """Copy the outcome of a repeated key from its last place to the others."""
+        """Copy the result of a repeated key from its last index to the others."""
         if not self._repeats:
             return
         for place in np.flatnonzero(self._shadow).tolist():
@@ -505,7 +507,7 @@ class Search:
 
 
 def names_of_records(records: Records) -> list[bytes]:
-    """Return what names each record's commit: key, holder, offset and generation."""
+    """Return the identity of each record's commit: key, holder, offset and generation."""
     packed = records.tobytes()
     return [packed[at : at + 40] for at in range(0, len(packed), RECORD_BYTES)]
 
@@ -516,22 +518,22 @@ def is_somewhere(records: Records) -> Mask:
 
 
 def picked(records: Records, which: npt.NDArray[Any]) -> Records:
-    """Return some records, by their places or a mask."""
+    """Return some records, by their indices or a mask."""
     picked: Records = records.view(ROW)[which].view(RECORD)
     return picked
 
 
 def _distinct(places: npt.NDArray[np.intp]) -> list[int]:
-    """Return the different places, in their order."""
+    """Return the distinct indices, in order."""
     return sorted(set(places.tolist()))
 
 
 LOOKUP_KEYS_MAX = 2048
-"""Keys of one Lookup, the most that an owner takes: its answer has room for two holders of each."""
+"""Keys of one Lookup, the most that an owner accepts: its answer has room for two holders."""
 
 EXISTS_TRUSTS_S = 1.0
-"""How old a record may be to answer `exists` without a question: a page that was evicted meanwhile
-only shortens the get that follows."""
+"""How old a record may be to answer `exists` without a request: a page that was evicted since only
+shortens the get that follows."""
 
 
 @final
@@ -540,10 +542,9 @@ class Locator:
     """Finds the nearest reachable holder of each page of a batch.
 
     cache, breakers: those of the reader and the writer.
-    cost_of:  which of two holders that are equally far to read from: the one that costs less.
+    cost_of:  the cost of a holder: of two equally distant ones the cheaper one is read.
     tables:   returns the nodes of this host whose directory tables can be read.
-    removals: returns how often a node of this host knows pages to have been removed; 0: never,
-              or it cannot be read.
+    removals: returns the removal count of a node of this host; 0: no removal, or it cannot be read.
     """
 
     _cache: LocationCache
@@ -569,7 +570,7 @@ class Locator:
         cached_since: records cached earlier do not count; +inf bypasses the cache.
         avoid:        holders that have just failed us.
         failed:       records that have just failed verification, as `names_of_records` names them:
-                      an owner may tell of them until their holder has withdrawn them.
+                      an owner may return them until their holder has withdrawn them.
         """
         epoch = self._cache.epoch
         cached: tuple[Records, Mask] | None = None
@@ -606,11 +607,11 @@ class Locator:
     def glance(
         self, keys: PageKeys, cluster: Cluster, *, touch: bool
     ) -> Generator[Step, Any, tuple[Mask, Records] | None]:
-        """Find every page by the directory tables of this host; None where that takes a search.
+        """Find every page in the directory tables of this host; None if a search is needed.
 
         Returns which pages are in a memory that can be read, (n,) bool, and their records, in the
-        order of the keys; the other pages are absent for certain. The fast path of `exists`: what
-        an engine asks for every new prompt costs a look or two, and no search.
+        order of the keys; the other pages are certainly absent. The fast path of `exists`: an
+        engine's call for a new prompt costs a lookup or two, and no search.
 
         touch: the caller notifies the holders that it will read these pages.
         """
@@ -621,7 +622,7 @@ class Locator:
         known: Mask = np.zeros(len(keys), np.bool_)
         absent: Mask = np.zeros(len(keys), np.bool_)
         left: npt.NDArray[np.intp] = np.arange(len(keys))
-        told = 0
+        placed = 0
         arcs = None
         for peer in self._readable(cluster):
             if cluster.owns_all(peer):
@@ -642,14 +643,14 @@ class Locator:
                 places = asked[looked.places]
                 records.view(ROW)[places] = np.frombuffer(looked.records, ROW)
                 known[places] = True
-                told += len(places)
+                placed += len(places)
             left = (~(known | absent)).nonzero()[0]
             if not len(left):
                 break
-        # Of several holders of a page a search takes the nearest.
-        if len(left) or told != np.count_nonzero(known):
+        # Of several holders of a page a search chooses the nearest.
+        if len(left) or placed != np.count_nonzero(known):
             return None
-        if not told:
+        if not placed:
             return known, records[:0]
         found = picked(records, known)
         if not self._are_readable(found, cluster):
@@ -658,7 +659,7 @@ class Locator:
         return known, found
 
     def forget_removed(self, home: int) -> None:
-        """Forget what is remembered, if the home node knows of a removal since the last time."""
+        """Clear the cache if the home node knows of a removal since the last call."""
         count = self._removals(home)
         if count and (home, count) != self._removed:
             # In this order: another thread that sees the new number must not see old records.
@@ -668,17 +669,17 @@ class Locator:
     def all_cached(
         self, keys: PageKeys, cluster: Cluster, since: float, *, are_touched: bool
     ) -> bool:
-        """Return whether every page is known since then, at a readable holder: the fast path.
+        """Return whether every page has a cached record since then, at a readable holder.
 
-        are_touched: whether the holders must have been told since then that they will be read.
+        are_touched: whether the holders must have been notified since then that they will be read.
 
-        An `exists` that is repeated costs no array a key.
+        The fast path of a repeated `exists`: it creates no array per key.
         """
         holders = self._cache.holders(keys, not_before=since, are_touched=are_touched)
         return holders is not None and self._may_read(holders, cluster)
 
     def may_ask(self, holder: int) -> bool:
-        """Return whether to ask this holder something, now."""
+        """Return whether to send a request to this holder now."""
         return self._breakers.available(holder, self._clock())
 
     @property
@@ -689,9 +690,9 @@ class Locator:
     def _all_known(
         self, records: Records, known: Mask, cluster: Cluster, avoid: frozenset[int]
     ) -> Whereabouts | None:
-        """Return where all pages are if the cache knows that, at readable holders: the fast path.
+        """Return where all pages are if the cache knows readable holders of all; else None.
 
-        A get of known pages needs no search.
+        The fast path: a get of known pages needs no search.
         """
         if not len(known) or not known.all():
             return None
@@ -704,8 +705,8 @@ class Locator:
         return Whereabouts(records, known, np.zeros(count, np.bool_), [""] * count)
 
     def _may_read(self, holders: Iterable[int], cluster: Cluster) -> bool:
-        # Only the data port decides: shared memory of a stopped node is read as ever. And without
-        # taking a probe: a read takes it, and `exists` never reads.
+        # Only the data port matters: shared memory of a paused node can still be read. And no probe
+        # is taken: a read takes it, and `exists` never reads.
         return all(holder in cluster.members for holder in holders) and self._breakers.may_read(
             holders, self._clock()
         )
@@ -743,7 +744,7 @@ class Locator:
         questions = tuple(
             (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
         )
-        # Half of what is left, so that a hung owner leaves time for its replica.
+        # Half of the remaining time, so that a hung owner leaves time for its replica.
         timeout = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
         answers: Sequence[Message | None] = yield Ask(questions, timeout, search.has_all)
         search.take(answers)
@@ -754,7 +755,9 @@ class Locator:
                 search.note_answer(peer, positions, is_behind=answer.behind)
 
     def _availability(self, now: float) -> Callable[[int], bool]:
-        """Return whether to ask a peer: each breaker is looked at once, for it may take a probe."""
+        """Return a filter of peers to ask: each breaker is checked once, as that may take a
+        probe.
+        """
         memo: dict[int, bool] = {}
 
         def is_available(peer: int) -> bool:

@@ -1,15 +1,15 @@
-"""Mirroring: keep a copy of what was read from another host in the home node's pool.
+"""Mirroring: keeps a copy of pages that were read from another host in the home node's pool.
 
-A get asks its home node for slots before it reads the pages, and copies them out of the caller's
-memory when they are verified, before it returns. The home node publishes them as any page, so that
-later readers find them on their own host, and readers elsewhere have one holder more.
+A get requests slots from its home node before it reads the pages, and copies them from the caller's
+memory after they are verified, before it returns. The home node publishes them like any page, so
+that later readers find them on their own host, and readers elsewhere have one more holder.
 
 The order matters. A page that was removed from every member must not come back: a removal that the
-home node learns of after it gave the slot voids it, and one that it learned of shortly before, too
-(`actors.pool.reservations`). What was read before the slot was given might be older than that.
+home node receives after it granted the slot, or shortly before, voids the slot
+(`actors.pool.reservations`). Bytes that were read before the grant might be older than that.
 
-A mirrored page has the key by which it was verified: the holder's seal said so. Its bytes never
-stand for another key, whatever namespace the engine's next weights have.
+A mirrored page has the key with which it was verified by the holder's seal. Its bytes are never
+used for another key, even if the engine's next weights have another namespace.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ HOT_S: Final = 60.0
 """A page is hot when it was read within this time, and at most twice this time ago."""
 
 MARKS: Final = 2**18
-"""Marks of a filter of pages read, 256 KiB: of 10,000 pages a minute one in 600 is taken for read
-that was not, which costs one copy."""
+"""Marks of a filter of pages read, 256 KiB: with 10,000 pages a minute one in 600 is a false
+positive, which costs one copy."""
 
 TIMEOUT_S: Final = 0.01
 """How long a get waits for its home node, for slots and again for the commit: on one host an answer
-takes 0.2 ms. A node that has no time for it is busy with what matters more."""
+takes 0.2 ms. A node that takes longer is busy with more important work."""
 
 TIMEOUT_FRACTION: Final = 1 / 8
-"""Of the time left: the wait is no longer than that."""
+"""The fraction of the remaining time that such a wait may take."""
 
 COPY_FRACTION: Final = 1 / 4
-"""Of the time that the reading took: what the copy may take, or COPY_S where that is more."""
+"""The fraction of the time of the reads that the copy may take, or COPY_S if that is more."""
 
 COPY_S: Final = 0.002
 """A copy at 5 GB/s of 10 MiB."""
 
 PAUSE_S: Final = 1.0
-"""How long a client mirrors nothing after its home node had no room, or did not answer."""
+"""How long a client stops mirroring after its home node had no room, or did not answer."""
 
 PAGES_MAX: Final = 1024
 """Pages of one get that are mirrored."""
@@ -79,7 +79,7 @@ Places = npt.NDArray[np.intp]
 
 @attrs.frozen(eq=False)
 class MirrorHome:
-    """Where a get may write: the home node's incarnation, and the client's reservations there."""
+    """The target of mirroring: the home node's incarnation, and the client's reservations there."""
 
     incarnation: int
     reservations: ClientReservations
@@ -87,26 +87,27 @@ class MirrorHome:
 
 @final
 class Recent:
-    """Which pages were read lately: two filters (Bloom, 1970), the newer of which fills.
+    """Which pages were read recently: two Bloom filters (1970); new pages are added to the newer
+    one.
 
-    Bounded, whatever is read. It forgets by itself: after HOT_S the older one goes.
+    Its size is fixed. Old pages are forgotten: after HOT_S the older filter is dropped.
     """
 
     def __init__(self) -> None:
-        """Know of no page."""
+        """Start empty."""
         self._newer: Mask = np.zeros(MARKS, np.bool_)
         self._older: Mask = np.zeros(MARKS, np.bool_)
         self._since = -np.inf
 
     def read(self, keys: PageKeys, now: float) -> Mask:
-        """Return which pages, (n,) bool, were read lately; from now on all of them were."""
+        """Return which pages, (n,) bool, were read recently; record all of them as read."""
         if now - self._since >= HOT_S:
             is_old = now - self._since >= 2 * HOT_S
             self._older, self._newer = self._newer, np.zeros(MARKS, np.bool_)
             if is_old:
                 self._older = np.zeros(MARKS, np.bool_)
             self._since = now
-        # A key is a hash: each of its halves is as good as a hash function.
+        # A key is a hash: each of its halves can be used as a hash value.
         marks = np.ascontiguousarray(keys).view("<u8").reshape(-1, 2) % np.uint64(MARKS)
         one, other = marks[:, 0], marks[:, 1]
         known: Mask = (self._newer[one] & self._newer[other]) | (
@@ -129,7 +130,7 @@ class Mirrorer:
         namespace_tag: int,
         clock: Callable[[], float],
     ) -> None:
-        """Mirror `pulls` = hot or all pages that were read from other hosts."""
+        """Mirror pages that were read from other hosts. pulls: "hot" ones or "all"."""
         assert pulls in (HOT, ALL), pulls
         self.cache = cache
         self.breakers = breakers
@@ -140,7 +141,7 @@ class Mirrorer:
         self._paused_until = -np.inf
 
     def wants(self, keys: PageKeys) -> Mask:
-        """Return which of these pages, which are read now from other hosts, to mirror."""
+        """Return which of these pages, which are being read from other hosts, to mirror."""
         with self._lock:
             now = self.clock()
             if self._recent is not None:
@@ -150,21 +151,21 @@ class Mirrorer:
             return wanted & (now >= self._paused_until)
 
     def pause(self) -> None:
-        """Mirror nothing for a while."""
+        """Stop mirroring for PAUSE_S."""
         with self._lock:
             self._paused_until = self.clock() + PAUSE_S
 
 
 @final
 class MirroredBatch:
-    """The mirrored pages of one get, from the question for their slots to the commit."""
+    """The mirrored pages of one get, from the request for their slots to the commit."""
 
     def __init__(
         self, mirrorer: Mirrorer, home: MirrorHome, keys: PageKeys, runs: PageRuns
     ) -> None:
-        """Mirror nothing yet."""
+        """Start without slots."""
         self.kept = 0
-        """Pages that are in the home pool because of this get."""
+        """Number of pages that are in the home pool because of this get."""
         self._mirrorer = mirrorer
         self._home = home
         self._keys = keys
@@ -180,9 +181,9 @@ class MirroredBatch:
     def reserve(
         self, places: Places, records: Records, cluster: Cluster, until: float
     ) -> Generator[Step, Any, None]:
-        """Ask for slots for those of these pages that are worth it; they are read afterwards.
+        """Request slots for those of these pages that should be mirrored, before they are read.
 
-        Asks once: what a later attempt reads is mirrored by the next get.
+        Only once: pages that a later attempt reads are mirrored by the next get.
         """
         home = self._home
         if self._sequence or cluster.home != home.incarnation:
@@ -196,7 +197,7 @@ class MirroredBatch:
         if not len(wanted) or self._mirrorer.breakers.is_open(home.incarnation):
             return
         if overlap(self._runs):
-            # Some destination holds parts of two pages at the end.
+            # Destinations overlap: one would contain parts of two pages at the end.
             return
         self._sequence = home.reservations.begin()
         lengths = self._runs.lengths[wanted].tobytes()
@@ -215,18 +216,18 @@ class MirroredBatch:
         self._states = np.frombuffer(granted.states, np.uint8)
         self._offsets = np.frombuffer(granted.offsets, np.uint64)
         here = self._states == HERE
-        # What another client has mirrored is read at home from now on.
+        # Pages that another client has mirrored are read at the home node from now on.
         self._mirrorer.cache.forget(self._keys[wanted[here]])
         if not (here | (self._states == RESERVED)).any():
             self._mirrorer.pause()
 
     def note_checksums(self, places: Places, records: Records) -> None:
-        """Note the checksums of pages that are hits; they stand in the records that were read."""
+        """Record the checksums of hits, from the records by which they were read."""
         has = (records["flags"] & HAS_CHECKSUM) != 0
         self._checksums[places[has]] = records["checksum"][has]
 
     def keep(self, hits: Mask, until: float) -> Generator[Step, Any, None]:
-        """Copy what was verified into its slots, and commit it; nothing is written after that.
+        """Copy verified pages into their slots, and commit them; nothing is written afterwards.
 
         hits: (n,) bool, of all pages.
         """
@@ -240,7 +241,7 @@ class MirroredBatch:
         if len(chosen):
             now = clock()
             spent_s = max(COPY_S, (now - self._started) * COPY_FRACTION)
-            # The commit takes time, too, and the deadline is the caller's.
+            # The commit takes time, too, before the caller's deadline.
             copied_by = min(now + spent_s, until - max(until - now, 0.0) * TIMEOUT_FRACTION)
             count = yield Place(
                 self._offsets[chosen], self._runs.take(self._places[chosen]), copied_by
@@ -258,7 +259,7 @@ class MirroredBatch:
             self._mirrorer.cache.store_packed(answer.records, clock(), epoch=self._epoch)
 
     def end(self) -> None:
-        """Write nothing any more."""
+        """End the reservation: nothing is written any more."""
         if self._sequence:
             self._home.reservations.end(self._sequence)
 
@@ -271,10 +272,10 @@ class MirroredBatch:
 
 
 def overlap(runs: PageRuns) -> bool:
-    """Return whether two runs share a byte: a page's destination is not the page's alone then."""
+    """Return whether two runs share a byte, so that a destination belongs to two pages."""
     filled = runs.sizes > 0
     addresses, sizes = runs.addresses[filled], runs.sizes[filled]
     order = np.argsort(addresses)
     ends = (addresses + sizes)[order]
-    # A run that reaches into a later one reaches into the next one.
+    # A run that overlaps a later one also overlaps the next one.
     return bool((addresses[order][1:] < ends[:-1]).any())

@@ -1,10 +1,10 @@
-"""The read path: locate, read the word, all the bytes, the seal, verify. There is no other.
+"""The only read path: locate, read the word, all the bytes, the seal, verify.
 
-Generators without I/O: they yield `Step`s, which the bridge performs in the caller's thread, and a
+Generators without I/O: they yield `Step`s, which the bridge performs in the caller's thread, or a
 simulation in a task.
 
-`Awaited` has the pages that are only on disks of their holders, the questions that have them
-loaded, and the meaning of the answers.
+`Awaited` has the pages that are only on disks of their holders, the requests to load them, and the
+meaning of the answers.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ from peercache.wire.messages.directory import ReportStale
 from peercache.wire.messages.pool import LOST, PROMOTED, Promote, Promoted, Touched
 
 ATTEMPTS_MAX = 3
-"""A stale cached record, then a stale directory record, then the truth."""
+"""First a stale cached record, then a stale directory record, then the current one."""
 
 PROMOTE_TIMEOUT_S = 0.1
-"""How long a holder may take to answer with the pages that it has loaded: it is asked again until
-the deadline."""
+"""How long a holder may take to answer with loaded pages: the request is repeated until the
+deadline."""
 
 _WHY = (reasons.ABSENT, "")
-"""Why a page is not known, by whether it is."""
+"""The reason of a page, by whether it is known."""
 
 TOUCHES_MAX = 8192
-"""Most touches of one message to a holder: 192 KiB; further ones are lost, which only the order of
-eviction notices."""
+"""Most touches of one message to a holder: 192 KiB; further ones are dropped, which only affects
+the order of eviction."""
 
 MEASURED_S = 10.0
-"""How long the speed of a holder's last read counts: load comes and goes."""
+"""How long the speed of a holder's last read is used: load changes."""
 
 MEASURED_BYTES = 2**18
-"""Smaller reads say more about the way than about the holder's load."""
+"""Smaller reads measure latency rather than the holder's load."""
 
 MEASURED_MAX = 1024
-"""Holders whose speed is remembered."""
+"""The most holders with a recorded speed."""
 
 BYTE_S = 0.5e-9
-"""What a byte of a holder is thought to take that was not read from lately: 2 GB/s."""
+"""The assumed seconds per byte of a holder without a recent read: 2 GB/s."""
 
 Places = npt.NDArray[np.intp]
 
 
 @attrs.define(eq=False)
 class ReadOutcome:
-    """The outcome of a get.
+    """The result of a get.
 
     hits: (n,) bool; reasons: a miss reason each, "" for a hit; bytes_by_fabric: verified bytes.
-    mirrored: pages of which the home node keeps a copy because of this get.
+    mirrored: number of pages that the home node has mirrored because of this get.
     tier: the farthest place that pages were read from (`observability.latency`), "" for none.
     """
 
@@ -96,16 +96,16 @@ class ReadOutcome:
 
 @final
 class Touches:
-    """The pages that were read from each holder since it was last told. Thread-safe."""
+    """The pages that were read from each holder since its last notification. Thread-safe."""
 
     def __init__(self) -> None:
-        """Start with nothing to tell."""
+        """Start without pages."""
         self._lock = Lock()
         self._by_holder: dict[int, list[bytes]] = {}
         self._count: dict[int, int] = {}
 
     def add(self, holder: int, records: Records) -> None:
-        """Remember that these records of a holder were read, in this order, by one call."""
+        """Record that one call has read these records of a holder, in this order."""
         drops = _drops(records)
         with self._lock:
             count = self._count.get(holder, 0)
@@ -117,39 +117,39 @@ class Touches:
     def take(self) -> dict[int, bytes]:
         """Return the touches to report to each holder, and forget them.
 
-        The call that was last comes first: a holder takes what stands first for the hottest.
+        The last call comes first: a holder treats the first pages as the hottest.
         """
         with self._lock:
-            told = {holder: b"".join(parts[::-1]) for holder, parts in self._by_holder.items()}
+            reported = {holder: b"".join(parts[::-1]) for holder, parts in self._by_holder.items()}
             self._by_holder, self._count = {}, {}
-        return told
+        return reported
 
 
 @final
 class HolderLoad:
-    """How fast each holder has served this client lately, and what it is asked for. Thread-safe.
+    """How fast each holder has recently served this client, and its outstanding bytes. Thread-safe.
 
-    Of holders that are equally far, the one that has the least to do is read. Small differences do
-    not count: then each client has an order of its own, so that together they read from all.
+    Of equally distant holders, the least loaded one is read. Small differences are ignored: then
+    each client has its own order, so that together they read from all.
     """
 
     def __init__(self, *, salt: int, clock: Callable[[], float]) -> None:
-        """Know nothing. salt: a number of this client alone."""
+        """Start without measurements. salt: a number that is unique to this client."""
         self._salt = salt | 1
         self._clock = clock
         self._lock = Lock()
         self._in_flight: dict[int, int] = {}
         self._served: dict[int, tuple[float, float]] = {}
-        """By holder: when it was last measured, and seconds a byte."""
+        """By holder: the time of the last measurement, and seconds per byte."""
 
     def begin(self, holder: int, size: int) -> float:
-        """Note that so many bytes are being read; return when."""
+        """Record that a read of `size` bytes begins; return the time."""
         with self._lock:
             self._in_flight[holder] = self._in_flight.get(holder, 0) + size
         return self._clock()
 
     def end(self, holder: int, size: int, began: float, *, is_whole: bool) -> None:
-        """Note that this is over. is_whole: the bytes have come, from no other holder beside."""
+        """Record the end of a read. is_whole: all bytes arrived, and only from this holder."""
         now = self._clock()
         with self._lock:
             left = self._in_flight.get(holder, 0) - size
@@ -164,7 +164,7 @@ class HolderLoad:
                     del self._served[next(iter(self._served))]
 
     def cost_of(self, holder: int) -> tuple[int, int]:
-        """Return what to compare holders by: less is better."""
+        """Return the sort key of holders: less is better."""
         with self._lock:
             at, byte_s = self._served.get(holder, (-np.inf, 0.0))
             size = self._in_flight.get(holder, 0) + MEASURED_BYTES
@@ -177,10 +177,10 @@ class HolderLoad:
 @final
 @attrs.define(eq=False, kw_only=True)
 class Reader:
-    """Reads batches of pages out of their holders' memory.
+    """Reads batches of pages from their holders' memory.
 
     verify: generation, sampled or full checksums.
-    space:  of which pages are read, and no others.
+    space:  the only space of which pages are read.
     """
 
     _locator: Locator
@@ -200,13 +200,13 @@ class Reader:
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
     ) -> Generator[Step, Any, tuple[Mask, list[str], str]]:
-        """Find which pages have a holder, (n,) bool, why not, and which tier answered.
+        """Return which pages have a holder, (n,) bool, the reasons, and which tier answered.
 
-        A hint, as everything before a read.
+        A hint, like everything before a read.
 
         touch: notify each holder at once, in one message, of its pages that are reported: they are
-        the last to be evicted from then on. It pins nothing, and the message may be lost. What was
-        reported so within EXISTS_TRUSTS_S is not told again.
+               evicted last from then on. It pins nothing, and the message may be lost. Pages that
+               were touched within EXISTS_TRUSTS_S are not sent again.
         """
         self._locator.forget_removed(cluster.home)
         since = self._clock() - EXISTS_TRUSTS_S
@@ -220,20 +220,20 @@ class Reader:
             return known, list(map(_WHY.__getitem__, known.tolist())), TABLE
         where, _ = yield from self._locate(keys, cluster, until, cached_since=since)
         if touch:
-            # Before the wishes: what is in memory shall not make room for what is loaded.
-            told = _touches(where.records[where.known])
-            if told:
-                yield Post(told)
+            # Before the wishes: pages in memory must not be evicted for pages that are loaded.
+            reported = _touches(where.records[where.known])
+            if reported:
+                yield Post(reported)
         wished = wishes(keys, where)
         if wished:
-            # The caller will read these pages soon: their holders load them meanwhile.
+            # The caller will read these pages soon: their holders load them in the meantime.
             yield Post(wished)
         return where.known, where.reasons, ASKED
 
     def lengths(
         self, keys: PageKeys, cluster: Cluster, until: float
     ) -> Generator[Step, Any, list[int]]:
-        """Find how many bytes each page has, 0 for one without a holder. A hint, as `exists`."""
+        """Return the size of each page, 0 for one without a holder. A hint, like `exists`."""
         since = self._clock() - EXISTS_TRUSTS_S
         where, _ = yield from self._locate(keys, cluster, until, cached_since=since)
         found: list[int] = np.where(where.known, where.records["length"], 0).tolist()
@@ -249,7 +249,7 @@ class Reader:
     ) -> Generator[Step, Any, ReadOutcome]:
         """Fill the runs of every page that verifies by `until`.
 
-        home: where copies of what other hosts hold may be kept, if this reader has a mirrorer.
+        home: where pages of other hosts may be mirrored, if this reader has a mirrorer.
         """
         batch = _Batch(keys, runs)
         if self.mirrorer is None or home is None:
@@ -271,7 +271,7 @@ class Reader:
             cluster = yield from self._attempt(batch, cluster, until, cached_since)
             if not len(batch.open) or self._clock() >= until:
                 break
-            # The open pages failed by the records that we had: ask again, not the cache.
+            # The open pages failed with the records that we had: ask again, and bypass the cache.
             cached_since = np.inf
         for holder, records in batch.touched_by_holder():
             self.touches.add(holder, records)
@@ -286,7 +286,7 @@ class Reader:
     def _attempt(
         self, batch: _Batch, cluster: Cluster, until: float, cached_since: float
     ) -> Generator[Step, Any, Cluster]:
-        """Read the open pages from where they are said to be; return the cluster as it is known."""
+        """Read the open pages from their recorded holders; return the latest known cluster."""
         places = batch.open
         where, cluster = yield from self._locate(
             batch.keys[places],
@@ -300,7 +300,7 @@ class Reader:
         in_memory = (where.records["flags"] & RESIDENT) != 0
         fits = where.known & (where.records["length"] == batch.lengths[places])
         if len(places) and (fits & in_memory).all():
-            # The fast path: nothing to sort out.
+            # The fast path: nothing to filter.
             yield from self._fetch(batch, cluster, until, places, where.records, where.fresh)
             return cluster
         for i in np.flatnonzero(~where.known).tolist():
@@ -308,7 +308,7 @@ class Reader:
             batch.reasons[places[i]] = batch.reasons[places[i]] or where.reasons[i]
         misfits = np.flatnonzero(where.known & ~fits)
         batch.reasons_at(places[misfits], reasons.WRONG_SIZE)
-        # A cached record may be stale: the page was set again since, with another size.
+        # A cached record may be stale: the page may have been set again since, with another size.
         stale = misfits[~where.fresh[misfits]]
         self._cache.drop(where.records[stale])
         batch.open = places[stale]
@@ -326,21 +326,21 @@ class Reader:
     def _locate(
         self, keys: PageKeys, cluster: Cluster, until: float, **rest: Any
     ) -> Generator[Step, Any, tuple[Whereabouts, Cluster]]:
-        """Find the pages; where a holder has joined since the last view, with the view of now."""
+        """Find the pages; if a holder has joined since the last view, get the new view first."""
         where = yield from self._locator.locate(keys, cluster, until, **rest)
         now = self._clock()
         if now >= until or not self._strangers.are_new(where.strangers, now):
             return where, cluster
         renewed: Cluster = yield Renew(min(until - (until - now) / 2, now + self._locator.stall_s))
         if not where.strangers & renewed.members.keys():
-            # Holders that were found may have left meanwhile: they are members of the view before.
+            # Holders that were found may have left since: they are members of the earlier view.
             return where, cluster
         return (yield from self._locator.locate(keys, renewed, until, **rest)), renewed
 
     def _promote(
         self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited
     ) -> Generator[Step, Any, None]:
-        """Have pages loaded by their holders, and read each portion before the next is loaded."""
+        """Have holders load pages from disk, and read each portion before the next is loaded."""
         epoch = self._cache.epoch
         while (now := self._clock()) < until:
             if batch.mirrored is not None:
@@ -392,7 +392,7 @@ class Reader:
             )
             for at, theirs, _ in groups
         )
-        # About: the pages of a batch have one size nearly always.
+        # An estimate: the pages of a batch nearly always have the same size.
         asked = [(r.member.incarnation, int(r.lengths[0]) * len(r.lengths)) for r in reads]
         began = [self._loads.begin(holder, size) for holder, size in asked]
         answers: Sequence[Fetched] = ()
@@ -407,16 +407,16 @@ class Reader:
             changed = yield from self._judge(batch, until, at, theirs, fetched)
             if len(changed):
                 disputed.append(theirs[changed[is_fresh[changed]]])
-        told = np.concatenate(disputed) if disputed else records[:0]
-        if len(told):
-            yield Post(_disputes(told, cluster))
+        reported = np.concatenate(disputed) if disputed else records[:0]
+        if len(reported):
+            yield Post(_disputes(reported, cluster))
 
     def _judge(
         self, batch: _Batch, until: float, places: Places, records: Records, fetched: Fetched
     ) -> Generator[Step, Any, Places]:
-        """Decide which pages of one holder are hits, the only place that does.
+        """Decide which pages of one holder are hits. No other function does that.
 
-        Returns the positions of the records that proved wrong.
+        Returns the positions of wrong records.
         """
         hits = verified(records, self._space, fetched.seals)
         lacking = lack_checksums(records, hits, self._verify)
@@ -467,7 +467,8 @@ class Reader:
             return sampled, sampled
         wrong, checked = [sampled[:0]], 0
         for part in checksum_portions(sampled, batch.lengths[places]):
-            # The first portion is always checked: it takes less time than the return is given.
+            # The first portion is always checked: it takes less time than is reserved for the
+            # return.
             if checked and self._clock() >= until:
                 break
             digests = yield Checksum(batch.runs, places[part])
@@ -494,14 +495,14 @@ class _Batch:
         self.pages_by_fabric: dict[str, int] = {}
         self.bytes_by_fabric: dict[str, int] = {}
         self.holders: set[int] = set()
-        """Whose pages were hits."""
+        """Holders of pages that were hits."""
         self.touched: list[tuple[Places, Records]] = []
-        """The hits, as they came: in parts, and not in the order of the batch."""
+        """The hits, in the order in which they arrived, in parts."""
         self.has_waited = False
         """Whether a holder has loaded pages from its disk for this get."""
 
     def tier(self, home: int) -> str:
-        """Return the farthest place that pages were read from; "" if there were none."""
+        """Return the farthest place that pages were read from; "" if no page was read."""
         if not self.holders:
             return ""
         if self.has_waited:
@@ -534,7 +535,7 @@ class _Batch:
         self.bytes_by_fabric[fabric] = self.bytes_by_fabric.get(fabric, 0) + size
 
     def fail(self, places: Places, reason: str) -> None:
-        """Note why these pages could not be read; another attempt may find them elsewhere."""
+        """Record why these pages could not be read; another attempt may find them elsewhere."""
         self.reasons_at(places, reason)
         self.open = np.union1d(self.open, places)
 
@@ -546,7 +547,7 @@ class _Batch:
 
 
 def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Places, Records, Mask]]:
-    """Return places, records and fresh of each holder apart."""
+    """Group places, records and fresh by holder."""
     holders = dict.fromkeys(records["holder"].tolist())
     if len(holders) == 1:
         return [(places, records, fresh)]
@@ -555,7 +556,7 @@ def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Plac
 
 
 def _touches(records: Records) -> tuple[tuple[int, Touched], ...]:
-    """Return one message to each holder: its pages that were found, in the order of the batch."""
+    """Return one message for each holder: its found pages, in the order of the batch."""
     in_memory = records[(records["flags"] & RESIDENT) != 0]
     count = len(in_memory)
     groups = _by_holder(np.arange(count), in_memory, np.ones(count, np.bool_)) if count else []
@@ -580,15 +581,15 @@ def _disputes(records: Records, cluster: Cluster) -> tuple[tuple[int, ReportStal
 
 
 PROMOTE_KEYS_MAX = 2048
-"""Keys of one question; the answer has as many records at most: 114 KiB."""
+"""Keys of one request; the answer has at most as many records: 114 KiB."""
 
 WISHES_MAX = 1024
-"""Keys that one `exists` has one holder load ahead: a prompt of that many pages."""
+"""Keys that one holder is asked to load ahead by one `exists`: a prompt of that many pages."""
 
 
 @attrs.define(eq=False)
 class Found:
-    """Pages of a batch with their records; fresh: whether the record came in this call."""
+    """Pages of a batch with their records; fresh: whether the record is from this call."""
 
     places: Places
     records: Records
@@ -604,13 +605,13 @@ class Awaited:
     """The pages of a batch that wait for their holders' disks."""
 
     def __init__(self, places: Places, records: Records, fresh: Mask) -> None:
-        """Await the pages at these places of a batch, by records that say "on disk"."""
+        """Await the pages at these indices of a batch, with records that say "on disk"."""
         self._found = Found(places, records, fresh)
         self._asked: list[Places] = []
 
     @property
     def places(self) -> Places:
-        """Where pages are missing still."""
+        """The indices of pages that are still missing."""
         return self._found.places
 
     def holders(self) -> list[int]:
@@ -618,14 +619,14 @@ class Awaited:
         return list(dict.fromkeys(self._found.records["holder"].tolist()))
 
     def give_up(self, holder: int) -> Places:
-        """Await nothing more of a holder; return the places of its pages."""
+        """Stop to wait for a holder; return the indices of its pages."""
         of_holder = self._found.records["holder"] == holder
         left: Places = self._found.places[of_holder]
         self._found = self._found.of(~of_holder)
         return left
 
     def questions(self, timeout_s: float) -> tuple[tuple[int, Promote], ...]:
-        """Return one question for each holder, the first pages first."""
+        """Return one request for each holder, the first pages first."""
         records = self._found.records
         self._asked = [
             np.flatnonzero(records["holder"] == holder)[:PROMOTE_KEYS_MAX]
@@ -640,9 +641,9 @@ class Awaited:
         )
 
     def take(self, answers: Sequence[Message | None]) -> tuple[Found, Found]:
-        """Take the answers; return the pages that can be read now, and those that are lost.
+        """Handle the answers; return the pages that can be read now, and those that are lost.
 
-        All others stay awaited.
+        All others stay pending.
         """
         done: Mask = np.zeros(len(self.places), np.bool_)
         lost: Mask = np.zeros(len(self.places), np.bool_)
@@ -651,13 +652,13 @@ class Awaited:
             if answer is None:
                 continue
             if not isinstance(answer, Promoted) or len(answer.states) != len(group):
-                # Refused, or nonsense: asking again would not end.
+                # Refused, or invalid: repeating the request would not end.
                 lost[group] = True
                 continue
             states = np.frombuffer(answer.states, np.uint8)
             lost[group[states == LOST]] = True
-            told = np.frombuffer(answer.records, RECORD)
-            by_key = dict(zip(told["key"].tolist(), told, strict=True))
+            reported = np.frombuffer(answer.records, RECORD)
+            by_key = dict(zip(reported["key"].tolist(), reported, strict=True))
             for at in group[states == PROMOTED].tolist():
                 record = by_key.get(records["key"][at].tobytes())
                 if record is not None and _is_same(record, records[at]):
@@ -673,7 +674,7 @@ class Awaited:
 
 
 def wishes(keys: PageKeys, where: Whereabouts) -> tuple[tuple[int, Promote], ...]:
-    """Return the questions that have holders load the known leading pages from their disks."""
+    """Return the requests that make holders load the known leading pages from their disks."""
     known = where.known
     lead = len(known) if known.all() else int(np.argmin(known))
     records = where.records[:lead]
@@ -685,10 +686,10 @@ def wishes(keys: PageKeys, where: Whereabouts) -> tuple[tuple[int, Promote], ...
     )
 
 
-def _is_same(told: np.void, believed: np.void) -> bool:
-    """Return whether a record is of the page asked for: that holder, that length, in memory."""
+def _is_same(reported: np.void, expected: np.void) -> bool:
+    """Return whether a record is of the requested page: same holder and length, in memory."""
     return bool(
-        told["holder"] == believed["holder"]
-        and told["length"] == believed["length"]
-        and told["flags"] & RESIDENT
+        reported["holder"] == expected["holder"]
+        and reported["length"] == expected["length"]
+        and reported["flags"] & RESIDENT
     )

@@ -1,4 +1,4 @@
-"""The steps of the sans-IO paths: what a path has the bridge, or a simulation, do next."""
+"""The steps of the sans-IO paths, which the bridge or a simulation performs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from peercache.wire.messages.declared import Message
 
 @attrs.frozen(eq=False)
 class Ask:
-    """Ask several peers at once; the answer is one message each, or None for a peer without one.
+    """Send a request to several peers; the answer is one message each, None for a peer without one.
 
     until:  when to stop waiting.
-    enough: given the answers so far, whether they make the others unnecessary; a pure predicate.
+    enough: a pure predicate: whether the answers so far make the others unnecessary.
     """
 
     questions: tuple[tuple[int, Message], ...]
@@ -31,9 +31,9 @@ class Ask:
 class ReadTable:
     """Read the directory table of a node of this host.
 
-    The answer is Looked, or None where the table cannot be read now.
+    The answer is Looked, or None if the table cannot be read now.
 
-    keys: packed. ring: the version of the ring by which the path knows the keys' owners.
+    keys: packed. ring: the version of the ring by which the path determined the keys' owners.
     """
 
     peer: int
@@ -50,7 +50,7 @@ class Post:
 
 @attrs.frozen(eq=False)
 class Submit:
-    """Send an idempotent question, and go on; the answer is its number, for `Collect`."""
+    """Send an idempotent request, and continue; the answer is its number, for `Collect`."""
 
     peer: int
     message: Message
@@ -58,9 +58,9 @@ class Submit:
 
 @attrs.frozen
 class Collect:
-    """Wait for the answer to a question that was sent; it is one message, or None.
+    """Wait for the answer to a submitted request; it is one message, or None.
 
-    A question is collected once. What is never collected is forgotten with the path.
+    A request is collected at most once. Requests that are not collected end with the path.
     """
 
     number: int
@@ -77,14 +77,14 @@ class Greet:
 
 @attrs.frozen
 class Drain:
-    """Take the messages of a peer that answer no pending question."""
+    """Handle the messages of a peer that answer no pending request."""
 
     peer: int
 
 
 @attrs.frozen(eq=False)
 class Fetch:
-    """Read from several holders at once; the answer is one Fetched each."""
+    """Read from several holders in parallel; the answer is one Fetched each."""
 
     reads: tuple[PeerRead, ...]
     until: float
@@ -94,7 +94,7 @@ class Fetch:
 class Place:
     """Copy pages from the caller's runs into reserved slots of the home segment.
 
-    The answer is the number of leading pages whose every byte is in place.
+    The answer is the number of leading pages that were copied completely.
     """
 
     offsets: U64
@@ -106,7 +106,7 @@ class Place:
 class Checksum:
     """Compute the xxh3_64 of some pages in the caller's memory; the answer is (n,) uint64.
 
-    pages: (n,), which of the runs' pages.
+    pages: (n,), indices of the runs' pages.
     """
 
     runs: PageRuns
@@ -115,7 +115,7 @@ class Checksum:
 
 @attrs.frozen
 class Renew:
-    """Have the view asked for now; the answer is the Cluster as it is known then, new or not."""
+    """Request the view now; the answer is the latest known Cluster, new or not."""
 
     until: float
 

@@ -1,7 +1,7 @@
-"""Taking over: how a node reads the pages that another one hands over, and what of them has come.
+"""Taking over: how a node reads pages that another one hands over, and checks which have arrived.
 
-The bytes go straight into reserved slots of the own pool, whose words are odd meanwhile, so no
-reader sees them before they are verified and committed.
+The bytes are read directly into reserved slots of the own pool. The words of these slots are odd
+meanwhile, so no reader uses them before they are verified and committed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from peercache.paths.verify import verified
 
 
 def reading_of(member: Member, records: Records, addresses: U64) -> PeerRead:
-    """Return what to read: pages of a member into one place each.
+    """Return the read of a member's pages into one slot each.
 
-    addresses: (n,) uint64, where the slot of each page begins.
+    addresses: (n,) uint64, the address of each page's slot.
     """
     lengths = records["length"].astype(np.uint64)
     return PeerRead(
@@ -32,5 +32,5 @@ def reading_of(member: Member, records: Records, addresses: U64) -> PeerRead:
 
 
 def arrived(records: Records, namespace: Tag, fetched: Fetched) -> bytes:
-    """Return one byte a page: 1 where the bytes are the page that was offered."""
+    """Return one byte per page: 1 if the bytes are the offered page."""
     return verified(records, space_of(namespace), fetched.seals).astype(np.uint8).tobytes()

@@ -1,10 +1,10 @@
-"""The one verification: whether bytes that were read are the page that was asked for.
+"""The only verification: whether bytes that were read are the requested page.
 
 A record names a slot and the generation under which its bytes were committed. The holder makes the
 slot's generation word odd before it changes any of those bytes, and never uses an even value twice.
 So bytes read *before* a word that still equals the record's generation are the committed bytes.
 Every fabric reads the word after the bytes. No other module compares generations. `paths.read`
-calls this one, and `paths.takeover`, for pages that a node takes over.
+calls this module, and `paths.takeover`, for pages that a node takes over.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from peercache.model.runs import U64
 from peercache.model.seal import Seals
 
 CHECKSUM_PORTION_BYTES = 64 * 2**20
-"""Bytes whose checksums are made between two looks at the clock: 3 ms."""
+"""Bytes that are checksummed between two checks of the clock: 3 ms."""
 
 SAMPLE_ONE_IN = 64
-"""With `verify = sampled`: keys whose checksum is made and checked. Writer and reader must choose
-the same ones, so the choice is by key."""
+"""With `verify = sampled`: one in this many keys has a checksum. Writer and reader must choose the
+same keys, so the choice depends on the key."""
 
 
 def verified(records: Records, space: int, seals: Seals) -> npt.NDArray[np.bool_]:
     """Return which pages are hits, (n,) bool.
 
-    records: (n,) RECORD, by which the pages were read, each of the key that was asked for.
-    space:   of the reader's namespace.
+    records: (n,) RECORD, with which the pages were read, each for the requested key.
+    space:   that of the reader's namespace.
     seals:   (n,) SEAL, each read after all of its page's bytes, the word last; before the first
              byte the word was the record's generation.
     """
     generations = records["generation"]
-    # One seal too few would be compared with every record.
+    # A single seal would be broadcast to every record.
     assert seals.shape == generations.shape, f"{seals.shape} seals, {generations.shape} records"
     same: npt.NDArray[np.bool_] = (generations & np.uint64(1) == 0) & (generations != 0)
     same &= generations == seals["word"]
@@ -45,13 +45,13 @@ def verified(records: Records, space: int, seals: Seals) -> npt.NDArray[np.bool_
 
 
 def names_another(records: Records, seals: Seals) -> npt.NDArray[np.bool_]:
-    """Return which misses are of a record that lies, (n,) bool: its word fits another page."""
+    """Return which misses have a forged record, (n,) bool: its word fits another page."""
     fits: npt.NDArray[np.bool_] = records["generation"] == seals["word"]
     return fits
 
 
 def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
-    """Return the positions of the keys whose checksum is made or checked under `mode`."""
+    """Return the positions of keys with a checksum under `mode`."""
     if mode == "full":
         return np.arange(len(keys))
     if mode == "generation":
@@ -62,9 +62,9 @@ def wants_checksum(keys: PageKeys, mode: str) -> npt.NDArray[np.intp]:
 
 
 def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.NDArray[np.intp]]:
-    """Return the places in their order, cut so that the pages of a part are a portion of bytes.
+    """Cut the indices, in order, into parts with at most a portion of bytes.
 
-    lengths: bytes of each page of the batch. One page may be more than a portion.
+    lengths: bytes of each page of the batch. A single page may be larger than that.
     """
     if not len(places):
         return []
@@ -77,14 +77,14 @@ def checksum_portions(places: npt.NDArray[np.intp], lengths: U64) -> list[npt.ND
 
 
 def refuses_without_checksum(mode: str) -> bool:
-    """Return whether a reader under `mode` takes no page whose record names no checksum."""
+    """Return whether a reader under `mode` refuses pages without a checksum in the record."""
     return mode == "full"
 
 
 def lack_checksums(
     records: Records, hits: npt.NDArray[np.bool_], mode: str
 ) -> npt.NDArray[np.intp]:
-    """Return the positions of the hits that `mode` refuses: their records name no checksum."""
+    """Return the positions of hits that `mode` refuses: their records have no checksum."""
     if not refuses_without_checksum(mode):
         return np.empty(0, np.intp)
     return np.flatnonzero(hits & ((records["flags"] & HAS_CHECKSUM) == 0))

@@ -1,18 +1,18 @@
 """The write path: reserve at the home node, copy, commit. Without I/O, as the read path.
 
-A large batch goes in portions, each with a reservation of its own: while one is copied, the home
-node grants the next one, and commits and publishes the one before. The call waits for the answers
+A large batch is written in portions, each with its own reservation: while one is copied, the home
+node grants the next one, and commits and publishes the previous one. The call waits for the answers
 to its Commits once, at its end.
 
-A slot that is not wholly copied by the deadline is aborted, never committed. Nothing reads the
+A slot that is not copied completely by the deadline is aborted, never committed. Nothing reads the
 caller's memory after the call has returned.
 
-Slots ahead: a batch that follows others of its kind finds its slots reserved. A Commit asks for the
+Slots ahead: a batch that follows similar ones has its slots reserved already. A Commit asks for the
 slots of later batches, before their pages are known. The home node reserves them right after its
 answer, while the next batch is copied, and reports them with the answer to the next Commit; to a
-client without any it reports them at once, over the same connection. The batch that takes such
-slots names its pages in its own Commit. That saves the round trip of a Reserve and the evictions it
-needs. `ClientReservations` has the numbers of all slots of a client at one home incarnation.
+client without such slots it reports them at once, over the same connection. A batch that uses such
+slots names its pages in its own Commit. That saves the round trip of a Reserve, and the time of its
+evictions. `ClientReservations` has the numbers of all slots of a client at one home incarnation.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ from peercache.wire.messages.pool import (
 )
 
 AHEAD_S: Final = 2.0
-"""How long slots are kept for a batch that does not come, and how soon after another a batch
-counts as following it. Unused slots are given back with the next list of live reservations."""
+"""How long unused slots ahead are kept, and how soon after another a batch counts as following it.
+Unused slots are returned with the next list of live reservations."""
 
 BATCHES_AHEAD: Final = 2
-"""Batches whose slots are asked for. The home node reserves them after it has answered a Commit,
-while the next batch is copied already: that batch uses the slots granted during the one before."""
+"""Batches for which slots are requested ahead. The home node reserves them after it has answered a
+Commit, while the next batch is copied already: that batch uses the slots granted during the
+previous one."""
 
 SKIPPED: Final = 64
-"""Batches that ask for no slots ahead after the home node had no room: its pool is likely small."""
+"""Batches without slots ahead after the home node had no room: its pool is probably small."""
 
 
 @final
@@ -88,11 +89,11 @@ class Ahead:
 class ClientReservations:
     """The sequence numbers of one client at one home incarnation. Thread-safe.
 
-    A number is live from before its Reserve is sent until nothing can be written under it.
+    A number is live from before its Reserve is sent until nothing can be written under it any more.
     """
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without reservations."""
         self._lock = Lock()
         self._newest = 0
         self._live: dict[int, None] = {}
@@ -106,12 +107,12 @@ class ClientReservations:
             return self._begin()
 
     def end(self, sequence: int) -> None:
-        """Note that no write under this number follows."""
+        """Mark that no more writes under this number follow."""
         with self._lock:
             self._live.pop(sequence, None)
 
     def report(self, now: float) -> LiveReservations:
-        """Return the list for the home node, each second; give up slots ahead that are too old."""
+        """Return the list for the home node, each second; drop slots ahead that are too old."""
         with self._lock:
             self._give_up(ahead for ahead in self._ahead if now - ahead.asked_at >= AHEAD_S)
             return LiveReservations(self._newest, tuple(self._live))
@@ -119,8 +120,8 @@ class ClientReservations:
     def ask_ahead(self, lengths: U64, now: float) -> tuple[int, ...]:
         """Return the numbers for slots of batches that may follow one of these lengths; live.
 
-        None if this batch follows no other or there was no room lately, else as many as are missing
-        to BATCHES_AHEAD.
+        None if this batch does not follow another, or there was recently no room; else as many as
+        are missing up to BATCHES_AHEAD.
         """
         with self._lock:
             follows, self._followed_at = now - self._followed_at < AHEAD_S, now
@@ -134,25 +135,25 @@ class ClientReservations:
             return tuple(ahead.sequence for ahead in asked)
 
     def awaits_grant(self) -> bool:
-        """Return whether slots were asked for ahead, and none is known to be granted."""
+        """Return whether slots ahead were requested, and none is known to be granted."""
         with self._lock:
             return bool(self._ahead) and all(ahead.offsets is None for ahead in self._ahead)
 
     def granted(self, granted: Granted) -> None:
-        """Take an answer to no pending question: slots ahead, or one that came too late."""
+        """Handle an answer to no pending request: slots ahead, or an answer that came too late."""
         is_whole = granted.states == bytes((RESERVED,)) * (len(granted.offsets) // 8)
         self._take_offsets(granted.sequence, granted.offsets if is_whole else b"")
 
-    def told_with(self, committed: Committed) -> None:
-        """Take the slots ahead that the answer to a Commit reports, if any."""
+    def note_ahead(self, committed: Committed) -> None:
+        """Store the slots ahead that the answer to a Commit reports, if any."""
         if committed.ahead:
             self._take_offsets(committed.ahead, committed.offsets)
 
     def take_ahead(self, lengths: U64) -> Ahead | None:
-        """Return slots ahead that fit such a batch: still live, and from now on the caller's.
+        """Return slots ahead that fit this batch: still live, and owned by the caller from now on.
 
-        A batch of fewer pages leaves some unnamed. Slots that do not fit this batch are given up:
-        they would not fit the next one either.
+        A batch with fewer pages leaves some slots unnamed. Slots that do not fit this batch are
+        dropped: they would not fit the next one either.
         """
         packed = lengths.tobytes()
         with self._lock:
@@ -165,7 +166,7 @@ class ClientReservations:
             return taken
 
     def _take_offsets(self, sequence: int, offsets: bytes) -> None:
-        """Take the offsets of slots ahead; where there are too few, there was no room."""
+        """Store the offsets of slots ahead; too few mean that there was no room."""
         with self._lock:
             for ahead in self._ahead:
                 if ahead.sequence == sequence:
@@ -182,7 +183,7 @@ class ClientReservations:
         return self._newest
 
     def _give_up(self, aheads: Iterable[Ahead]) -> None:
-        """Leave these out of the next report: no write there follows."""
+        """Leave these out of the next report: no writes to them follow."""
         for ahead in list(aheads):
             self._live.pop(ahead.sequence, None)
             self._ahead.remove(ahead)
@@ -196,28 +197,28 @@ def offsets_of(granted: Granted, pages: int) -> U64 | None:
 
 
 RESERVE_PAGES_MAX = 2048
-"""Pages of one Reserve, the most that a home node takes: 48 KiB of keys and lengths."""
+"""Pages of one Reserve, the most that a home node accepts: 48 KiB of keys and lengths."""
 
 PORTION_BYTES = 64 * 2**20
-"""Least bytes of a portion: 5 ms of copying, as long as the Commit that it hides takes with its
-owners. Smaller portions hide less than their messages cost where two cores do all the work."""
+"""Minimum bytes of a portion: 5 ms of copying, as long as the Commit that it hides takes with its
+owners. With two cores, smaller portions hide less than their messages cost."""
 
 PORTIONS_MAX = 4
-"""Portions of a batch, unless RESERVE_PAGES_MAX wants more: each costs four messages to and from
+"""Portions of a batch, unless RESERVE_PAGES_MAX requires more: each costs four messages to and from
 the home node, and two for each owner."""
 
 RESEND_FRACTION = 1 / 2
-"""Of a stall: the silence after which the home node is asked again. A lost message costs a retry,
-and only a second silence opens its breaker."""
+"""Fraction of a stall: the silence after which the request to the home node is repeated. A lost
+message costs a retry, and only a second silence opens its breaker."""
 
 PUBLISH_TIMEOUT_S = 0.1
-"""How long a Commit waits for a directory owner; its answer must arrive by the deadline even so."""
+"""How long a Commit waits for a directory owner; its answer must still arrive by the deadline."""
 
 COMMIT_S = 0.1
-"""Kept back from the copy for the Commit, so that pages that were copied in time are stored."""
+"""Time reserved after the copy for the Commit, so that copied pages are stored."""
 
 CHECKSUM_FRACTION = 1 / 3
-"""Of the copy's time, where every page needs a checksum: kept back for the checksums. They take no
+"""Fraction of the copy's time that is reserved for checksums if every page needs one. They take no
 longer than the copy."""
 
 assert PUBLISH_TIMEOUT_S + RESEND_FRACTION * STALL_S < STALL_S, (
@@ -238,11 +239,11 @@ _REASONS = {
 
 @attrs.define(eq=False)
 class WriteOutcome:
-    """The outcome of a set.
+    """The result of a set.
 
     stored:      (n,) bool, committed at home, by this call or before it.
-    reasons:     why a page is not stored, "" where it is.
-    copied/here: how many pages this call committed, and how many were there.
+    reasons:     why a page is not stored, "" if it is. copied/here: how many pages this call
+                 committed, and how many were stored already.
     unpublished: stored pages that not every directory owner acknowledged in time.
     """
 
@@ -258,8 +259,8 @@ class WriteOutcome:
 class _Slots:
     """The slots of a portion.
 
-    states:  a byte a page; offsets: (n,), of those that are RESERVED.
-    unnamed: its keys, packed, if the home node does not know them.
+    states: a byte per page; offsets: (n,), those of RESERVED pages.
+    unnamed: the packed keys of the slots, if the home node does not know them.
     """
 
     states: bytes
@@ -274,7 +275,7 @@ class _Slots:
 
 @attrs.frozen(eq=False)
 class _Question:
-    """A message to the home node. number: to collect its answer; 0: it was not sent yet."""
+    """A request to the home node. number: to collect its answer; 0: it was not sent yet."""
 
     message: Message
     number: int = 0
@@ -283,10 +284,10 @@ class _Question:
 
 @attrs.define(eq=False)
 class _Portion:
-    """Some pages of a batch, which have a reservation of their own.
+    """Some pages of a batch, with a reservation of their own.
 
-    places:   where they stand in the batch.
-    sequence: of their reservation, 0 before it has begun.
+    places:   their indices in the batch.
+    sequence: the number of their reservation, 0 before it has begun.
     written:  (n,) uint8, 1 = the slot holds all bytes of the page; checksums: (n,), 0: none.
     """
 
@@ -312,7 +313,7 @@ class _Portion:
 @final
 @attrs.define(eq=False, kw_only=True)
 class Writer:
-    """Writes batches of pages into the home node's pool, with checksums as `verify` says."""
+    """Writes batches of pages into the home node's pool, with checksums according to `verify`."""
 
     cache: LocationCache
     breakers: Breakers
@@ -345,7 +346,7 @@ class Writer:
             one_round = _Round(self, home, reservations, until, outcome)
             full = yield from one_round.store(_portions_of(keys, runs, places, self._portion_bytes))
             if one_round.ended_by or len(full) == len(places):
-                # What found no room while others were stored may find it now; else the pool stays
+                # Pages without room while others were stored may find room now; else the pool stays
                 # full.
                 _refuse(outcome, places, one_round.ended_by or reasons.POOL_FULL)
                 break
@@ -359,7 +360,7 @@ class Writer:
 class _Round:
     """Every open page of a batch is reserved, copied and committed once.
 
-    ended_by: why it came to an end before its last portion; "": it did not.
+    ended_by: why it ended before its last portion; "" if it did not.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class _Round:
         self._copied_by = until
 
     def store(self, portions: list[_Portion]) -> Generator[Step, Any, Places]:
-        """Store what there is room for, by the deadline; return the places that found no room."""
+        """Store the pages for which there is room, by the deadline; return the others' indices."""
         try:
             yield from self._copy_all(portions)
             full: list[Places] = []
@@ -396,12 +397,12 @@ class _Round:
                     full.append(self._settle(portion, portion.slots, answer))
             return np.concatenate(full) if len(full) > 1 else (full or [portions[0].places[:0]])[0]
         finally:
-            # Only now: a reservation that is not listed may be freed while its Commit is in flight.
+            # Only now: an unlisted reservation may be freed while its Commit is in flight.
             for portion in portions:
                 self._reservations.end(portion.sequence)
 
     def _copy_all(self, portions: list[_Portion]) -> Generator[Step, Any, None]:
-        """Copy portion after portion; meanwhile the home node has the ones beside it."""
+        """Copy portion after portion; meanwhile the home node handles the next and the last one."""
         is_alone = len(portions) == 1
         for portion, following in zip_longest(portions, portions[1:]):
             if portion is portions[0]:
@@ -430,8 +431,8 @@ class _Round:
     # --- reserve ----------------------------------------------------------------------------------
 
     def _take_ahead(self, portion: _Portion) -> Generator[Step, Any, None]:
-        """Take granted slots that were reserved ahead, if there are any for such a portion."""
-        # Pages that are at home already are asked for by name: they need no copy.
+        """Use granted slots ahead for a portion, if any fit."""
+        # Pages that are stored already are requested by key: they need no copy.
         if self._cache.has_any_at(self._home, portion.keys):
             return
         if self._reservations.awaits_grant():
@@ -441,7 +442,7 @@ class _Round:
             return
         portion.sequence, count = ahead.sequence, len(portion.keys)
         if ahead.offsets is None:
-            # The same number again: the home node repeats its answer, or gives it now.
+            # The same number again: the home node repeats its answer, or sends it now.
             reserve = Reserve(0, ahead.sequence, self._namespace_tag, b"", ahead.lengths)
             granted = yield from self._insist(reserve)
             if isinstance(granted, Granted):
@@ -453,7 +454,7 @@ class _Round:
         portion.slots = _Slots(states, ahead.offsets[:count], portion.keys.tobytes())
 
     def _reserve(self, portion: _Portion, *, is_sent: bool) -> Generator[Step, Any, None]:
-        """Begin a reservation; is_sent: ask for its slots now, and take the answer later."""
+        """Begin a reservation; is_sent: request its slots now, and collect the answer later."""
         portion.sequence = self._reservations.begin()
         keys, lengths = portion.keys.tobytes(), portion.runs.lengths.tobytes()
         message = Reserve(0, portion.sequence, self._namespace_tag, keys, lengths)
@@ -463,7 +464,7 @@ class _Round:
     def _granted(
         self, portion: _Portion, reserve: _Question
     ) -> Generator[Step, Any, _Slots | None]:
-        """Return the slots of a portion; None where the home node does not answer."""
+        """Return the slots of a portion; None if the home node does not answer."""
         granted = yield from self._answer(reserve)
         if not isinstance(granted, Granted) or not _fits(granted, len(portion.keys)):
             return None
@@ -472,16 +473,16 @@ class _Round:
     # --- copy -------------------------------------------------------------------------------------
 
     def _copy(self, portion: _Portion, slots: _Slots) -> Generator[Step, Any, None]:
-        """Copy the pages that have slots, mark those that are copied whole, make checksums.
+        """Copy the pages with slots, mark those that are copied completely, compute checksums.
 
-        A page that has no checksum in time, and that no reader of this mode would take without
-        one, is not marked: it would stand in the way of the next set of its key.
+        A page without a checksum in time, if readers of this mode require one, is not marked: it
+        would block the next set of its key.
         """
         count = slots.states.count(RESERVED)
         if not count:
             return
         runs, written, copied_by = portion.runs, portion.written, self._copied_by
-        # Where every page needs a checksum, they are made in time for what was copied.
+        # If every page needs a checksum, time is left to compute them for the copied pages.
         needs_checksums = refuses_without_checksum(self._verify)
         kept_back_s = (copied_by - self._clock()) * CHECKSUM_FRACTION if needs_checksums else 0.0
         until = copied_by - kept_back_s
@@ -496,7 +497,7 @@ class _Round:
         if count < len(runs):
             sampled = sampled[written[sampled] == 1]
         for part in checksum_portions(sampled, runs.lengths):
-            # A late page is lost; without a checksum its generation still verifies it.
+            # A late page would be lost; without a checksum its generation still verifies it.
             if self._clock() >= copied_by:
                 break
             portion.checksums[part] = yield Checksum(runs, part)
@@ -508,9 +509,9 @@ class _Round:
     def _commit(
         self, portion: _Portion, slots: _Slots, *, is_sent: bool, is_first: bool
     ) -> Generator[Step, Any, None]:
-        """Commit what was written; is_sent: now, and its answer is taken later.
+        """Commit what was written; is_sent: send it now, and collect its answer later.
 
-        Pages that were here already are committed again: their owners may not know them yet.
+        Pages that were stored already are committed again: their owners may not know them yet.
         """
         written = np.count_nonzero(portion.written)
         if not written and HERE not in slots.states:
@@ -521,7 +522,7 @@ class _Round:
         timeout_s = self._timeout_s(now)
         ahead: tuple[int, ...] = ()
         if is_first and written == len(portion.written):
-            # Another batch often follows one that was all new.
+            # A batch of only new pages is often followed by another one.
             ahead = self._reservations.ask_ahead(portion.runs.lengths, now)
         message = Commit(
             0,
@@ -536,22 +537,22 @@ class _Round:
         portion.commit = _Question(message, number, timeout_s)
 
     def _committed(self, commit: _Question, pages: int) -> Generator[Step, Any, Committed | None]:
-        """Return the answer to a Commit; None where there is none to be believed."""
+        """Return the answer to a Commit; None without a valid one."""
         answer = yield from self._answer(commit)
         if not isinstance(answer, Committed):
             return None
-        self._reservations.told_with(answer)
+        self._reservations.note_ahead(answer)
         return answer if len(answer.states) == pages else None
 
-    # --- questions --------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _answer(self, question: _Question) -> Generator[Step, Any, Any]:
-        """Return the home node's answer to a question, sent before or not; None without one."""
+        """Return the home node's answer to a request, sent already or not; None without one."""
         if question.number:
             now = self._clock()
             wait_s = RESEND_FRACTION * self._breakers.stall_s + question.timeout_s
             if self._breakers.is_open(self._home):
-                # What has come already still counts.
+                # An answer that has arrived already still counts.
                 wait_s = 0.0
             answer: Message | None = yield Collect(question.number, min(self._until, now + wait_s))
             if answer is not None:
@@ -559,14 +560,14 @@ class _Round:
         return (yield from self._insist(question.message))
 
     def _timeout_s(self, now: float) -> float:
-        """Return how long a Commit that is sent now waits for directory owners."""
+        """Return how long a Commit that is sent now may wait for directory owners."""
         return max(0.0, min(PUBLISH_TIMEOUT_S, (self._until - now) / 2))
 
     def _insist(self, message: Message) -> Generator[Step, Any, Any]:
-        """Ask the home node until it answers, or its breaker opens.
+        """Send a request to the home node until it answers, or its breaker opens.
 
-        Reserve and Commit are idempotent, so a lost message is sent again. A Commit that comes
-        again waits as the first does, within what is left of the time.
+        Reserve and Commit are idempotent, so a lost message is sent again. A repeated Commit waits
+        like the first one, within the remaining time.
         """
         home, until = self._home, self._until
         while (now := self._clock()) < until and self._breakers.available(home, now):
@@ -583,14 +584,14 @@ class _Round:
         return None
 
     def _settle(self, portion: _Portion, slots: _Slots, committed: Committed | None) -> Places:
-        """Note the outcome of each page; return the places that found no room."""
+        """Record the result of each page; return the indices of pages without room."""
         outcome, places, written = self._outcome, portion.places, portion.written
         if committed is not None:
             self._cache.store_packed(committed.records, self._clock(), epoch=self._epoch)
             count = len(committed.records) // RECORD_BYTES
             outcome.unpublished += max(0, count - committed.published)
             if np.count_nonzero(written) == committed.states.count(COMMITTED) == len(written):
-                # All of it, as nearly always: what follows would find the same.
+                # All pages, as nearly always: the code below would give the same result.
                 self._stored(places)
                 outcome.copied += len(places)
                 outcome.copied_bytes += int(portion.runs.lengths.sum())
@@ -614,7 +615,7 @@ class _Round:
         return full
 
     def _stored(self, places: Places) -> None:
-        """Note that the pages at these places of the batch are at home."""
+        """Record that the pages at these indices of the batch are stored."""
         outcome = self._outcome
         outcome.stored[places] = True
         if any(outcome.reasons):
@@ -626,7 +627,7 @@ class _Round:
 def _portions_of(
     keys: PageKeys, runs: PageRuns, places: Places, portion_bytes: int
 ) -> list[_Portion]:
-    """Return the portions of the open places of a batch, which rise."""
+    """Return the portions of the open, ascending indices of a batch."""
     if len(places) < len(keys):
         keys, runs = keys[places], runs.take(places)
     cuts = cuts_of(runs.lengths, portion_bytes)
@@ -639,10 +640,10 @@ def _portions_of(
 
 
 def cuts_of(lengths: U64, portion_bytes: int) -> list[int]:
-    """Return where pages are cut into portions of about equally many bytes, the ends included.
+    """Return the limits of portions of about equal size in bytes, the ends included.
 
-    lengths: bytes of each page. A portion has portion_bytes at least, and RESERVE_PAGES_MAX pages
-    at most.
+    lengths: size of each page. A portion has at least portion_bytes, and at most RESERVE_PAGES_MAX
+             pages.
     """
     pages, total = len(lengths), int(lengths.sum())
     count = min(PORTIONS_MAX, total // portion_bytes)
@@ -660,14 +661,14 @@ def _fits(granted: Granted, pages: int) -> bool:
 
 
 def _spread_repeats(keys: PageKeys, outcome: WriteOutcome) -> None:
-    """Copy the outcome of a repeated key from its first place to the others."""
+    """Copy the result of a repeated key from its first index to the others."""
     names = keys.tolist()
     if len(set(names)) == len(names):
         return
     first: dict[bytes, int] = {}
     for place, name in enumerate(names):
         source = first.setdefault(name, place)
-        # A place with an outcome of its own keeps it: its page may have another size.
+        # An index with a result of its own keeps it: its page may have another size.
         if source != place and not outcome.stored[place] and not outcome.reasons[place]:
             outcome.stored[place] = outcome.stored[source]
             outcome.reasons[place] = outcome.reasons[source]

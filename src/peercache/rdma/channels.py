@@ -2,11 +2,10 @@
 
 Owns    the queue pairs of a client, and the blocks of memory that it lends to reads.
 Keeps   one read uses a channel at a time. After an error a channel is destroyed, never used again,
-        and it is closed before its lease ends.
-        Numbers of channels rise over all rails, and none is used twice, so that a node can tell a
-        channel that was given up from one that is newer than the list it gets.
-        Scatter entries are freed exactly once: pyverbs never frees them, and a second free
-        corrupts memory.
+        and it is closed before its lease ends. Numbers of channels increase over all rails, and
+        none is used twice, so that a node can distinguish a dropped channel from one that is newer
+        than the list it gets. Scatter entries are freed exactly once: pyverbs never frees them, and
+        a second free corrupts memory.
 """
 
 from __future__ import annotations
@@ -96,9 +95,10 @@ class Channel:
         key: int,
         with_last_look: bool = True,
     ) -> None:
-        """Post a portion with one doorbell: first look, fence, bytes, fence, last look.
+        """Post a portion with one doorbell: READs of the first seals, fence, bytes, fence, last
+        seals.
 
-        number:  of its completion.
+        number: the number of its completion.
         shift:   added to every destination address.
         seals_at, key: destination of its seals, and the key of that memory.
         """
@@ -112,7 +112,7 @@ class Channel:
                 self._add_look(pair, last, at, key, flags=self._fence, is_end=True)
 
     def post_last_look(self, portion: Portion, number: int, *, seals_at: int, key: int) -> None:
-        """Post the last look of a portion whose READs have completed."""
+        """Post the READs of the last seals of a portion, after its other READs have completed."""
         with self._chain(number) as pair:
             at = seals_at + portion.first.buffer_bytes
             self._add_look(pair, portion.last, at, key, flags=self._fence, is_end=True)
@@ -184,16 +184,16 @@ class Channel:
 
 
 SEALS_BLOCKS_MAX = 64
-"""Concurrent reads over one rail: more than an engine has threads."""
+"""The most concurrent reads over one rail: more than an engine has threads."""
 
 BOUNCE_BLOCKS_MAX = 4
-"""Concurrent reads into memory that is not registered; 32 MiB each, made at the first need."""
+"""Concurrent reads into memory that is not registered; 32 MiB each, allocated on first use."""
 
 LINK_LOOK_S = 0.01
-"""How long the state of a link is cached: to read it takes three system calls."""
+"""How long the state of a link is cached: reading it takes three system calls."""
 
 BACKOFF_S = 0.25
-"""How long a failed rail is skipped at least. Its return costs a read one stall at most."""
+"""The minimum time that a failed rail is skipped. Its return costs a read one stall at most."""
 
 _SEALS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (SEAL_GAP_BYTES + SEAL_BYTES)
 
@@ -202,8 +202,8 @@ _SEALS_HALF_BYTES = (PORTION_WORK_MAX + 1) * (SEAL_GAP_BYTES + SEAL_BYTES)
 class ClientRail:
     """One rail of a client, and the memory that it lends to reads.
 
-    A rail whose link is down, or that stalls while another one does not, is skipped until its link
-    is up and its back-off is over.
+    If its link is down, or it stalls while another rail does not, it is skipped until its link is
+    up and its back-off is over.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ClientRail:
         clock: Callable[[], float],
         has_fallback: bool,
     ) -> None:
-        """Lend nothing yet.
+        """Start without lent memory.
 
         index:        the number of the rail at this client.
         has_fallback: another fabric serves a read that gets no block of memory.
@@ -327,7 +327,7 @@ class Channels:
         self._turn = 0
 
     def reserve(self, progress: ReadProgress) -> tuple[list[Reserved], str]:
-        """Lease a channel of every rail, or of one rail for a small read; wait for the first.
+        """Lease a channel of every rail, or of one rail for a small read; wait only for the first.
 
         Returns [] and the reason if there is no lease; the reason "" means that no rail is left.
         """
@@ -342,7 +342,7 @@ class Channels:
                 return []
             wanted = len(sides)
             if progress.total_bytes < STRIPE_BYTES_MIN:
-                # Rails take turns; a busy rail is passed over while another is free.
+                # Rails take turns; a busy rail is skipped while another is free.
                 self._turn += 1
                 first, wanted = self._turn % len(sides), 1
                 sides = sides[first:] + sides[:first]
@@ -359,7 +359,7 @@ class Channels:
     def has_spare(self, progress: ReadProgress, reserved: Sequence[Reserved]) -> bool:
         """Return whether a small read that stalls on its rail could use another one.
 
-        A large read on a single rail waits: there is no bound for its duration.
+        A large read on a single rail keeps waiting: its duration has no bound.
         """
         is_small = progress.total_bytes < STRIPE_BYTES_MIN
         if not is_small or len(self._sides) == 1 or len(reserved) > 1:
@@ -368,19 +368,19 @@ class Channels:
         return any(side.index not in busy and side.is_usable(now) for side in self._sides)
 
     def held(self) -> list[tuple[int, ChannelsHeld]]:
-        """Close idle channels; return the lists that nodes must get now. Call each second."""
+        """Close idle channels; return the lists that nodes must get now. Call it every second."""
         now = self._clock()
         newest, channels = self.driver.list_channels()
         by_peer: dict[int, list[int]] = {peer: [] for peer in self._listed}
         for peer, number in channels:
             by_peer.setdefault(peer, []).append(number)
-        told = []
+        reports = []
         for peer, numbers in by_peer.items():
             current = tuple(sorted(numbers))
             before, at = self._listed.get(peer, ((), float("-inf")))
             if current != before or now - at >= HELD_S:
-                told.append((peer, ChannelsHeld(newest, current)))
+                reports.append((peer, ChannelsHeld(newest, current)))
                 self._listed[peer] = (current, now)
             if not current:
                 self._listed.pop(peer, None)
-        return told
+        return reports

@@ -1,7 +1,7 @@
 """The RDMA ports of this host, and the choice of the ports to use.
 
 The facts come from sysfs, which needs no library and no permission: tests use recorded trees, and
-one small file tells whether a link is up.
+one small file shows whether a link is up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IWARP_NODE = "RNIC"
 
 ANY_GID = -1
 EMPTY_MAX = 32
-"""A GID table ends after so many empty entries in a row. The kernel always fills the lowest free
+"""A GID table ends after this many empty entries in a row. The kernel always fills the lowest free
 entry, and a table may have a thousand entries, one file each."""
 
 _IPV4_MAPPED = bytes(10) + b"\xff\xff"
@@ -57,7 +57,7 @@ class Gid:
 class Port:
     """One port of one device, as sysfs shows it.
 
-    name:       device, and ":port" where it is not the first.
+    name:       device, and ":port" if it is not the first.
     state:      "ACTIVE", "DOWN", "INIT", …
     link_layer: ETHERNET or INFINIBAND.
     node:       "CA", or IWARP_NODE.
@@ -91,7 +91,7 @@ class Chosen:
 
 @attrs.frozen
 class Choice:
-    """The ports to use, in order. problems: why each other port is not used, a sentence each."""
+    """The ports to use, in order. problems: why other ports are not used, one sentence each."""
 
     ports: tuple[Chosen, ...]
     problems: tuple[str, ...]
@@ -117,9 +117,9 @@ def is_up(device: str, number: int, root: Path = SYSFS) -> bool:
 def choose(ports: Sequence[Port], names: Sequence[str] = (), gid_index: int = ANY_GID) -> Choice:
     """Choose the ports to read over.
 
-    names:     exactly these ports, as rails, in this order: "mlx5_0" or "mlx5_0:2" each.
-               Empty: the fastest port that is up, and the first by name among equals.
-    gid_index: the GID of every chosen port; ANY_GID takes the best entry.
+    names:     exactly these ports, as rails, in this order: "mlx5_0" or "mlx5_0:2" each. Empty: the
+               fastest port that is up, the first by name if several are equal.
+    gid_index: the GID of every chosen port; ANY_GID: use the best entry.
     """
     if names:
         return _choose_named(ports, names, gid_index)
@@ -160,7 +160,7 @@ def _choose_named(ports: Sequence[Port], names: Sequence[str], gid_index: int) -
             there = ", ".join(each.name for each in ports) or "none"
             problems.append(f"there is no RDMA device {name}; there is {there}")
             continue
-        # A rail whose link is down is skipped until it comes up.
+        # A rail with a link that is down is skipped until it comes up.
         problem, gid = _judge(port, gid_index, must_be_up=False)
         if gid is None:
             problems.append(problem)

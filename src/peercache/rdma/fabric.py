@@ -1,6 +1,6 @@
 """The rdma fabric of a client: one-sided READs in the caller's thread.
 
-The owner's processor has no part in a read. If a channel has not completed its read, it is
+The owner's processor is not involved in a read. If a channel has not completed its read, it is
 destroyed before `read` returns: a destroyed queue pair writes nowhere, so no READ writes to a
 destination after the return. A destination that is not registered is read through a bounce buffer.
 """
@@ -41,16 +41,16 @@ EXCHANGE_S = 0.2
 """Longest wait for a node's end of a channel; a breaker opens after a longer silence."""
 
 ABSENT_S = 30.0
-"""How long a node that serves no rdma is not asked again."""
+"""How long a node that does not serve rdma is not asked again."""
 
 REFUSED_S = 5.0
-"""The same for a refusal that may pass: too many channels, no path."""
+"""The same for a temporary refusal: too many channels, no path."""
 
 AWAY_S = 1.0
 """The same for a peer that did not answer or could not be read."""
 
 SET_ASIDE_S = 0.005
-"""Reserved before a deadline, to destroy a channel in time."""
+"""Time reserved before a deadline, to destroy a channel."""
 
 REFRESH_S = 1.0
 """Interval at which a peer that is still registering memory is asked for its regions."""
@@ -62,10 +62,10 @@ ELSEWHERE = {
     LINK_DOWN: PEER_UNREACHABLE,
     NO_MEMORY: PEER_UNREACHABLE,
 }
-"""Failures that another fabric may not have; the miss reason if there is no other fabric."""
+"""Failures that another fabric may not have, with the miss reason if there is no other fabric."""
 
 AskPeer: TypeAlias = Callable[[int, Message, float], "Message | None"]
-"""Asks a peer by its incarnation, until a time; returns its answer, or None."""
+"""Sends a request to a peer by its incarnation, with a deadline; returns its answer, or None."""
 
 
 ALL_RAILS = -1
@@ -123,9 +123,9 @@ class RdmaFabric:
         clock: Callable[[], float] = time.monotonic,
         poller: Callable[[], Poller] = select.poll,
     ) -> None:
-        """Read over `rails`; `close` closes them too.
+        """Read over `rails`; `close` also closes them.
 
-        exchange: asks nodes for their ends of channels.
+        exchange: requests the other end of a channel from a node.
         fallback: reads the pages that rdma cannot read; None makes them misses.
         """
         self._sides = tuple(
@@ -192,12 +192,11 @@ class RdmaFabric:
         with self._lock:
             is_released, self._is_released = self._is_released, True
         if is_quiet and not is_released:
-            # With a read in flight the memory must stay: the end of the process closes the rest.
+            # With a read in flight the memory must stay: the exit of the process closes the rest.
             for side in self._sides:
                 side.rail.close()
 
-    # --- for the client and the node
-    # ---------------------------------------------------------------------------
+    # --- for the client and the node --------------------------------------------------------------
 
     def forget(self, incarnation: int) -> None:
         """Close the channels to a dead member; a channel in use when its read ends."""
@@ -232,7 +231,7 @@ class RdmaFabric:
         if self._unreachable.any():
             progress.avoided.update(self._unreachable.rails(progress.peer, self._clock()))
         failure = ""
-        # Every turn completes the read, or drops a rail or its idle channels.
+        # Every iteration completes the read, or drops a rail or its idle channels.
         for _ in range(2 * len(self._sides) + 1):
             if not len(progress.left()):
                 return ""
@@ -334,7 +333,7 @@ class RdmaFabric:
         return False
 
     def _use(self, progress: ReadProgress, leased: Sequence[Leased]) -> str:
-        """Read the rest over these channels, then give each back or close it."""
+        """Read the rest over these channels, then return or close each."""
         shares: list[Share] = []
         try:
             shares = shares_of(
@@ -360,7 +359,7 @@ class RdmaFabric:
             self._end_all(leased, shares)
 
     def _leave_out(self, dead: Transfer, shares: Sequence[Share]) -> None:
-        # At once: this read may go on over the other rails for long.
+        # At once: this read may continue for long over the other rails.
         for share in shares:
             if share.transfer is dead:
                 share.leased.reserved.side.leave_out(self._clock())
@@ -400,7 +399,8 @@ class RdmaFabric:
                     rail=side.rail.name,
                 )
             elif transfer.is_stuck:
-                # Says nothing of the peer, nor of other channels: the next turn takes another one.
+                # This does not affect the peer or other channels: the next iteration uses another
+                # one.
                 self._warn_channel(
                     progress.read.member, side, "the device has forgotten its requests"
                 )

@@ -41,7 +41,7 @@ class Cut:
 
 @attrs.frozen(eq=False)
 class MemoryKeys:
-    """Registered pieces, sorted by begin and by end. Immutable: a change makes a new table."""
+    """Registered pieces, sorted by begin and by end. Immutable: a change creates a new table."""
 
     begins: U64
     ends: U64
@@ -74,7 +74,7 @@ class MemoryKeys:
         at = begins[left]
         parts: list[tuple[I64, U64, U64, U64]] = []
         covered = np.ones(len(begins), np.bool_)
-        # Each round cuts one part off every range; one round is the rule, two are rare.
+        # Each round cuts one part off every range; usually there is one round, rarely two.
         while len(left):
             piece = self.begins.searchsorted(at, side="right") - 1
             known = piece >= 0

@@ -30,7 +30,7 @@ from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import ChannelOpened, OpenChannel
 
 READ_S = 30.0
-"""Longest wait for a batch: only a link that loses packets needs so long."""
+"""Longest wait for a batch: only a link that loses packets needs this long."""
 
 REGISTER_S = 60.0
 
@@ -46,9 +46,9 @@ class LoopbackFailed(PeerCacheError):
 class Loopback:
     """A published segment full of pages, and a fabric that reads them.
 
-    memory:    (pages × page_bytes,) uint8, their registered destination; address: where it is.
+    memory:    (pages × page_bytes,) uint8, their registered destination; address: its address.
     near, far: the rails that read, and those that serve.
-    published: what the serving end offers; None before the first read.
+    published: the memory that the serving end publishes; None before the first read.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ Task: TypeAlias = "tuple[Region, int, int]"
 @final
 @attrs.define(eq=False)
 class Region:
-    """A range of memory that is registered, or is being registered. Made by `Regions.add`.
+    """A range of memory that is registered, or is being registered. Created by `Regions.add`.
 
-    name:      for people: "pool", "seals", "engine".
-    is_urgent: a read waits for it, so it goes ahead of other pending tasks.
+    name:      for operators: "pool", "seals", "engine".
+    is_urgent: a read waits for it, so it precedes other pending tasks.
     failure:   "" or why a part cannot be registered; the rest stays usable.
 
     The other fields belong to `Regions`, which changes them under its lock.
@@ -80,7 +80,7 @@ class Region:
     is_removed: bool = False
     pieces: dict[int, tuple[int, Registered]] = attrs.field(factory=dict)
     begun_s: float = attrs.field(factory=time.monotonic)
-    told_s: float = attrs.field(factory=time.monotonic)
+    logged_s: float = attrs.field(factory=time.monotonic)
 
     @property
     def registered_bytes(self) -> int:
@@ -149,7 +149,7 @@ class Regions:
         """Begin to register a range, and return at once; the same range again is the same region.
 
         remote:      True lets peers read it; False lets local READs fill it.
-        ready_bytes: the leading bytes that may be touched now; default all. `grow` raises them.
+        ready_bytes: the leading bytes that may be accessed now; default all. `grow` increases them.
         owner:       the object that frees the memory; kept alive until the region is removed.
         is_urgent:   ahead of every pending task: a small range that a read waits for.
         """
@@ -204,7 +204,7 @@ class Regions:
                 return
 
     def wait(self, region: Region, timeout_s: float) -> bool:
-        """Wait until no task of a region is pending; return whether that is so.
+        """Wait until no task of a region is pending; return whether that happened in time.
 
         A region with a `failure` has no pending tasks either.
         """
@@ -304,7 +304,7 @@ class Regions:
             if piece is not None and not is_kept:
                 self._deregister(region, {offset: (length, piece)})
             elif not region.is_removed:
-                self._tell(region, failure)
+                self._log_result(region, failure)
 
     def _register(self, region: Region, offset: int, length: int) -> tuple[Registered | None, str]:
         begin = region.address + offset
@@ -321,7 +321,7 @@ class Regions:
             self._log.exception("rdma.register_crashed", region=region.name)
             return None, f"{type(error).__name__}: {error}"
 
-    def _tell(self, region: Region, failure: str) -> None:
+    def _log_result(self, region: Region, failure: str) -> None:
         now = time.monotonic()
         done = region.registered_bytes
         name, of = region.name, region.length
@@ -329,8 +329,8 @@ class Regions:
             self._log.warning(
                 "rdma.register_failed", region=name, ready_bytes=done, of_bytes=of, problem=failure
             )
-        elif done == of or now - region.told_s >= PROGRESS_S:
-            region.told_s = now
+        elif done == of or now - region.logged_s >= PROGRESS_S:
+            region.logged_s = now
             seconds = round(now - region.begun_s, 3)
             self._log.info(
                 "rdma.memory_registered",
@@ -386,8 +386,8 @@ class Block:
 class Blocks:
     """Lends blocks of registered memory, of one size and for one rail. Thread-safe.
 
-    A block is made and registered at the first need, ahead of other pending registrations. If it
-    is late all the same, because the engine registers a lot of memory, no read waits for it.
+    A block is allocated and registered on first use, ahead of other pending registrations. If it is
+    still late, because the engine registers a lot of memory, no read waits for it.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class Blocks:
         self._count = 0
 
     def lend(self, until: float) -> Block | None:
-        """Return a block; None if no block comes free in time, or a new one would be late."""
+        """Return a block; None if no block becomes free in time, or a new one would be late."""
         with self._changed:
             self._take_late()
             while not self._idle and self._count >= self._blocks_max:
@@ -455,12 +455,12 @@ class Blocks:
         )  # fmt: skip
 
     def _leaves_it(self) -> bool:
-        """Return whether another fabric must read: one more block would come even later."""
+        """Return whether another fabric must read: one more block would take even longer."""
         return self._has_fallback and bool(self._late)
 
     def _timeout_s(self, until: float) -> float:
         left = until - self._clock()
-        # The other fabric needs the other half.
+        # The other fabric needs the other half of the time.
         return min(REGISTER_S, left / 2) if self._has_fallback else left
 
     def _made(self, region: Region) -> Block | None:

@@ -1,10 +1,10 @@
 """The kernel's neighbour tables: whether a peer's Ethernet address resolves before a connect.
 
 To connect a queue pair the kernel resolves that address, which takes up to a second if the peer
-does not answer, and pyverbs holds the interpreter's lock meanwhile: the node's loop, or the
-engine, would stop. So a datagram to the discard port makes the kernel resolve it first, without a
-wait, and its tables show the outcome. A peer without an entry counts as reachable: it is behind a
-router, on this host, or has a link-local address that contains the Ethernet address.
+does not answer, and pyverbs holds the GIL meanwhile: the node's loop, or the engine, would be
+blocked. So a datagram to the discard port makes the kernel resolve the address first, without
+blocking, and its tables show the result. A peer without an entry counts as reachable: it is behind
+a router, on this host, or has a link-local address that contains the Ethernet address.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ask(ours: Gid, theirs: bytes) -> None:
     """Make the kernel resolve a neighbour's address; never waits."""
     other = Gid(0, theirs, ours.kind)
     family = socket.AF_INET if other.is_ipv4 else socket.AF_INET6
-    # A missing route, a missing local address or a full queue shows when the pair connects.
+    # A missing route, a missing local address or a full queue is detected when the pair connects.
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as datagram:
         datagram.settimeout(0)
         datagram.bind((_text(family, ours.raw), 0))
@@ -76,7 +76,7 @@ def find(
 ) -> bool:
     """Return whether the address is known, by `until` and within RESOLVE_S; for a thread.
 
-    The interpreter's lock is free while it waits.
+    The GIL is released while it waits.
     """
     ask(ours, theirs)
     until = min(until, clock() + RESOLVE_S)
@@ -102,19 +102,19 @@ def states_of(theirs: bytes, dump: bytes) -> Iterator[int]:
 
 
 def _messages(dump: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the kind of each message, and where its content begins and ends."""
+    """Yield the kind of each message, and the begin and the end of its content."""
     at = 0
     while at + _MESSAGE.size <= len(dump):
         length, kind, *_ = _MESSAGE.unpack_from(dump, at)
         if length < _MESSAGE.size:
-            kind, length = _ERROR, len(dump)  # No message is so short: the rest cannot be read.
+            kind, length = _ERROR, len(dump)  # Too short for a message: the rest cannot be read.
         yield kind, at + _MESSAGE.size, at + length
         at += -(-length // 4) * 4
 
 
 def _dump() -> bytes:
     """Return the kernel's table of IPv6 neighbours as netlink messages; b"" if it gives none."""
-    told = b""
+    reply = b""
     route = (socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
     with contextlib.suppress(OSError), socket.socket(*route) as kernel:
         kernel.settimeout(_DUMP_S)
@@ -122,9 +122,9 @@ def _dump() -> bytes:
         header = (_MESSAGE.size + len(entry), _GET_NEIGHBOURS, _REQUEST_DUMP, 1, 0)
         kernel.send(_MESSAGE.pack(*header) + entry)
         while not _is_last(part := kernel.recv(_DUMP_BYTES)):
-            told += part
-        told += part
-    return told
+            reply += part
+        reply += part
+    return reply
 
 
 def _is_last(part: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""The plan of a read: READs of several pieces each, between two looks at the pages' seals.
+"""The plan of a read: READs of several pieces each, between two READs of the pages' seals.
 
 Pure arithmetic over arrays, so tests need no device. The pages are one stream of bytes. The stream
 is cut at the borders of runs, of registrations and of the largest READ, and joined again where both
@@ -24,21 +24,22 @@ from peercache.model.seal import SEAL_BYTES, Seals, unread_seals
 from peercache.rdma.key_table import MemoryKeys
 
 READ_BYTES_MAX = 2**20
-"""Most bytes of one READ, but for its last piece. Sixteen outstanding READs of this size fill any
-link, and the reader soon knows that a page is complete."""
+"""The most bytes of one READ, without its last piece. Sixteen outstanding READs of this size fill
+any link, and the reader soon knows that a page is complete."""
 
 PORTION_BYTES = 16 * 2**20
-"""Bytes between two looks. A fence leaves the link idle for one round trip: two fences cost a
-fiftieth of the time at 46 GB/s if they come every 16 MiB. A deadline costs the portions in flight,
-no more."""
+"""Bytes between two checks of seals. A fence leaves the link idle for one round trip: two fences
+every 16 MiB cost a fiftieth of the time at 46 GB/s. A deadline wastes at most the portions in
+flight."""
 
 PORTION_WORK_MAX = 384
-"""Work requests of a portion: 128 scattered pages and two looks at each, which take less than a
+"""Work requests of a portion: 128 scattered pages and two checks of each, which take less than a
 millisecond to post. A queue pair has room for two portions; 16 queue pairs cost a peer 4.5 MiB."""
 
 SEAL_GAP_BYTES = 64 * SEAL_BYTES
-"""One READ fetches seals that are so close, with the bytes between them: a work request costs about
-as much as some kilobytes on the link. The seals of neighbouring 1 MiB pages are so far apart."""
+"""One READ fetches seals within this distance, with the bytes between them: a work request costs
+about as much as some kilobytes on the link. The seals of adjacent 1 MiB pages are this far
+apart."""
 
 
 @attrs.frozen
@@ -72,8 +73,8 @@ class Published:
 class Look:
     """The READs of the seals of some pages.
 
-    remote, keys, lengths: of each READ. at: its place in the look's buffer, in bytes.
-    pages: the pages of the seals. slots: the place of each page's seal in the buffer, in seals.
+    remote, keys, lengths: those of each READ. at: its offset in the look's buffer, in bytes.
+    pages: the pages of the seals. slots: the index of each page's seal in the buffer, in seals.
     """
 
     remote: list[int]
@@ -166,7 +167,7 @@ def inside(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.b
 
 
 def opened(published: Published, offsets: U64, lengths: U64) -> npt.NDArray[np.bool_]:
-    """Return the slots whose bytes and seals the known regions of the peer cover."""
+    """Return the slots with bytes and seals in known regions of the peer."""
     begins = np.uint64(published.pages_address) + offsets
     seals = published.keys.cut(
         published.seal_addresses(offsets), np.full(len(offsets), SEAL_BYTES, np.uint64)
@@ -191,8 +192,8 @@ def plan(
     pieces_at = starts_piece.nonzero()[0]
     reads_at = starts_read.nonzero()[0]
     ends = stream.lengths.cumsum(dtype=np.uint64)
-    # The first look at a page comes in the portion of its first part, the last one in that of its
-    # last part.
+    # The first look at a page is in the portion of its first part, the last one in that of its last
+    # part.
     turns = (stream.pages[1:] != stream.pages[:-1]).nonzero()[0]
     first_part = np.concatenate(([0], turns + 1))
     last_part = np.append(turns, len(stream) - 1)
@@ -211,7 +212,7 @@ def plan(
         begun = _within(begun_until, first, last)
         ended = _within(ended_until, first, last)
         first_look = _look_at(*seals, stream.pages[first_part[begun]])
-        # Mostly the same pages begin and end in a portion.
+        # Usually the same pages begin and end in a portion.
         last_look = first_look
         if begun != ended:
             last_look = _look_at(*seals, stream.pages[last_part[ended]])
@@ -236,7 +237,7 @@ def plan(
 def _pages_until(
     reads_at: npt.NDArray[np.intp], parts: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.intp]:
-    """Return how many of these parts, one a page, are in the READs up to each READ."""
+    """Return how many of these parts, one per page, are in the READs up to each READ."""
     read_of_page = reads_at.searchsorted(parts, side="right") - 1
     until: npt.NDArray[np.intp] = read_of_page.searchsorted(np.arange(len(reads_at)), side="right")
     return until
@@ -308,7 +309,7 @@ def bounced(runs: PageRuns) -> PageRuns:
 def rows_of(seals: npt.NDArray[Any]) -> U64:
     """Return seals, or memory for seals, as rows of eight words, the generation word first.
 
-    A view: numpy moves a seal with fields ten times as slowly, field by field.
+    A view: numpy copies seals with fields ten times as slowly, field by field.
     """
     return seals.view(np.uint64).reshape(-1, SEAL_BYTES // 8)
 
@@ -316,8 +317,8 @@ def rows_of(seals: npt.NDArray[Any]) -> U64:
 def stripes(lengths: U64, rails: int, block_bytes: int) -> list[npt.NDArray[np.intp]]:
     """Return the pages of each rail: whole pages, striped in blocks, in page order.
 
-    So all rails work on the same part of the batch, and the pages that are complete at a deadline
-    are mostly a leading run.
+    So all rails work on the same part of the batch, and the complete pages at a deadline are mostly
+    a leading run.
     """
     if rails == 1:
         return [np.arange(len(lengths))]

@@ -1,12 +1,11 @@
 """Queue pairs and completion queues: the objects of pyverbs behind a connection.
 
 Keeps   no code asks pyverbs for the state of a pair: its cached field still says "ready to send"
-        after an error. A failed completion tells, and then the pair is destroyed.
-        No property of a destroyed object is read again: its reference is dropped first.
-        Every completion event is acknowledged at once. Otherwise destroying the queue would wait
-        for it, with the interpreter's lock held.
-        A completion queue is as large as its send queue: some devices report no overrun, and after
-        an error every request completes, signaled or not.
+        after an error. A failed completion shows the error, and then the pair is destroyed. No
+        property of a destroyed object is read again: its reference is dropped first. Every
+        completion event is acknowledged at once. Otherwise destroying the queue would wait for it,
+        while holding the GIL. A completion queue is as large as its send queue: some devices report
+        no overrun, and after an error every request completes, signaled or not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from peercache.config.settings import Config
 from peercache.rdma.verbs import Verbs, completion_channel, outlives_fork
 
 RETRIES_MAX = 6
-"""7 means "without end" to verbs: no completion came in 60 s with a link down (rdma_rxe)."""
+"""7 means "forever" in verbs: no completion arrived in 60 s with a link down (rdma_rxe)."""
 
 RNR_RETRY = 7
 """7 is harmless here: no peer sends a message that needs a receive."""
@@ -106,7 +105,8 @@ class QueuePair:
 
     def connect(self, path: QpPath, other: QpEnd, *, psn: int) -> None:
         """Make the pair ready to receive, then to send; once. Raises verbs.Error."""
-        # A pair that failed is never reset: the other end of its old connection would talk to it.
+        # A pair that failed is never reset: the other end of its old connection could still send to
+        # it.
         assert not self._is_connected, self.number
         self._is_connected = True
         verbs = self._verbs
@@ -147,7 +147,7 @@ REMOTE_ACCESS_ERROR = 10
 """Numbers of enum ibv_wc_status: newer pyverbs has an enum, older plain integers."""
 
 BURST = 16
-"""Completions taken at a time; mostly there is one."""
+"""Completions taken at a time; usually there is one."""
 
 
 @attrs.frozen
@@ -162,9 +162,9 @@ class Completion:
 class Completions:
     """One completion queue; used by one thread at a time.
 
-    pyverbs holds the interpreter's lock in every call, so a blocking `get_cq_event` would stop the
-    whole engine. Instead a thread takes completions, arms the queue, and sleeps in `poll(2)` on
-    `descriptor` without the lock.
+    pyverbs holds the GIL in every call, so a blocking `get_cq_event` would block the whole engine.
+    Instead a thread takes completions, arms the queue, and sleeps in `poll(2)` on `descriptor`
+    without the GIL.
     """
 
     def __init__(self, verbs: Verbs, context: Any, entries: int) -> None:
@@ -185,14 +185,14 @@ class Completions:
         return self._queue
 
     def take(self) -> list[Completion]:
-        """Return the requests that have completed since the last call; never waits."""
+        """Return the requests that have completed since the last call; never blocks."""
         _, found = self._queue.poll(BURST)
         return [Completion(int(each.wr_id), int(each.status)) for each in found]
 
     def arm(self) -> None:
         """Make the descriptor readable on the next completion.
 
-        Call `take` once more after it: an earlier completion makes no event.
+        Call `take` again afterwards: an earlier completion creates no event.
         """
         self._queue.req_notify()
 

@@ -20,7 +20,7 @@ from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
 
 SLOWEST_PORTION_S = 2.0
-"""16 MiB over a tenth of a gigabit per second: what a portion may take where nothing is lost."""
+"""16 MiB over a tenth of a gigabit per second: the longest time of a portion without loss."""
 
 
 @attrs.frozen
@@ -62,9 +62,9 @@ class Rail:
 
     @property
     def gives_up_s(self) -> float:
-        """Return the time after which a request that is neither complete nor failed is forgotten.
+        """Return the time after which a request without a completion counts as lost.
 
-        A device may take four times its time-out for each try (InfiniBand, 9.7.6.1.3).
+        A device may take four times its timeout for each attempt (InfiniBand, 9.7.6.1.3).
         """
         tries = self._config.rdma_retry_count + 1
         return SLOWEST_PORTION_S + 4 * 4.096e-6 * (1 << self._config.rdma_timeout) * tries
@@ -80,7 +80,7 @@ class Rail:
     def finds(self, gid: bytes, until: float) -> bool:
         """Return whether the kernel can connect to a GID without a wait of its own.
 
-        Waits for `neighbours.RESOLVE_S` at most, without the interpreter's lock.
+        Waits for `neighbours.RESOLVE_S` at most, without the GIL.
         """
         if self.link_layer != device.ETHERNET:
             return True

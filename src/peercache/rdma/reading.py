@@ -1,9 +1,9 @@
 """One read over one or several channels, driven by the caller's thread.
 
 A read is split into shares, one for each channel. The transfer of a share posts its plan, two
-portions at a time. It takes the seals of a portion only after the completion behind all READs of
-that portion is a success: completions of a queue pair come in order, so an earlier failure would
-come first.
+portions at a time. It uses the seals of a portion only after a successful completion that follows
+all READs of that portion: completions of a queue pair arrive in order, so an earlier failure would
+arrive first.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ SLICE_S = 0.01
 """Interval between two checks of the links, and longest wait: an event may be lost."""
 
 STOPPED_S = 0.1
-"""Longest time between two looks that counts as time in which nothing moved."""
+"""The longest time between two checks that counts as time without progress."""
 
 RAIL_STALL_S = 0.04
-"""A rail that makes no progress for so long, and for several times the time of a portion, is
-skipped if another rail makes progress: within 50 ms, although the device itself retries longer."""
+"""A rail without progress for this time, and for several times the time of a portion, is skipped if
+another rail makes progress: within 50 ms, although the device itself retries longer."""
 
 RAIL_STALL_PORTIONS = 4
 
@@ -151,8 +151,8 @@ class Transfer:
     def stand(self, seconds: float) -> None:
         """Note a time without progress; end the transfer if the device has forgotten it.
 
-        By then it owes a completion or an error. Soft-RoCE gives neither about once in five
-        thousand reads on a busy machine; why is not known.
+        By then it should have sent a completion or an error. Soft-RoCE sends neither about once in
+        five thousand reads on a busy machine; the cause is not known.
         """
         self._stood_s += seconds
         if self._under_way and self._stood_s >= self.channel.rail.gives_up_s:
@@ -213,7 +213,7 @@ class Transfer:
         until = self._deadline
         if copy_pages(runs, source, to_slots=False, deadline=until, clock=self._clock):
             return True
-        # In time and not copied: a destination of the caller is not mapped.
+        # In time but not copied: a destination of the caller is not mapped.
         self.failure = DEADLINE if self._clock() >= until else INTERNAL
         return False
 
@@ -224,9 +224,9 @@ class Transfer:
         half += first.buffer_bytes // SEAL_BYTES
         pages = last.pages
         late = self._seal_rows[half + last.slots]
-        # Whole seals: within one READ the device promises no order of key and word.
+        # Whole seals: within one READ the device guarantees no order of key and word.
         same = (self._first_look[pages] == late).all(axis=1)
-        # A last word proves nothing alone: make it one that no record carries.
+        # A last word alone proves nothing: replace it by one that no record has.
         late[~same, 0] |= _CHANGED
         self._seen_rows[pages] = late
         self.complete[pages] = True
@@ -256,7 +256,7 @@ def drive(
     """Advance the transfers until each is over; at the deadline the failure is DEADLINE.
 
     has_spare: another rail can take over from a stalled one.
-    leave_out: called as soon as a rail is found dead, because the others may go on for long.
+    leave_out: called as soon as a rail is found dead, because the others may continue for long.
     """
     by_descriptor = {transfer.channel.descriptor: transfer for transfer in transfers}
     for descriptor in by_descriptor:
@@ -274,7 +274,7 @@ def drive(
         ]
         if now >= next_look:
             dead += [each for each in pending if not each.channel.rail.is_up()]
-            # A process that was stopped has not looked, and the device may have been, too.
+            # A paused process has not checked, and the device may have been paused, too.
             since_look_s = min(now - next_look + SLICE_S, STOPPED_S)
             for transfer in pending:
                 transfer.stand(since_look_s)
@@ -284,7 +284,7 @@ def drive(
                 transfer.failure = LINK_DOWN
                 leave_out(transfer)
         if now >= deadline:
-            # The deadline holds although completions keep coming: many small pages take long.
+            # The deadline holds although completions keep arriving: many small pages take long.
             for transfer in pending:
                 if not transfer.is_over:
                     transfer.failure = DEADLINE
@@ -293,7 +293,7 @@ def drive(
             continue
         for transfer in pending:
             transfer.channel.arm()
-        # A completion before the queue was armed makes no event.
+        # A completion before the queue was armed creates no event.
         if _advance(pending):
             continue
         judged = [at for each in pending if (at := each.progress_at + timeout_s) > now]
@@ -373,7 +373,7 @@ def shares_of(
 ) -> list[Share]:
     """Split the rest of a read into shares, one for each connected channel; raise Unprepared.
 
-    refresh: asks a peer again for its registered memory, unless it was asked just now.
+    refresh: requests a peer's registered memory again, unless that was done just now.
     """
     published = _published(leased[0])
     left = progress.keep_inside(progress.left(), published)

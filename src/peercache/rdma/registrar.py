@@ -1,6 +1,6 @@
 """The registrars: register memory with a device, through libibverbs or through pyverbs.
 
-pyverbs never releases the GIL: to register a gibibyte of untouched memory stops every other thread
+pyverbs never releases the GIL: registering a gibibyte of untouched memory blocks every other thread
 of the engine for seconds. Where pyverbs shows the pointer of the protection domain, a registrar
 calls `ibv_reg_mr` through ctypes, which releases the GIL. Where it hides the pointer (rdma-core
 44), pyverbs registers pieces so small that it holds the GIL for a few milliseconds.
@@ -25,7 +25,7 @@ ACCESS_REMOTE_READ = 4
 """The needed values of enum ibv_access_flags: no peer ever writes remote memory."""
 
 DIRECT_CHUNK_BYTES = 2**30
-"""Bytes of one registration without the GIL: about 100 ms of touched memory, so progress shows
+"""Bytes of one registration without the GIL: about 100 ms of touched memory, so progress is logged
 often. A hundred of them make 100 GiB, few enough for the translation caches of a device."""
 
 HELD_CHUNK_BYTES = 64 * 2**20

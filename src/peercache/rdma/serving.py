@@ -2,10 +2,10 @@
 
 Owns    the rails of a node: the registrations of its segment, one queue pair for each channel, and
         one completion queue for each rail, which stays empty because a node posts no requests.
-Keeps   `ChannelServer` never waits: it makes a queue pair in a call or two, and threads of
-        `Regions` register memory. A peer may read, and do nothing else.
-        A repeated question for a channel keeps its queue pair. A question with another queue pair
-        of the client gets a new one; the old one is destroyed first.
+Keeps   `ChannelServer` never waits: it creates a queue pair in a call or two, and threads of
+        `Regions` register memory. A peer may only read. A repeated request for a channel keeps its
+        queue pair. A request with another queue pair of the client gets a new one; the old one is
+        destroyed first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NOTHING_POSTED = Sizes(work=1, pieces=1)
 
 @attrs.frozen(eq=False)
 class _Served:
-    """One channel. end: the client's end, which tells a repeated question from a new one."""
+    """One channel. end: the client's end, which distinguishes a repeated request from a new one."""
 
     rail: Rail
     pair: QueuePair
@@ -112,7 +112,7 @@ class ChannelServer:
         return len(self._served)
 
     def rail_for(self, wanted: OpenChannel) -> Rail:
-        """Return the rail that a rail of the client connects to."""
+        """Return the rail to which a rail of the client connects."""
         return self.rails[wanted.rail % len(self.rails)]
 
     def open(self, client: int, wanted: OpenChannel) -> ChannelOpened | Refused:
@@ -217,9 +217,9 @@ class ChannelServer:
 class DeviceQueuePairs:
     """The port `QueuePairs` over the devices of this host, from their opening to their end.
 
-    It handles one effect a turn of the loop: to make a queue pair takes a millisecond, with the
-    interpreter's lock held. A client whose address does not resolve delays the effects behind it
-    by `neighbours.RESOLVE_S`, and not the loop.
+    It handles one effect per turn of the loop: creating a queue pair takes a millisecond, while
+    holding the GIL. If the address of a client does not resolve, that delays the effects behind it
+    by `neighbours.RESOLVE_S`, but not the loop.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class DeviceQueuePairs:
         metrics: Metrics,
         log: Any,
     ) -> None:
-        """Serve `segment`; `tell` hands a fact to the rdma actor.
+        """Serve `segment`; `tell` passes a message to the rdma actor.
 
         is_required: without devices `run` raises ConfigError.
         """
@@ -273,7 +273,7 @@ class DeviceQueuePairs:
             async for effect in self._effects:
                 await self._do(server, effect)
         except (rails[0].verbs.Error, OSError) as error:
-            # A device failed, early or late: the node goes on, and peers read over tcp.
+            # A device failed, early or late: the node continues, and peers read over tcp.
             self._end(str(error))
         finally:
             if server is not None:

@@ -1,11 +1,10 @@
 """The one import of pyverbs, from version 44 on; a host without pyverbs gets the reason.
 
-Keeps   `import peercache` never needs pyverbs: `load` returns the reason where it is missing.
-        The logging of the engine does not change, although `import pyverbs` configures the root
-        logger.
+Keeps   `import peercache` never needs pyverbs: `load` returns the reason if it is missing. The
+        logging of the engine does not change, although `import pyverbs` configures the root logger.
         No code reads a property of a closed pyverbs object, which is a segmentation fault: its
-        owner drops the reference before the close.
-        A forked child destroys nothing: the kernel objects belong to its parent.
+        owner drops the reference before the close. A forked child destroys nothing: the kernel
+        objects belong to its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 COMPLETION_CHANNEL = "anon_inode:[infinibandevent]"
-"""What the kernel calls the descriptor of a completion channel."""
+"""The kernel's name of the descriptor of a completion channel."""
 
 
 NAMES = {
@@ -42,15 +41,15 @@ NAMES = {
     "Error": "pyverbs_error.PyverbsError",
     "device_list": "device.get_device_list",
 }
-"""Where pyverbs has what this package uses."""
+"""The modules of pyverbs with the names that this package uses."""
 
 
 class Verbs(SimpleNamespace):
-    """What NAMES says, and `enums`, the module of constants."""
+    """The objects in NAMES, and `enums`, the module of constants."""
 
 
 Absent: TypeAlias = str
-"""The reason why this host has no verbs, as a sentence for people."""
+"""The reason why this host has no verbs, as a sentence for operators."""
 
 _lock = threading.Lock()
 _loaded: list[Verbs | Absent] = []
@@ -132,7 +131,7 @@ def open_context(verbs: Verbs, name: str) -> Any:
 
 
 def outlives_fork(thing: Any) -> Any:
-    """Return the object, which a forked child now never destroys.
+    """Return the object; a forked child will never destroy it.
 
     pyverbs destroys an object when Python collects it, and a child's copy names a kernel object
     of its parent.

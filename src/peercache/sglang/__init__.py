@@ -14,7 +14,7 @@ except ImportError as error:
         raise
     raise ImportError(
         "peercache.sglang works inside an SGLang server: install sglang 0.5.12 or later "
-        f"in this Python, beside peercache ({error})",
+        f"in this Python, next to peercache ({error})",
         name=error.name,
     ) from error
 

@@ -1,8 +1,8 @@
 """SGLang's storage interface for hybrid models (v2): one batch for all pools of a call.
 
-Owns    nothing: it turns transfers into the keys and runs of one batch, and its answer back.
-Keeps   one bool a key of each transfer, whatever is wrong with it; a pool that is not served, a
-        wrong number of indices, a page of another size are misses, counted.
+Owns    nothing: it converts transfers into the keys and runs of one batch, and the result back.
+Keeps   each transfer gets one bool per key, even if it is invalid; a pool that is not served, a
+        wrong number of indices, or a page of another size are counted misses.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Refuse = Callable[[str, int, str], None]
 class Part:
     """Pages of one transfer in a batch.
 
-    place:  of the transfer in the call. begin: the first of its pages that is meant.
-    pages:  how many. keys, runs: of their objects, page by page.
-    staged: copies of the pages, where the pool needs some.
+    place:  index of the transfer in the call. begin: the first of its pages.
+    pages: their number. keys, runs: those of their objects, page by page.
+    staged: copies of the pages, if the pool needs them.
     """
 
     place: int
@@ -59,12 +59,13 @@ def move(
     batch: Callable[[PageKeys, PageRuns, I64, list[Part]], list[bool]],
     within_s: float,
 ) -> list[list[bool]]:
-    """Move the pages of all transfers; return one bool a key of each.
+    """Move the pages of all transfers; return one bool per key of each.
 
-    within_s: no batch begins so long after the call, so it takes less than twice that.
-    batch: moves one batch of parts, and returns one bool a page of each part; its third argument
-    is how many objects each page is. The pages that are where they are moved from or to are one
-    batch. Pages that must be copied are batches of BATCH_PAGES, so that the copies stay small.
+    within_s: no batch begins later than this after the call, so the call takes less than twice
+              that.
+    batch: moves one batch of parts, and returns one bool per page of each part; its third argument
+           is the number of objects of each page. Pages that are moved in place are one batch. Pages
+           that must be copied are moved in batches of BATCH_PAGES, so that the copies stay small.
     """
     answer = [[False] * len(each.keys or ()) for each in transfers]
     until = monotonic() + within_s
@@ -95,7 +96,7 @@ def _batches(
             pages, spaces = _pool_of(at, each.name)
             named = object_keys(keys, spaces.digests)
             if pages is None:
-                # Its KV pages have no bytes: nothing is to be moved.
+                # Its KV pages have no bytes: there is nothing to move.
                 answer[place] = [True] * len(keys)
             elif isinstance(pages, HostPages):
                 runs = pages.runs(each.host_indices, len(keys))
@@ -115,9 +116,9 @@ def _batches(
 
 
 def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse: Refuse) -> Prefix:
-    """Return how far all pools have a prefix, asked for in one batch.
+    """Return how far all pools have a prefix, with one batch.
 
-    What is found is touched, page for page in all pools: the tail of a prefix is evicted first.
+    Found pages are touched, page by page in all pools: the tail of a prefix is evicted first.
     """
     digests: list[bytes] = []
     rows: list[slice | PageKeys | None] = []
@@ -170,7 +171,7 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
 
 
 def _pool_of(at: Attachment, name: Any) -> tuple[HostPages | FlatPages | None, PageSpaces]:
-    """Return a pool's pages and their namespaces; no pages for KV that holds no bytes."""
+    """Return a pool's pages and their namespaces; no pages for KV without bytes."""
     text = pool_name(name)
     if text == KV_POOL:
         return at.pages, at.spaces
@@ -181,7 +182,7 @@ def _pool_of(at: Attachment, name: Any) -> tuple[HostPages | FlatPages | None, P
 
 
 def _whole(present: Mask) -> Mask:
-    """Return which pages are there, (pages,), of which objects are, (pages, objects)."""
+    """Return which pages exist, (pages,), from which objects exist, (pages, objects)."""
     whole: Mask = present[:, 0] if present.shape[1] == 1 else np.logical_and.reduce(present, axis=1)
     return whole
 

@@ -1,16 +1,16 @@
 """Names the namespaces that separate the pages of one model, layout and rank from all others.
 
-SGLang's page hashes say which tokens a page is for, and nothing about what its bytes mean or
-which shard of the model they belong to: its controllers add no suffix. All of that is put into
-the namespace here: from the storage configuration (ranks, model name), from the host pool (dtype,
-layout, heads), and from the server (the weights).
+SGLang's page hashes identify the tokens of a page, but not the format of its bytes or the shard of
+the model: its controllers add no suffix. This module puts all of that into the namespace: from the
+storage configuration (ranks, model name), from the host pool (dtype, layout, heads), and from the
+server (the weights).
 
-Head groups: SGLang's `tp_lcm_size` is a multiple of every tensor-parallel size that shall share
-pages. The heads of the model are cut into so many groups, and a page is one object for each group
+Head groups: SGLang's `tp_lcm_size` is a multiple of every tensor-parallel size that should share
+pages. The heads of the model are cut into this many groups, and a page is one object for each group
 that its rank holds: with 4 groups, two objects at TP 2, one at TP 4. So a rank of any of these
-sizes finds its heads whatever the size of the writer was. SGLang cuts in the layout `page_head`
-only, where the heads of a group are contiguous. Where it does not cut, a page stays one object of
-its rank, which ranks of other sizes do not find.
+sizes finds its heads, independent of the writer's size. SGLang cuts only in the layout `page_head`,
+in which the heads of a group are contiguous. If it does not cut, a page stays one object of its
+rank, which ranks of other sizes do not find.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class HeadGroups:
 
     @classmethod
     def of(cls, storage_config: Any, pool: Any) -> HeadGroups | None:
-        """Return the groups that a rank holds of a pool; None where no sharing was asked for.
+        """Return the groups that a rank holds of a pool; None if no sharing is configured.
 
-        Raises UncutPool where it was, and the pool's pages cannot be cut. At a TP size of
-        `tp_lcm_size` SGLang's `should_split_heads` is false: the whole page is one group.
+        Raises UncutPool if it is, and the pool's pages cannot be cut. At a TP size of `tp_lcm_size`
+        SGLang's `should_split_heads` is false: the whole page is one group.
         """
         total = int(getattr(storage_config, "tp_lcm_size", None) or 0)
         if not total or getattr(storage_config, "is_mla_model", False):
@@ -82,7 +82,7 @@ _POOL_FACTS = (
     "dsa_kv_cache_store_fp8",
     "storage_format_tag",
 )
-"""What the bytes of a page mean. One model name with two of these is refused by the nodes."""
+"""Facts that determine the bytes of a page. Nodes warn if a name has two sets."""
 
 _SIDE_FACTS = (
     "pool_name",
@@ -98,13 +98,13 @@ _SIDE_FACTS = (
     "ring_size",
     "size_per_token",
 )
-"""The same of side pools: states of Mamba, an indexer's keys, rows of DeepSeek V4."""
+"""The same for side pools: states of Mamba, an indexer's keys, rows of DeepSeek V4."""
 
 _RANK_FACTS = ("head_num", "size_per_token")
-"""What follows from a rank's part of the heads: servers of several TP sizes differ in it."""
+"""Facts that depend on a rank's part of the heads: servers of different TP sizes differ in them."""
 
 _STAGE_FACTS = ("start_layer", "end_layer", "layer_num", "target_layer_num")
-"""Which layers a page holds. Pipeline stages of one model differ in them."""
+"""Facts about the layers of a page. Pipeline stages of one model differ in them."""
 
 
 def model_name(storage_config: Any, pool: Any) -> str:
@@ -124,15 +124,14 @@ def model_name(storage_config: Any, pool: Any) -> str:
 class PageSpaces:
     """The namespaces of one pool's pages.
 
-    shared:  what the client of a KV pool is opened with, and what `clear` removes.
-    objects: one for each object that a page is, in their order: one a group of heads, else `shared`
-             alone.
+    shared:  the namespace of the client of a KV pool, which `clear` removes.
+    objects: one for each object of a page, in order: one per group of heads, else only `shared`.
     """
 
     shared: Namespace
     objects: tuple[Namespace, ...]
     digests: tuple[bytes, ...] = attrs.field(init=False)
-    """Of the objects' namespaces."""
+    """Digests of the objects' namespaces."""
 
     @digests.default
     def _digests(self) -> tuple[bytes, ...]:
@@ -150,21 +149,22 @@ def spaces_of(
 ) -> PageSpaces:
     """Return the namespaces of the pages of one host pool.
 
-    storage_config: SGLang's HiCacheStorageConfig, of any version: a field it lacks has its default.
+    storage_config: SGLang's HiCacheStorageConfig, of any version: a missing field has its default.
     pool:           the host pool that was registered.
     page_bytes:     bytes of one page, all its runs together.
-    name:           name of the namespaces, as it is: "a/b" and "a-b" are two.
-    weights:        facts of the weights, {} where the name stands for them.
+    name:           name of the namespaces, unchanged: "a/b" and "a-b" are different.
+    weights:        facts about the weights, {} if the name identifies them.
     groups:         groups of heads that its pages are cut into.
-    side:           name of a side pool, "" for the KV pool; `name` is the KV pages' in both cases.
+    side:           name of a side pool, "" for the KV pool; `name` is that of the KV pages in both
+                    cases.
     """
     # Whether the pages are this rank's own, or equal on every rank.
     is_own = not _field(storage_config, "is_mla_model", default=False)
     geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS) if side else _POOL_FACTS)
     if side:
         geometry |= {"pool": side, "pool_class": type(pool).__name__}
-        # A replicated model's KV is the same on every rank. Its Mamba state is not, and neither is
-        # a pool that holds attention heads, such as a draft model's: each rank has its own part.
+        # A replicated model's KV is the same on every rank. Its Mamba state is not, nor is a pool
+        # with attention heads, such as that of a draft model: each rank has its own part.
         is_own = is_own or side == MAMBA or getattr(pool, "head_num", None) is not None
     coordinates: dict[str, object] = {}
 
@@ -192,7 +192,8 @@ def spaces_of(
         shared = Namespace.of(name, geometry, coordinates, weights)
         return PageSpaces(shared, (shared,))
 
-    # A group's object is the same whatever rank holds the group: facts of a group, not of a rank.
+    # A group's object is the same on every rank that holds the group: use facts of a group, not of
+    # a rank.
     own.pop("size_per_token", None)
     own["head_num"] = int(pool.head_num) // groups.count
     coordinates |= {"page_bytes": page_bytes // groups.count, "head_groups": groups.total}
@@ -206,12 +207,12 @@ def spaces_of(
 
 
 def _field(storage_config: Any, name: str, *, default: object) -> object:
-    """Return a field of any version's configuration; one that it lacks has its default."""
+    """Return a field of any version's configuration; a missing field has its default."""
     value = getattr(storage_config, name, default)
     return default if value is None else value
 
 
 def _facts(pool: Any, names: Iterable[str]) -> dict[str, object]:
-    """Return the attributes of a pool that it has."""
+    """Return the attributes that a pool has."""
     found = {name: getattr(pool, name, None) for name in names}
     return {name: str(value) for name, value in found.items() if value is not None}

@@ -1,10 +1,10 @@
-"""Object events of one engine: which of its pages its home node holds, for Dynamo's router.
+"""Object events of one engine: the pages that its home node holds, for Dynamo's router.
 
-Owns    the names of pages that the engine has called by, and what the home node tells it holds.
+Owns    the names of pages in the engine's calls, and which of them the home node holds.
 Takes   the page hashes of each call of the store; the changes of the home node, over its home
         address, on a thread of its own.
-Keeps   what is published as stored was at the home node when it was told, in memory or on disk; a
-        page that leaves it is published as removed.
+Keeps   a page is published as stored only if the home node reported it, in memory or on disk; a
+        page that leaves the node is published as removed.
 Limits  NAMES_MAX.
 """
 
@@ -27,7 +27,7 @@ from peercache.sglang.namespace import HeadGroups, UncutPool
 HOME: Final = "home"
 
 NAMES_MAX: Final = 1_000_000
-"""Pages whose hashes are kept, the last ones that calls named: some 300 MB."""
+"""Pages with stored hashes, the latest ones of calls: about 300 MB."""
 
 
 def object_names(storage_config: Any, pool: Any) -> ObjectNames:
@@ -52,15 +52,16 @@ class ObjectEvents:
     ) -> None:
         """Bind the endpoint of `config.object_events`, and follow the home node.
 
-        connect: opens a connection to the home node. Raises ConfigError where it cannot be bound.
+        connect: opens a connection to the home node.
+        Raises ConfigError if the endpoint cannot be bound.
         """
         self._log = log
         self._lock = threading.Lock()
         self._digest = b""
         self._names: OrderedDict[bytes, str] = OrderedDict()
-        """The hash of each page, by its key: the one that was named last stands last."""
+        """The hash of each page, by its key, in the order of their last use."""
         self._index = Index()
-        self._told_problem = ""
+        self._logged_problem = ""
         self._is_closed = False
         try:
             self._publisher = ObjectPublisher(
@@ -71,7 +72,7 @@ class ObjectEvents:
         except OSError as error:
             raise ConfigError("object_events", str(error)) from error
         self._follower = ClusterFollower(
-            lambda _: connect(), lambda: (HOME,), failed=self._tell_problem
+            lambda _: connect(), lambda: (HOME,), failed=self._log_problem
         )
         self._thread = threading.Thread(
             target=self._run, name="peercache-object-events", daemon=True
@@ -80,14 +81,14 @@ class ObjectEvents:
 
     @property
     def endpoint(self) -> str:
-        """Where routers connect to."""
+        """The endpoint to which routers connect."""
         return self._publisher.endpoint
 
     def name(self, hashes: Sequence[str], digest: bytes) -> None:
-        """Note the hashes of pages that a call names. digest: of their namespace.
+        """Record the hashes of pages that a call names. digest: that of their namespace.
 
-        Pages of another namespace, as after new weights, count no longer. A call that has begun
-        before `close` may come after it, and tells nothing more.
+        Earlier pages of another namespace, as before new weights, no longer count. A call that
+        began before `close` may arrive after it, and is ignored.
         """
         keys: list[bytes] = page_keys_of(hashes, (digest,))[0].tolist()
         stored, removed = [], []
@@ -130,7 +131,7 @@ class ObjectEvents:
         keys, tiers = batch.changes["key"].tolist(), batch.changes["tier"].tolist()
         with self._lock:
             self._index.apply(batch)
-            # The last change of a page is the one that counts.
+            # Only the last change of a page counts.
             last = {
                 self._names[key]: tier != GONE
                 for key, tier in zip(keys, tiers, strict=True)
@@ -139,18 +140,18 @@ class ObjectEvents:
             stored = [page for page, is_stored in last.items() if is_stored]
             removed = [page for page, is_stored in last.items() if not is_stored]
             if batch.again:
-                # All that was told of the home node is void.
+                # All that the home node reported before is void.
                 self._publisher.resync()
             elif stored or removed:
                 self._publisher.publish(stored=stored, removed=removed)
-        self._told_problem = ""
+        self._logged_problem = ""
 
     def _present(self) -> Iterable[str]:
         with self._lock:
             pages = self._index.pages(HOME)
             return [page for key, page in self._names.items() if key in pages]
 
-    def _tell_problem(self, _: str, problem: Exception) -> None:
-        if str(problem) != self._told_problem:
-            self._told_problem = str(problem)
+    def _log_problem(self, _: str, problem: Exception) -> None:
+        if str(problem) != self._logged_problem:
+            self._logged_problem = str(problem)
             self._log.warning("sglang.home_not_followed", why=str(problem))

@@ -1,27 +1,27 @@
-"""Where each page of a host pool is in memory, in the byte order of its flat page.
+"""The memory of each page of a host pool, in the byte order of its flat page.
 
 SGLang's zero-copy interface (v1) names the buffers of a page through `get_page_buffer_meta`, its
-older one (v0) hands over the flattened page. Both must give one object with the same bytes, so
-runs are ordered as the flat page is: by address within the pool's buffer. (For layer-first MHA
-`get_page_buffer_meta` names K and V of each layer in turn, the flat page has all of K first.)
+older one (v0) passes the flattened page. Both must give the same object with the same bytes, so
+runs have the order of the flat page: by address within the pool's buffer. (For layer-first MHA
+`get_page_buffer_meta` names K and V of each layer in turn, but the flat page has all of K first.)
 
 In every layout that we serve, run r of page p is at base[r] + p * stride[r]. Both are taken from
 `get_page_buffer_meta` itself and compared with it on sample pages at registration; after that a
-batch is one numpy expression, where the function would make Python objects for every run.
+batch is one numpy expression, while the function would create Python objects for every run.
 
 A page is one object, or one for each group of attention heads (namespace.py). Then its runs are
 those of `get_split_heads_page_buffer_meta`, object by object.
 
-A side pool that names no buffers is served through its flat pages, at the cost of one more copy.
+A side pool without named buffers is served through its flat pages, at the cost of one more copy.
 
-A hybrid model keeps state beside its KV pages: windows of attention, recurrent states, the keys of
-an indexer, a draft model's cache. SGLang calls each of them a pool; a page of one has the same hash
-as the KV page that it belongs to. In an `Attachment` every pool has a namespace of its own under
-the name of the model, so equal hashes are different pages, one batch may hold pages of several
-pools, and `clear` removes them together.
+A hybrid model keeps state in addition to its KV pages: windows of attention, recurrent states, the
+keys of an indexer, a draft model's cache. SGLang calls each of them a pool; a page of one has the
+same hash as the KV page that it belongs to. In an `Attachment` every pool has a namespace of its
+own under the name of the model, so equal hashes are different pages, one batch may hold pages of
+several pools, and `clear` removes them together.
 
-What is stored is objects: a page is one, or one for each group of attention heads. A page is there
-if all its objects are.
+Objects are stored: a page is one object, or one for each group of attention heads. A page exists if
+all its objects exist.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from peercache.sglang.namespace import PageSpaces
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 BATCH_PAGES = 128
-"""SGLang's largest batch: the sizes of so many pages are laid out once."""
+"""SGLang's largest batch: the sizes of this many pages are precomputed."""
 
 
 class UnservedPool(Exception):
-    """A host pool that we cannot serve; the store answers misses and says this once."""
+    """A host pool that we cannot serve; the store answers misses and logs this once."""
 
 
 class UnusableBatch(Exception):
     """Arguments of one batch that cannot be served: a miss with a counted reason."""
 
     def __init__(self, reason: str, why: str) -> None:
-        """Give the counted reason, and the sentence that a person reads."""
+        """Set the counted reason, and the sentence for operators."""
         super().__init__(why)
         self.reason = reason
 
@@ -62,11 +62,11 @@ class UnusableBatch(Exception):
 class HostPages:
     """The pages of one host pool.
 
-    page_tokens: tokens a page. page_count: pages of the pool. page_bytes: bytes a page.
-    objects: that a page is; each has as many runs and bytes as the others.
+    page_tokens: tokens per page. page_count: pages of the pool. page_bytes: bytes per page.
+    objects: the number of objects of a page; all have the same number of runs and bytes.
     bases, strides, sizes: (runs,) each, of one page, object by object, each in flat order.
-    flat_offsets: (runs,) where they begin in the flat page.
-    order:       (runs,) which run of `get_page_buffer_meta` each of them is.
+    flat_offsets: (runs,) their offsets in the flat page.
+    order:       (runs,) the index of each run in `get_page_buffer_meta`.
     affine:      whether base + page * stride held on the sample pages.
     batch_sizes: (BATCH_PAGES * runs,) the sizes of a full batch.
     """
@@ -86,16 +86,16 @@ class HostPages:
 
     @classmethod
     def of(cls, pool: Any, *, objects: int = 1, is_side: bool = False) -> HostPages:
-        """Read a pool's geometry; raise UnservedPool if its pages cannot be served whole.
+        """Read a pool's geometry; raise UnservedPool if its pages cannot be served completely.
 
-        objects: how many groups of heads a page is cut into.
+        objects: the number of groups of heads of a page.
         """
         _require_servable(pool)
         tokens, count = int(pool.page_size), int(pool.size) // int(pool.page_size)
         first, sizes = _buffers(pool, np.zeros(1, np.int64), objects)
         # One tensor holds the pool: C order is address order. Several tensors (K and V of different
-        # width, the states of Mamba) are separate allocations, whose addresses say nothing: the
-        # pool's own order counts there.
+        # width, the states of Mamba) are separate allocations with unrelated addresses: there the
+        # pool's own order counts.
         single = len(_tensors(pool)) == 1
         order = np.arange(first.shape[1])
         if objects > 1 and not single:
@@ -130,7 +130,7 @@ class HostPages:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in _tensors(self.pool)]
 
     def runs(self, host_indices: torch.Tensor, page_count: int) -> PageRuns:
-        """Return where the objects of the pages of a batch lie, page by page.
+        """Return the memory of the objects of a batch's pages, page by page.
 
         host_indices: (page_count * page_tokens,) int64, on the CPU; page i starts at entry
         i * page_tokens, aligned, and is contiguous. Raises UnusableBatch otherwise.
@@ -144,7 +144,7 @@ class HostPages:
         return PageRuns.regular(addresses, self._sizes(page_count), page_count * self.objects)
 
     def flat_runs(self, tensors: list[torch.Tensor], page_count: int) -> PageRuns:
-        """Return where the objects of v0's flat pages lie; raise UnusableBatch."""
+        """Return the memory of the objects of v0's flat pages; raise UnusableBatch."""
         runs = flat_runs(tensors, page_count, self.page_bytes)
         if self.objects == 1:
             return runs
@@ -160,10 +160,10 @@ class HostPages:
 
 @attrs.frozen(eq=False)
 class FlatPages:
-    """The pages of a side pool that names no buffers, through copies that the pool makes.
+    """The pages of a side pool without named buffers, through copies that the pool makes.
 
-    So are stored an indexer's keys in layer_first, and Mamba states with further states beside
-    them. dtype: of a flat page.
+    Used for an indexer's keys in layer_first, and for Mamba states with additional states. dtype:
+    that of a flat page.
     """
 
     pool: Any
@@ -174,7 +174,7 @@ class FlatPages:
 
     @classmethod
     def of(cls, pool: Any) -> FlatPages:
-        """Read a pool's geometry; raise UnservedPool if its flat page is not its page."""
+        """Read a pool's geometry; raise UnservedPool if its flat page is not the whole page."""
         _require_in_place(pool)
         try:
             page = pool.get_dummy_flat_data_page()
@@ -211,26 +211,26 @@ class StagedPages:
     content: torch.Tensor
 
     def runs(self) -> PageRuns:
-        """Return where the copies are."""
+        """Return the memory of the copies."""
         return flat_runs(list(self.content), len(self.slots), self.pages.page_bytes)
 
     def gather(self) -> None:
-        """Copy the pages out of the pool."""
+        """Copy the pages from the pool."""
         for slot, copy in zip(self.slots, self.content, strict=True):
             page = self.pages.pool.get_data_page(slot, flat=True)
             copy.copy_(page.contiguous().view(torch.uint8))
 
     def scatter(self, hits: list[bool]) -> None:
-        """Copy the pages that were read into the pool, and no others."""
+        """Copy only the pages that were read into the pool."""
         for slot, copy, hit in zip(self.slots, self.content, hits, strict=True):
             if hit:
                 self.pages.pool.set_from_flat_data_page(slot, copy.view(self.pages.dtype))
 
 
 def side_pages_of(pool: Any, objects: int = 1) -> HostPages | FlatPages:
-    """Return the pages of a side pool, in place where it names their buffers.
+    """Return the pages of a side pool, in place if it names their buffers.
 
-    Raises UnservedPool for one whose pages cannot be distinguished or copied; copies are never cut.
+    Raises UnservedPool if its pages cannot be distinguished or copied; copies are never cut.
     """
     try:
         return HostPages.of(pool, objects=objects, is_side=True)
@@ -241,10 +241,10 @@ def side_pages_of(pool: Any, objects: int = 1) -> HostPages | FlatPages:
 
 
 def flat_runs(tensors: list[torch.Tensor], page_count: int, page_bytes: int) -> PageRuns:
-    """Return the runs of v0's flat pages: one contiguous CPU tensor a page, used in place.
+    """Return the runs of v0's flat pages: one contiguous CPU tensor per page, used in place.
 
-    Raises UnusableBatch for anything else: a copy would be read after the caller has moved on,
-    and an object of another size would keep the right one out.
+    Raises UnusableBatch for anything else: a copy would be read after the call has returned, and an
+    object of another size would block the right one.
     """
     if len(tensors) != page_count:
         raise UnusableBatch(reasons.WRONG_SIZE, f"{page_count} keys and {len(tensors)} pages")
@@ -261,7 +261,7 @@ def _in_place(page: Any) -> bool:
 
 
 def _page_numbers(indices: Any, page_count: int, page_tokens: int, pages_max: int) -> I64:
-    """Return which pages of a pool a batch names, (page_count,); raise UnusableBatch."""
+    """Return the page numbers of a batch in a pool, (page_count,); raise UnusableBatch."""
     shape = None if indices is None else tuple(indices.shape)
     if shape != (page_count * page_tokens,):
         raise UnusableBatch(
@@ -281,7 +281,7 @@ def _page_numbers(indices: Any, page_count: int, page_tokens: int, pages_max: in
 
 
 def is_logical(pool: Any) -> bool:
-    """Return whether a pool numbers pages and holds no bytes: the anchor of DeepSeek V4."""
+    """Return whether a pool only numbers pages, without bytes: the anchor of DeepSeek V4."""
     return getattr(pool, "kv_buffer", None) is None and getattr(pool, "size_per_token", None) == 0
 
 
@@ -314,9 +314,9 @@ def _require_in_place(pool: Any) -> None:
 def _require_complete(
     pool: Any, addresses: U64, sizes: U64, page_bytes: int, *, is_side: bool
 ) -> None:
-    """Refuse a pool whose runs are not all of a page, or not in the flat page's order."""
+    """Refuse a pool if its runs are not the whole page, or not in the flat page's order."""
     wanted = (getattr(pool, "size_per_token", None) or pool.get_size_per_token()) * pool.page_size
-    # The pools of DeepSeek V4 state the bytes of a whole row there; their flat page is right.
+    # For pools of DeepSeek V4 this is the size of a whole row; their flat page is right.
     if page_bytes != wanted and not (is_side and page_bytes == _flat_bytes(pool)):
         raise UnservedPool(f"its buffers name {page_bytes} bytes a page, of {wanted}")
     tensors = _tensors(pool)
@@ -331,9 +331,9 @@ def _require_complete(
 
 
 def _flat_offsets(addresses: U64, sizes: U64) -> U64:
-    """Return where each run of a page begins in the flat page, which is in the order of addresses.
+    """Return the offset of each run in the flat page, which is in the order of addresses.
 
-    That holds for pools of one tensor, the only ones whose pages are cut.
+    That is true for pools of one tensor, the only ones with pages that are cut.
     """
     by_address = np.argsort(addresses, kind="stable")
     offsets = np.empty(len(sizes), np.uint64)
@@ -342,7 +342,7 @@ def _flat_offsets(addresses: U64, sizes: U64) -> U64:
 
 
 def _flat_bytes(pool: Any) -> int:
-    """Return the bytes of a flat page, 0 where the pool makes none."""
+    """Return the bytes of a flat page, 0 if the pool has none."""
     try:
         return int(pool.get_dummy_flat_data_page().nbytes)
     except (NotImplementedError, ValueError, AttributeError, RuntimeError):
@@ -350,7 +350,7 @@ def _flat_bytes(pool: Any) -> int:
 
 
 def _buffers(pool: Any, pages: I64, objects: int) -> tuple[U64, U64]:
-    """Return what the pool says: addresses, (pages, runs), and sizes of one page, (runs,)."""
+    """Return the pool's buffers: addresses, (pages, runs), and sizes of one page, (runs,)."""
     tokens = int(pool.page_size)
     slots = (pages[:, None] * tokens + np.arange(tokens)).reshape(-1)
     try:
@@ -383,9 +383,10 @@ def pool_name(name: Any) -> str:
 
 @attrs.frozen(eq=False)
 class SidePool:
-    """One side pool that is served.
+    """A served side pool.
 
-    spaces: tell its objects' keys from those of other pools. end_registration: forgets its memory.
+    spaces: separate its objects' keys from those of other pools. end_registration: unregisters its
+            memory.
     """
 
     pages: HostPages | FlatPages
@@ -395,10 +396,11 @@ class SidePool:
 
 @attrs.frozen(eq=False)
 class Attachment:
-    """What batch methods need, swapped as one: no method may see half of a re-registration.
+    """The state for batch methods, replaced as a whole: no method may see a partial
+    re-registration.
 
     anchor: the pool that SGLang registered. pages: its pages; None for an anchor that only numbers
-    pages and holds no bytes. sides: the side pools that are served, by name.
+            pages, without bytes. sides: the served side pools, by name.
     """
 
     client: Any
@@ -413,16 +415,16 @@ class Attachment:
 def object_keys(keys: Sequence[str], digests: Sequence[bytes]) -> PageKeys:
     """Return the keys of the objects of pages, (pages * objects,) V16, page by page.
 
-    digests: of the objects' namespaces.
+    digests: those of the objects' namespaces.
     """
     named: PageKeys = page_keys_of(keys, digests).T.reshape(-1)
     return named
 
 
 def whole_pages(flags: list[bool], objects: I64) -> list[bool]:
-    """Return of each page whether all its objects have their flag, (pages,).
+    """Return for each page whether the flags of all its objects are set, (pages,).
 
-    objects: (pages,) how many objects each page is, at least one.
+    objects: (pages,) the number of objects of each page, at least one.
     """
     if len(flags) == len(objects):
         return flags

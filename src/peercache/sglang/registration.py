@@ -1,14 +1,14 @@
-"""Opens and closes what a store serves: the client, the KV pool, the side pools of a model.
+"""Opens and closes the parts of a store: the client, the KV pool, the side pools of a model.
 
-Owns    the attachment: one client, opened when SGLang registers its host pool, opened again when
-        the engine gets new weights, and closed with the store.
+Owns    the attachment: one client, opened when SGLang registers its host pool, reopened when the
+        engine gets new weights, and closed with the store.
 Takes   pools that SGLang registers, each call of the store (is there an attachment?), and close.
-Keeps   no call sees half of a registration: an attachment is swapped as one. Pages of old weights
-        are served to no call that begins after SGLang names a new version.
-Limits  registration alone waits for the home node. After new weights a thread of its own does.
+Keeps   no call sees a partial registration: an attachment is replaced as a whole. A call that
+        begins after SGLang names a new version gets no pages of old weights.
+Limits  only registration waits for the home node. After new weights a separate thread waits.
 
-SGLang gives a storage backend the served model's name and nothing about the weights behind it. The
-server's own configuration says more; each version keeps it in another place (`Server`).
+SGLang passes the served model's name to a storage backend, but nothing about its weights. The
+server's own configuration contains more; each version keeps it in a different place (`Server`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from peercache.sglang.pages import (
 )
 
 _BAGS = ("model", "serving", "lora", "spec")
-"""Namespaces of SGLang's resolved configuration that hold what we read, since 0.5.20."""
+"""Namespaces of SGLang's resolved configuration with the options that we read, since 0.5.20."""
 
 _FACTS = ("dtype", "kv_cache_dtype", "quantization", "modelopt_quant", "json_model_override_args")
 """Options that change what the model computes from the same weight files."""
@@ -58,7 +58,7 @@ DEFAULT_VERSION = "default"
 
 
 class Server:
-    """The server of this process; every answer is None or empty where SGLang does not say it."""
+    """The server of this process; every answer is None or empty if SGLang does not provide it."""
 
     def __init__(self) -> None:
         """Find the server's configuration; there may be none, as in tests of SGLang."""
@@ -66,7 +66,7 @@ class Server:
 
     @property
     def model_path(self) -> str:
-        """Folder or repository that the weights came from, "" if unknown."""
+        """Folder or repository of the weights, "" if unknown."""
         return str(self._value("model_path") or "")
 
     @property
@@ -75,18 +75,18 @@ class Server:
         return bool(self._value("enable_lora") or self._value("lora_paths"))
 
     def weight_version(self) -> str:
-        """Return the version that the last weight update named; read before every call."""
+        """Return the version of the last weight update; read before every call."""
         return str(self._value("weight_version") or DEFAULT_VERSION)
 
     def weights(self, version: str) -> dict[str, str]:
-        """Return the facts that two servers share if a page of one is right for the other."""
+        """Return facts that are equal on two servers if they can share pages."""
         return self.loaded_weights | version_facts(version)
 
     @cached_property
     def loaded_weights(self) -> dict[str, str]:
         """Facts of the weights that the server loaded at its start.
 
-        They are read once: files that change later are not what this process computes with.
+        They are read once: files that change later are not those with which this process computes.
         """
         if not self.model_path:
             return {}
@@ -106,7 +106,7 @@ class Server:
 
     @cached_property
     def draft_weights(self) -> dict[str, str]:
-        """Facts of the draft model that fills the draft pools, {} where it is the model itself."""
+        """Facts about the draft model that fills the draft pools, {} if it is the model itself."""
         path = self._value("speculative_draft_model_path")
         if not path:
             return {}
@@ -125,7 +125,7 @@ class Server:
         return None
 
     def _adapters(self) -> Iterable[tuple[str, str]]:
-        """Yield name and path of each adapter that the server was started with.
+        """Yield name and path of each adapter from the start of the server.
 
         SGLang derives an adapter's hash from these two, so new weights under an old path would
         look like the old ones. Adapters that are loaded later have random names.
@@ -157,8 +157,8 @@ def separates_requests() -> bool:
 
 
 def _sources() -> Iterable[Any]:
-    """Yield the objects that hold the server's configuration, the most exact first."""
-    with suppress(Exception):  # each version fails in its own way where no server has started
+    """Yield the objects with the server's configuration, the most exact first."""
+    with suppress(Exception):  # each version fails in its own way if no server has started
         context = import_module("sglang.srt.runtime_context")
         for bag in _BAGS:
             with suppress(Exception):
@@ -173,11 +173,11 @@ DRAFT_PREFIX = "draft"
 """Pools that a draft model fills: draft, draft_indexer, draft_swa."""
 
 REOPEN_RETRY_S = 5.0
-"""Until the next try to open a client after a weight update, where the home node refuses."""
+"""Pause until the next attempt to open a client after a weight update, if the home node refuses."""
 
 
 class Registration:
-    """The attachment of one store, and why there is none. Thread-safe."""
+    """The attachment of one store, or why there is none. Thread-safe."""
 
     def __init__(
         self,
@@ -190,8 +190,8 @@ class Registration:
     ) -> None:
         """Serve nothing until a pool is registered.
 
-        side_pools: those that SGLang has registered, by name; they are served again whenever a
-        client is opened.
+        side_pools: the pools that SGLang has registered, by name; they are served again when a
+                    client is opened.
         """
         self._config = config
         self._storage_config = storage_config
@@ -210,11 +210,11 @@ class Registration:
 
     @property
     def attached(self) -> Attachment | None:
-        """What is attached, whatever its weights."""
+        """The current attachment, of any weights."""
         return self._attached
 
     def serving(self) -> tuple[Attachment | None, str]:
-        """Return what serves a call that begins now; None, and why, where nothing does."""
+        """Return the attachment for a call that begins now; None, and why, if there is none."""
         attached = self._attached
         if attached is not None and self._server.weight_version() != attached.version:
             self._leave(attached)
@@ -222,12 +222,12 @@ class Registration:
         return attached, self._idle_reason
 
     def may_store(self, at: Attachment) -> bool:
-        """Return whether pages that this thread stores are of the weights that are attached.
+        """Return whether pages that this thread stores are of the attached weights.
 
-        After an update SGLang's caches hold pages of the old weights until it flushes them, and
-        its backup thread goes on with them. Stored under the new version, they would be wrong for
-        every server that has it. A flush ends that thread and starts another one: so a thread that
-        has stored pages of one version stores none of any other.
+        After an update SGLang's caches hold pages of the old weights until it flushes them, and its
+        backup thread continues with them. Stored under the new version, they would be wrong for
+        every server with that version. A flush ends that thread and starts a new one: so a thread
+        that has stored pages of one version must not store pages of another.
         """
         thread = threading.current_thread()
         with self._change:
@@ -243,19 +243,20 @@ class Registration:
             self._register(anchor, reasons.NO_HOME)
 
     def register_side(self, pool: Any, name: Any) -> None:
-        """Serve the pages of a side pool too; never raises."""
+        """Also serve the pages of a side pool; never raises."""
         with self._registering:
             before = self._attached
             if before is None:
                 return
             attached = self._with_side(before, pool_name(name), pool)
             with self._change:
-                # Closed, or left for new weights: then the pool is served when a client is opened.
+                # Closed, or detached for new weights: then the pool is served when a client is
+                # opened.
                 if self._attached is before:
                     self._attached = attached
 
     def close(self) -> None:
-        """Close the client; closing twice is fine."""
+        """Close the client; may be repeated."""
         self._closing.set()
         self._detach(reasons.CLOSED)
 
@@ -270,7 +271,7 @@ class Registration:
             )
         except UnservedPool as unserved:
             self._detach(reasons.UNSUPPORTED)
-            self._tell_refused(KV_POOL, mem_pool_host, unserved)
+            self._log_refused(KV_POOL, mem_pool_host, unserved)
             return
         version = self._server.weight_version()
         page_bytes = 0 if pages is None else pages.page_bytes
@@ -287,7 +288,8 @@ class Registration:
                     pages=pages,
                     end_registration=registered,
                 )
-            # The new memory first: a pool that is named again stays registered all the time.
+            # The new memory first, so that a pool that is registered again stays registered all the
+            # time.
             before.end_registration()
             return
         self._detach(idle_reason)
@@ -295,7 +297,7 @@ class Registration:
         try:
             registered = _registered(client, pages)
         except BaseException:
-            # SGLang closes the store, which does not know this client yet.
+            # SGLang has closed the store, which does not know this client yet.
             client.close()
             raise
         at = Attachment(client, mem_pool_host, pages, spaces, version, registered, {})
@@ -342,7 +344,7 @@ class Registration:
             self._detach(reasons.CLOSED)
 
     def _with_side(self, at: Attachment, name: str, pool: Any) -> Attachment:
-        """Return what is attached, with a side pool; without it where it cannot be served."""
+        """Return the attachment with a side pool; without it if the pool cannot be served."""
         if name == KV_POOL:
             return at
         sides, before = dict(at.sides), at.sides.get(name)
@@ -361,7 +363,7 @@ class Registration:
             )
             sides[name] = SidePool(pages, spaces, _registered(at.client, pages))
         except UnservedPool as unserved:
-            self._tell_refused(name, pool, unserved)
+            self._log_refused(name, pool, unserved)
         except Exception:
             self._log.exception("sglang.call_failed", operation=f"register {name}", pages=0)
         else:
@@ -379,7 +381,7 @@ class Registration:
         return attrs.evolve(at, sides=sides)
 
     def _head_groups(self, name: str, pool: Any) -> HeadGroups | None:
-        """Return the groups of heads that a pool's pages are cut into; None where they are not."""
+        """Return the groups of heads of a pool's pages; None if they are not cut."""
         try:
             return HeadGroups.of(self._storage_config, pool)
         except UncutPool as uncut:
@@ -389,7 +391,7 @@ class Registration:
     def _spaces(
         self, pool: Any, page_bytes: int, version: str, groups: HeadGroups | None
     ) -> PageSpaces:
-        """Return the namespaces of the KV pool: as the setting says, else as the model says."""
+        """Return the namespaces of the KV pool: from the setting, else from the model."""
         name = self._config.namespace
         if not name:
             name = model_name(self._storage_config, pool) or self._server.model_path
@@ -406,18 +408,18 @@ class Registration:
         return spaces_of(self._storage_config, pool, page_bytes, name, weights, groups)
 
     def _weights(self, version: str) -> dict[str, str]:
-        """Return the facts of the weights; a name that was set stands for all but their version."""
+        """Return the facts of the weights; a configured name replaces all except the version."""
         if self._config.namespace:
             return version_facts(version)
         return self._server.weights(version)
 
     def _draft_weights(self, name: str) -> dict[str, str]:
-        """Return the facts of the draft model's weights for a pool that it fills."""
+        """Return the facts about the draft model's weights for a pool that it fills."""
         is_draft = name.startswith(DRAFT_PREFIX) and not self._config.namespace
         return self._server.draft_weights if is_draft else {}
 
     def _require_separate_requests(self) -> None:
-        """Refuse to serve where one page hash stands for a prompt under several LoRA adapters."""
+        """Refuse to serve if page hashes do not distinguish LoRA adapters."""
         if separates_requests():
             return
         if self._server.has_adapters:
@@ -432,7 +434,7 @@ class Registration:
             "share pages; 0.5.20 and later tell them apart",
         )
 
-    def _tell_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:
+    def _log_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:
         self._log.warning(
             "sglang.pool_refused", pool=name, kind=type(pool).__name__, why=str(unserved)
         )
@@ -446,7 +448,7 @@ class Registration:
 
 
 def _registered(client: Any, pages: HostPages | FlatPages | None) -> Callable[[], None]:
-    """Have the client make a pool's memory ready for reads into it; return what ends that."""
+    """Register a pool's memory with the client; return a function that ends that."""
     if pages is None:
         return lambda: None
     ends = [

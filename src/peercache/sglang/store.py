@@ -1,9 +1,10 @@
-"""Owns PeerCacheStore, the class that SGLang's `dynamic` storage backend builds.
+"""PeerCacheStore, the class that SGLang's `dynamic` storage backend instantiates.
 
 Owns    the answers to SGLang's calls; `registration` owns the client and the pools.
-Takes   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at once.
-Keeps   every batch method answers, well-formed and as long as it was asked, whatever happens:
-        an error is a miss with a counted reason. Only construction and registration raise.
+Takes   the methods of HiCacheStorage, from SGLang's scheduler and its storage threads at the same
+        time.
+Keeps   every batch method returns a valid answer of the right length, in all cases: an error is a
+        miss with a counted reason. Only construction and registration raise.
 Limits  the client's deadlines; nothing here waits.
 """
 
@@ -27,7 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from peercache.client.client import Client
 from peercache.client.operator import TIMEOUT_S, Operator, Target
-from peercache.client.report import CallReport, current, reporting, tell_missed
+from peercache.client.report import CallReport, add_missed, current, reporting
 from peercache.config.settings import Config
 from peercache.engines.late_client import level_named
 from peercache.errors import ConfigError
@@ -49,14 +50,14 @@ from peercache.sglang.pages import (
 from peercache.sglang.registration import Registration
 
 PENDING_MAX = 1024
-"""Batches kept until SGLang drains them at its next event-loop step. An engine that has stopped
-stepping must not make the lists grow."""
+"""Batches kept until SGLang drains them at its next event-loop step. If an engine stops stepping,
+the lists must not grow."""
 
 _METRICS_MODULES = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
 
 
 def storage_metrics_class() -> Any | None:
-    """Return SGLang's StorageMetrics, or None where this version keeps it out of our reach."""
+    """Return SGLang's StorageMetrics, or None if this version does not make it available."""
     for module in _METRICS_MODULES:
         with suppress(ImportError):
             return getattr(import_module(module), "StorageMetrics", None)
@@ -64,10 +65,10 @@ def storage_metrics_class() -> Any | None:
 
 
 class BatchTally:
-    """Counts of one store. Thread-safe: exists, get, set and the scheduler run at once."""
+    """Counts of one store. Thread-safe: exists, get, set and the scheduler run concurrently."""
 
     def __init__(self, metrics_class: Any | None) -> None:
-        """Count; keep what SGLang drains only if it gave us its StorageMetrics."""
+        """Count; store batches for SGLang only if it has StorageMetrics."""
         self._metrics_class = metrics_class
         self._lock = threading.Lock()
         self._refused: Counter[tuple[str, str]] = Counter()
@@ -81,7 +82,7 @@ class BatchTally:
             self._refused[operation, reason] += pages
 
     def moved(self, kind: str, pages: int, bytes_moved: int, elapsed_s: float) -> None:
-        """Note one batch that read ("prefetch") or wrote ("backup") pages."""
+        """Record one batch that read ("prefetch") or wrote ("backup") pages."""
         if self._pending is None or pages == 0:
             return
         with self._lock:
@@ -113,7 +114,7 @@ class BatchTally:
 Answer = TypeVar("Answer")
 
 KEY_SHOWN = 12
-"""Digits of a page hash that a log line shows: enough to find it in another line."""
+"""Digits of a page hash in a log line: enough to find it in another line."""
 
 
 class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no type information
@@ -126,10 +127,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         client_factory: Callable[..., Any] = Client.open,
         **unused_options: Any,
     ) -> None:
-        """Check the configuration; raise ConfigError that names the key that is wrong.
+        """Check the configuration; raise a ConfigError that names a wrong key.
 
-        storage_config: SGLang's HiCacheStorageConfig of any version; its `extra_config` holds our
-        settings beside SGLang's own keys, and the environment (PEERCACHE_…) is read below them.
+        storage_config: SGLang's HiCacheStorageConfig of any version; its `extra_config` contains
+                        our settings in addition to SGLang's own keys; they override the environment
+                        (PEERCACHE_…).
         unused:         SGLang passes a second argument, and some of its forks the host pool.
         client_factory: what opens the client; tests pass a fake with the same contract.
         """
@@ -143,7 +145,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self.registered_pools: dict[Any, Any] = {}
         self._storage_config = storage_config
         self._objects: Any = None
-        """What publishes object events, where they are asked for."""
+        """The publisher of object events, if configured."""
         self._registration = Registration(
             self._config,
             storage_config,
@@ -165,7 +167,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Open the client for this pool's pages; raise PeerCacheError if that fails.
 
         A pool that cannot be served (pages spread over ranks) is logged once, and every call
-        answers a miss: the engine recomputes.
+        returns misses: the engine recomputes.
         """
         self.mem_pool_host = mem_pool_host
         self._registration.register(mem_pool_host)
@@ -175,29 +177,29 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._objects = self._object_events(at.client.home_address)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Serve the pages of a side pool too; never raises, for SGLang's threads run already.
+        """Also serve the pages of a side pool; never raises, because SGLang's threads run already.
 
-        A pool that cannot be served is logged once, and its pages are misses: as far as it gates
-        the prefix, the engine recomputes. "kv" is the pool that was registered first.
+        A pool that cannot be served is logged once, and its pages are misses: if it gates the
+        prefix, the engine recomputes. "kv" is the pool that was registered first.
         """
         self.registered_pools[host_pool_name] = host_pool
         self._registration.register_side(host_pool, host_pool_name)
 
     def on_host_pools_registered(self) -> None:
-        """Nothing is left to do: each pool is served from its own registration on."""
+        """Do nothing: each pool is served from its own registration on."""
 
     # --- v1: host buffers in place ---------------------------------------------------------
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Read pages into the host pool; one bool a key, True where every byte is there."""
+        """Read pages into the host pool; one bool per key, True if every byte was read."""
         return self._pages("get", keys, lambda pages: pages.runs(host_indices, len(keys)))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages from the host pool; one bool a key, True where the cluster holds it."""
+        """Store pages from the host pool; one bool per key, True if the cluster holds it."""
         return self._pages("set", keys, lambda pages: pages.runs(host_indices, len(keys)))
 
     # --- v0: flat page tensors -------------------------------------------------------------
@@ -205,7 +207,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Fill and return the target, or a new flat page where none is given; None is a miss."""
+        """Fill and return the target, or a new flat page if none is given; None means a miss."""
         if target_location is None:
             target_location = self._answer(
                 "get", [key], None, lambda at: at.anchor.get_dummy_flat_data_page()
@@ -217,7 +219,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill the targets in place; the target itself a page that is a hit, else None."""
+        """Fill the targets in place; return the target of each hit, None for a miss."""
         targets = [] if target_locations is None else list(target_locations)
         hits = self._pages("get", keys, lambda pages: pages.flat_runs(targets, len(keys)))
         return [targets[index] if hit else None for index, hit in enumerate(hits)]
@@ -243,27 +245,27 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         sources = [] if given is None else list(given)
         return all(self._pages("set", keys, lambda pages: pages.flat_runs(sources, len(keys))))
 
-    # --- what is there ---------------------------------------------------------------------
+    # --- existence -------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Return whether a page is there."""
+        """Return whether a page exists."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return the length of the leading run of keys that are present, 0 to len(keys).
 
-        What is reported is evicted last from now on.
+        Reported pages are evicted last from now on.
         """
 
         def ask(at: Attachment) -> int:
             if at.pages is None:
-                # Such pages have no bytes here: only the side pools can say what there is.
+                # Such pages have no bytes here: only the side pools show which pages exist.
                 raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
             digests = at.spaces.digests
             found = at.client.touch(object_keys(keys, digests))
             if not isinstance(found, list) or len(found) != len(keys) * len(digests):
                 raise ValueError(f"exists of {len(keys)} keys answered {found!r:.80}")
-            # The first object that is not there ends the run of pages.
+            # The first missing object ends the run of pages.
             present = found.index(False) if False in found else len(found)
             return present // len(digests)
 
@@ -274,10 +276,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        """Return how far a prefix reaches in its KV pages and in every pool that it needs.
+        """Return how far a prefix reaches in its KV pages and in every required pool.
 
         One batch asks for the pages of all pools. `kv_hit_pages` is the longest usable prefix,
-        `restorable_prefix_pages` are all of them, `extra_pool_hit_pages` what each pool has alone.
+        `restorable_prefix_pages` are all usable ones, `extra_pool_hit_pages` the pages of each pool
+        alone.
         """
         transfers = list(pool_transfers or ())
         nothing = Prefix(0, [], 0, [0] * len(transfers))
@@ -294,7 +297,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return _result(found.pages, by_pool, found.ends)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Read the pages of side pools into the host, all pools in one batch; one bool a key."""
+        """Read the pages of side pools into the host, all pools in one batch; one bool per key."""
 
         def read(
             at: Attachment, keys: PageKeys, runs: PageRuns, objects: I64, parts: list[hybrid.Part]
@@ -312,7 +315,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return answer
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Store the pages of side pools, all pools in one batch; one bool a key."""
+        """Store the pages of side pools, all pools in one batch; one bool per key."""
 
         def write(
             at: Attachment, keys: PageKeys, runs: PageRuns, objects: I64, parts: list[hybrid.Part]
@@ -346,10 +349,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         )
         return {each.name: flags for each, flags in zip(listed, answers, strict=True)}
 
-    # --- the rest ----------------------------------------------------------------------------
+    # --- other methods ---------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Remove the pages of this namespace, on every live node, and no others."""
+        """Remove the pages of this namespace on every live node."""
         self._answer("clear", (), 0, lambda at: at.client.clear())
 
     def get_stats(self) -> Any:
@@ -357,20 +360,20 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self._tally.drain()
 
     def stats(self) -> dict[str, Any]:
-        """Return what the client counts, and what never reached it, for people."""
+        """Return the client's counts, and those of pages that never reached it, for operators."""
         none: dict[str, Any] = {}
         counted = self._answer("stats", (), none, lambda at: dict(at.client.stats()))
         return {**counted, "refused": self._tally.snapshot()}
 
     def close(self) -> None:
-        """Close the client. Later calls are misses; closing twice is fine."""
+        """Close the client. Later calls are misses; may be repeated."""
         self._registration.close()
         objects, self._objects = self._objects, None
         if objects is not None:
             objects.close()
 
     def _object_events(self, home: str) -> Any:
-        """Begin to publish what the home node holds; raise ConfigError if that cannot be."""
+        """Start to publish the pages of the home node; raise ConfigError if that is impossible."""
         try:
             from peercache.sglang.object_events import (  # noqa: PLC0415 - of the extra `events`
                 ObjectEvents,
@@ -384,7 +387,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         names = object_names(self._storage_config, self.mem_pool_host)
         return ObjectEvents(self._config, names, lambda: Operator(target).__enter__(), self._log)
 
-    # --- one place where everything becomes an answer ----------------------------------------
+    # --- the only place that turns calls into answers --------------------------------------
 
     def _answer(
         self,
@@ -393,11 +396,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         miss: Answer,
         ask: Callable[[Attachment], Answer],
     ) -> Answer:
-        """Return what `ask` says, or the miss: an engine's thread never sees an exception."""
-        is_told = len(keys) > 0 and self._log.isEnabledFor(logging.DEBUG)
-        with reporting(is_detailed=is_told) as report:
+        """Return the result of `ask`, or the miss: an engine's thread never sees an exception."""
+        is_logged = len(keys) > 0 and self._log.isEnabledFor(logging.DEBUG)
+        with reporting(is_detailed=is_logged) as report:
             answer = self._asked(operation, keys, miss, ask)
-        if is_told and (flags := _flags(answer, len(keys))):
+        if is_logged and (flags := _flags(answer, len(keys))):
             first = flags.index(False) if False in flags else None
             self._log.debug(
                 "sglang.call_answered",
@@ -442,7 +445,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _pages(
         self, operation: str, keys: Sequence[str], runs_in: Callable[[HostPages], PageRuns]
     ) -> list[bool]:
-        """Get or set pages that are in the runs of `runs_in`; one bool a key."""
+        """Get or set pages that are in the runs of `runs_in`; one bool per key."""
 
         def move(at: Attachment) -> list[bool]:
             if at.pages is None:
@@ -465,9 +468,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         move: Callable[[PageKeys, PageRuns], Any],
         keys: PageKeys,
     ) -> list[bool]:
-        """Move objects, and count pages; return one bool a page.
+        """Move objects, and count pages; return one bool per page.
 
-        keys, runs: of the objects, page by page. objects: (pages,) how many objects each page is.
+        keys, runs: those of the objects, page by page. objects: (pages,) the number of objects of
+                    each.
         """
         report = current.report or CallReport()
         moved_before, bytes_before = report.pages, report.bytes
@@ -478,13 +482,13 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             raise ValueError(f"{kind} of {len(runs)} objects answered {flags!r:.80}")
         whole = whole_pages(flags, objects)
         if moved := report.pages - moved_before:
-            # Of pages that were there in part, as many as the part that was moved makes.
+            # Partly moved pages count as the number of pages with the same total of objects.
             pages = min(whole.count(True), -(-moved * len(objects) // len(runs)))
             self._tally.moved(kind, pages, report.bytes - bytes_before, elapsed_s)
         return whole
 
     def _count_short(self, pool: str, flags: list[bool]) -> None:
-        """Count pages that a get lacks: SGLang asks for nothing that was not reported before."""
+        """Count pages that a get did not return: SGLang only requests reported pages."""
         short = flags.count(False)
         attached = self._registration.attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
@@ -492,7 +496,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             metrics.pages_short.labels(pool).inc(short)
 
     def _refuser(self, operation: str) -> hybrid.Refuse:
-        """Return what counts the pages of one transfer that are not served, and says so once."""
+        """Return a function that counts refused pages of a transfer, and logs that once."""
 
         def refuse(reason: str, pages: int, why: str) -> None:
             self._refuse(operation, reason, pages)
@@ -502,9 +506,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return refuse
 
     def _refuse(self, operation: str, reason: str, pages: int) -> None:
-        """Count pages that never reach the client, in its metrics too where it has any."""
+        """Count pages that never reach the client, also in its metrics if there is a client."""
         self._tally.refused(operation, reason, pages)
-        tell_missed({reason: pages})
+        add_missed({reason: pages})
         attached = self._registration.attached
         metrics = getattr(attached.client, "metrics", None) if attached is not None else None
         if isinstance(metrics, Metrics):
@@ -515,7 +519,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
 
 def _flags(answer: Any, pages: int) -> list[bool]:
-    """Return whether each page of a call was a hit; of a prefix, whether it is part of it."""
+    """Return whether each page of a call was a hit, or part of the prefix."""
     if isinstance(answer, Prefix):
         answer = answer.pages
     if isinstance(answer, int):
@@ -526,7 +530,7 @@ def _flags(answer: Any, pages: int) -> list[bool]:
 
 
 def _result(pages: int, by_pool: dict[Any, int], ends: list[int]) -> Any:
-    """Return SGLang's answer to an exists of several pools, in the fields that its version has."""
+    """Return SGLang's answer to an exists of several pools, in the fields of its version."""
     known = hicache_storage.PoolTransferResult
     # Since 0.5.19.
     more = {"restorable_prefix_pages": ends} if hasattr(known, "restorable_prefix_pages") else {}

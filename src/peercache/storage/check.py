@@ -1,8 +1,8 @@
-"""What is in a page store, looked at without a node: figures, and a check of every byte.
+"""Inspection of a page store without a node: figures, and a check of every byte.
 
-`stats_of` only reads, also beside a running node. `check` wants the folder for itself: it reads
-every slot, holds each page against its checksum, and leaves an index of exactly those that are
-right. Slabs are never written to: a damaged page has no row, and its place is used again.
+`stats_of` only reads, even while a node runs. `check` needs exclusive access to the folder: it
+reads every slot, verifies the checksum of each page, and leaves an index of exactly the valid
+pages. Slabs are never written to: a damaged page has no row, and its place is reused.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from peercache.storage.slab_files import SlabFiles, consistent
 Entries = npt.NDArray[np.void]
 
 PLENTY_BYTES = 2**40
-"""An index that is only read has no cap."""
+"""No limit for an index that is only read."""
 
 
 @attrs.frozen
 class StoreFigures:
-    """What a folder holds, as its index tells."""
+    """The content of a folder, according to its index."""
 
     folder: str
     in_use: bool
     index: str
-    """"ok", or what is wrong with it."""
+    """"ok", or the problem."""
     pages: int
     page_bytes: int
     namespaces: int
@@ -65,14 +65,14 @@ class StoreFigures:
 
 @attrs.frozen
 class StoreCheck:
-    """What a check found. pages: those that are right, and in the index now."""
+    """The result of a check. pages: the number of valid pages, which are in the index now."""
 
     folder: str
     index: str
     pages: int
     page_bytes: int
     damaged: tuple[str, ...]
-    """FILE:OFFSET of pages that are in the index, and not right."""
+    """FILE:OFFSET of pages that are in the index, and damaged."""
     rows_without_page: int
     pages_without_row: int
     unreadable: tuple[str, ...]
@@ -80,7 +80,7 @@ class StoreCheck:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing was wrong."""
+        """Return whether there was no problem."""
         wrong = self.damaged or self.unreadable or self.rows_without_page
         return not wrong and self.index == "ok"
 
@@ -99,8 +99,8 @@ def folders_in(path: str) -> list[Path]:
 
 
 def stats_of(folder: Path) -> StoreFigures:
-    """Return what the index and the files of a folder say; changes nothing."""
-    problem, entries = _told_by_index(folder, read_index)
+    """Return the figures of the index and the files of a folder; changes nothing."""
+    problem, entries = _entries_of_index(folder, read_index)
     found = list(slab_files(folder).values())
     namespaces = np.unique(entries["namespace"])
     now = int(time.time())
@@ -120,11 +120,11 @@ def stats_of(folder: Path) -> StoreFigures:
 
 
 def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck:
-    """Verify every page of a folder that no node has, and repair its index."""
+    """Verify every page of a folder that no node uses, and repair its index."""
     started = time.monotonic()
     opened = open_folder(folder, None)
     try:
-        problem, told = _told_by_index(folder, _open_index)
+        problem, indexed = _entries_of_index(folder, _open_index)
         files = SlabFiles(opened, free_floor=0.0, log=log, read_only=False)
         good: list[Entries] = []
         wrong: list[int] = []
@@ -140,12 +140,12 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
                 unreadable.append(slab_name(number))
         files.close()
         slots = np.concatenate(good) if good else np.empty(0, DISK_ENTRY)
-        kept, extra = _held_against(told, slots, trusts_rows=not problem)
+        kept, extra = _held_against(indexed, slots, trusts_rows=not problem)
         kept = consistent(kept, files, opened.slab_count)
         _replace_index(folder, kept, is_damaged=bool(problem))
     finally:
         opened.close()
-    rows_at = dict.fromkeys(told["place"].tolist())
+    rows_at = dict.fromkeys(indexed["place"].tolist())
     listed = [place for place in wrong if place in rows_at or problem]
     return StoreCheck(
         folder=str(folder),
@@ -153,7 +153,7 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
         pages=len(kept),
         page_bytes=int(kept["length"].sum(dtype=np.int64)),
         damaged=tuple(_name_of(place, opened.slab_bytes) for place in listed),
-        rows_without_page=0 if problem else len(told) - len(kept) - len(listed),
+        rows_without_page=0 if problem else len(indexed) - len(kept) - len(listed),
         pages_without_row=extra,
         unreadable=tuple(unreadable),
         seconds=round(time.monotonic() - started, 3),
@@ -161,7 +161,7 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
 
 
 def _verify_slab(files: SlabFiles, number: int) -> tuple[Entries, list[int], bool]:
-    """Return the entries of right pages, the places of damaged ones, whether reading failed."""
+    """Return the entries of valid pages, the places of damaged ones, and whether reading failed."""
     blocks = files.blocks_of[number]
     slot_bytes = blocks * BLOCK_BYTES
     first = number * files.folder.slab_bytes + BLOCK_BYTES
@@ -190,14 +190,14 @@ def _verify_slab(files: SlabFiles, number: int) -> tuple[Entries, list[int], boo
     return np.array(found, DISK_ENTRY), damaged, failed
 
 
-def _held_against(told: Entries, slots: Entries, *, trusts_rows: bool) -> tuple[Entries, int]:
-    """Return the entries to keep, and how many right pages the index did not have.
+def _held_against(indexed: Entries, slots: Entries, *, trusts_rows: bool) -> tuple[Entries, int]:
+    """Return the entries to keep, and how many valid pages the index did not have.
 
-    With an index that can be read, a page without a row was evicted: it stays out.
+    With a readable index, a page without a row was evicted: it stays out.
     """
     if not trusts_rows:
         return slots, len(slots)
-    of_place = {row["place"].item(): row for row in told}
+    of_place = {row["place"].item(): row for row in indexed}
     kept = []
     for index, slot in enumerate(slots):
         row = of_place.get(slot["place"].item())
@@ -219,18 +219,18 @@ def _open_index(folder: Path) -> sqlite3.Connection:
     return open_index(folder, bytes_max=PLENTY_BYTES)
 
 
-def _told_by_index(
+def _entries_of_index(
     folder: Path, opening: Callable[[Path], sqlite3.Connection]
 ) -> tuple[str, Entries]:
-    """Return what is wrong with the index, or "", and its rows."""
+    """Return the problem of the index, or "", and its rows."""
     empty = np.empty(0, DISK_ENTRY)
     if not (folder / INDEX_NAME).exists():
         return "missing", empty
     try:
         connection = opening(folder)
         try:
-            (said,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            return ("" if said == "ok" else str(said)), load_entries(connection)
+            (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            return ("" if result == "ok" else str(result)), load_entries(connection)
         finally:
             connection.close()
     except sqlite3.Error as error:

@@ -1,14 +1,13 @@
-"""A node's folder on disk: which one it is, whose it is, and what is in it.
+"""A node's folder on disk: how it is chosen, its owner, and its content.
 
-`disk_path` holds one numbered folder a node: a node takes the first, counted from 0, that is not
-locked and that is new or of its own cluster and uid. So a node that restarts finds
-its own again; two nodes that restart at once may swap theirs, and each then announces what it
-finds. The lock ends with the process. Nothing is ever removed that does not carry one of our file
-names.
+`disk_path` holds one numbered folder per node: a node takes the first one, counted from 0, that is
+not locked and that is new or of its own cluster and uid. So a restarted node finds its own again;
+two nodes that restart at the same time may swap theirs, and each then announces the pages that it
+finds. The lock ends with the process. Only files with our names are ever removed.
 
 Cluster and uid are in the lock file, which is written before the first slab and never again, so a
-folder with slabs and an empty lock file is of a version that did not name clusters. Such a folder
-is adopted by the first node that finds it: pages outlive the update.
+folder with slabs and an empty lock file is of a version without cluster names. The first node that
+finds such a folder adopts it: pages survive the update.
 """
 
 from __future__ import annotations
@@ -46,22 +45,23 @@ class ForeignFolderError(ConfigError):
 
 
 def check_owner(folder: int, shown: str) -> None:
-    """Raise ForeignFolderError unless an opened folder is this uid's, and changed by no other."""
+    """Raise ForeignFolderError unless an opened folder is this uid's, and only it can modify it."""
     found = os.fstat(folder)
     ours = os.geteuid()
     if found.st_uid != ours:
         problem = f"{shown} belongs to uid {found.st_uid}, this node runs as uid {ours}"
         raise ForeignFolderError("disk_path", problem)
-    # Kubernetes opens a volume to the pod's group, at each start.
+    # Kubernetes makes a volume writable by the pod's group, at each start.
     if found.st_mode & stat.S_IWOTH:
         problem = f"{shown} may be written by every user: chmod o-w, if what it holds is yours"
         raise ForeignFolderError("disk_path", problem)
 
 
 def problem_above(root: Path) -> str:
-    """Return why another user could take the folders of nodes out of `root`, or "".
+    """Return why another user could remove the folders of nodes from `root`, or "".
 
-    They hold no wrong page for it: each node's own folder is checked. But they are gone.
+    That cannot cause wrong pages, because each node's own folder is checked. But the pages would be
+    lost.
     """
     ours = os.geteuid()
     for folder in (root, *root.resolve().parents):
@@ -85,33 +85,33 @@ def take_for(cluster: str, lock: int, shown: str, *, is_fresh: bool) -> bool:
     if not raw or is_fresh:
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(ours).encode(), 0)
-        # Before the first slab: a power loss must not leave slabs without a name.
+        # Before the first slab: a power failure must not leave slabs without a name.
         os.fsync(lock)
         return not raw and not is_fresh
     try:
-        told = json.loads(raw)
-        cluster_told, uid_told = str(told["cluster"]), int(told["uid"])
+        superblock = json.loads(raw)
+        cluster_kept, uid_kept = str(superblock["cluster"]), int(superblock["uid"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         problem = f"{shown} holds pages of an unknown cluster: remove it, or leave it"
         raise ForeignFolderError("disk_path", problem) from error
-    if cluster_told != cluster:
-        problem = f"{shown} belongs to cluster {cluster_told!r}, this node to {cluster!r}"
+    if cluster_kept != cluster:
+        problem = f"{shown} belongs to cluster {cluster_kept!r}, this node to {cluster!r}"
         raise ForeignFolderError("disk_path", problem)
-    if uid_told != ours["uid"]:
-        problem = f"{shown} holds pages of uid {uid_told}, this node runs as uid {ours['uid']}"
+    if uid_kept != ours["uid"]:
+        problem = f"{shown} holds pages of uid {uid_kept}, this node runs as uid {ours['uid']}"
         raise ForeignFolderError("disk_path", problem)
     return False
 
 
 FOLDERS_MAX: Final = 64
-"""More nodes than this do not share one disk."""
+"""The most nodes that share one disk."""
 
 LOCK_ATTEMPTS: Final = 3
 LOCK_RETRY_S: Final = 0.02
-"""A process that tests whether a folder is in use locks it for a moment; a node for its life."""
+"""A process that tests whether a folder is in use locks it for a moment; a node keeps the lock."""
 
 INDEX_DIVISOR: Final = 64
-"""A 64th of the cap is the index's: 128 bytes for 8 KiB, the smallest slot there is."""
+"""A 64th of the cap is for the index: 128 bytes for 8 KiB, the smallest slot."""
 
 INDEX_BYTES_MIN: Final = 256 * 2**10
 
@@ -121,13 +121,13 @@ SUPERBLOCK_BYTES_MAX: Final = 4096
 NO_SUPERBLOCK: Final = (
     FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
 )  # fmt: skip
-"""What a superblock that is lost or damaged raises: any bytes may be there."""
+"""Exceptions for a lost or damaged superblock: it may contain any bytes."""
 
 _held_locks: dict[int, None] = {}
 
 
 def _let_go_in_child() -> None:
-    """Keep no lock in a forked child: it would outlive the node, and keep its folder from it."""
+    """Release the locks in a forked child: it may outlive the node, and would block its folder."""
     for lock in _held_locks:
         os.close(lock)
     _held_locks.clear()
@@ -137,7 +137,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class FolderBusyError(ConfigError):
-    """Another process has this folder."""
+    """Another process has locked this folder."""
 
 
 @attrs.define(eq=False)
@@ -150,10 +150,10 @@ class Folder:
     slab_count: int
     index_bytes: int
     fresh: bool
-    """Nothing that can be read is here yet."""
+    """Whether the folder has no readable store yet."""
 
     def is_there(self) -> bool:
-        """Return whether the folder still is the one that we locked."""
+        """Return whether the folder is still the one that we locked."""
         try:
             found = (self.path / LOCK_NAME).stat()
         except OSError:
@@ -166,16 +166,16 @@ class Folder:
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         _held_locks.pop(self.lock, None)
         os.close(self.lock)
 
 
 def claim(disk_path: str | os.PathLike[str], size_bytes: int, *, cluster: str, log: Any) -> Folder:
-    """Lock the first folder that can be ours; raise ConfigError, or OSError of the file system.
+    """Lock the first usable folder; raise ConfigError, or OSError of the file system.
 
-    A folder of another cluster or uid is passed over with a sentence. So is a path that another
-    user may change told, and used: a volume of Kubernetes often is open to every user of a pod.
+    A folder of another cluster or uid is logged and skipped. A path that another user may modify is
+    logged, but used: a Kubernetes volume is often writable by every user of a pod.
     """
     root = Path(disk_path)
     root.mkdir(parents=True, exist_ok=True)
@@ -224,8 +224,8 @@ def open_folder(
 ) -> Folder:
     """Lock one node's folder.
 
-    size_bytes: the cap; None keeps what is there, as it is.
-    cluster:    the cluster that it must be of; None is any, for the tools that look after disks.
+    size_bytes: the cap; None: keep the current size.
+    cluster:    the cluster to which it must belong; None: any, for maintenance tools.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(path / LOCK_NAME, flags, 0o600)
@@ -275,7 +275,7 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
     room = size_bytes - index_bytes
     slab_bytes = known or slab_bytes_for(room)
     if known is not None and known > max(room, 0):
-        # The cap was lowered below one slab: what is here cannot stay.
+        # The cap was lowered below one slab: the content cannot stay.
         slab_bytes, known = slab_bytes_for(room), None
     count = max(0, room // slab_bytes)
     if count == 0:
@@ -285,7 +285,7 @@ def _opened(path: Path, lock: int, size_bytes: int | None) -> Folder:
     for name in index if known is None else [n for n in index if (path / n).is_symlink()]:
         (path / name).unlink(missing_ok=True)
     for number, file in slabs.items():
-        # Beyond the cap, or of another slab size: ours by its name, and in the way.
+        # Beyond the cap, or of another slab size: it is ours by its name, and must go.
         if number >= count or known is None:
             file.unlink(missing_ok=True)
     _write_superblock(path, slab_bytes)
@@ -298,38 +298,38 @@ def _may_be_ours(path: Path) -> bool:
 
 
 def _superblock(path: Path) -> Any:
-    """Return what the superblock says; raise one of NO_SUPERBLOCK."""
+    """Return the content of the superblock; raise one of NO_SUPERBLOCK."""
     file = path / SUPERBLOCK_NAME
     if not stat.S_ISREG(file.lstat().st_mode):
         raise ValueError(f"{file} is no file")
     with file.open("rb") as opened:
-        told = json.loads(opened.read(SUPERBLOCK_BYTES_MAX))
-    if type(told["format"]) is not int:
+        superblock = json.loads(opened.read(SUPERBLOCK_BYTES_MAX))
+    if type(superblock["format"]) is not int:
         raise ValueError(f"{file} names no format")
-    return told
+    return superblock
 
 
 def _slab_bytes_of(path: Path) -> int | None:
-    """Return the slab size of what is in a folder; None if nothing of this format does."""
+    """Return the slab size of a folder's store; None if nothing of this format has one."""
     try:
-        told = _superblock(path)
-        if told["format"] != FORMAT_VERSION:
+        superblock = _superblock(path)
+        if superblock["format"] != FORMAT_VERSION:
             return None
-        slab_bytes = int(told["slab_bytes"])
+        slab_bytes = int(superblock["slab_bytes"])
     except NO_SUPERBLOCK:
-        # Lost or damaged: every slab knows its own size too.
+        # Lost or damaged: every slab also contains its own size.
         slab_bytes = _slab_bytes_of_slabs(path)
     is_whole = slab_bytes >= 2 * BLOCK_BYTES and slab_bytes % BLOCK_BYTES == 0
     return slab_bytes if is_whole else None
 
 
 def _other_format(path: Path) -> int | None:
-    """Return the format of a store that this version does not read, None if there is none."""
+    """Return the format of a store that this version cannot read; None if there is none."""
     try:
-        told = int(_superblock(path)["format"])
+        found = int(_superblock(path)["format"])
     except NO_SUPERBLOCK:
         return None
-    return told if told != FORMAT_VERSION else None
+    return found if found != FORMAT_VERSION else None
 
 
 def _slab_bytes_of_slabs(path: Path) -> int:
@@ -347,17 +347,17 @@ def _slab_bytes_of_slabs(path: Path) -> int:
 
 
 def _write_superblock(path: Path, slab_bytes: int) -> None:
-    """Replace the superblock as a whole, so that a crash leaves the old one or the new one."""
-    said = json.dumps({"format": FORMAT_VERSION, "slab_bytes": slab_bytes})
-    # One that says so already is left alone: a full disk has no room for another.
+    """Replace the superblock atomically, so that a crash leaves either the old or the new one."""
+    content = json.dumps({"format": FORMAT_VERSION, "slab_bytes": slab_bytes})
+    # A superblock with this content is left unchanged: a full disk has no room for another.
     with suppress(*NO_SUPERBLOCK):
-        if json.dumps(_superblock(path)) == said:
+        if json.dumps(_superblock(path)) == content:
             return
     fresh = path / f"{SUPERBLOCK_NAME}.new"
-    # A link may be there, which is not written through.
+    # There may be a link, which must not be followed.
     fresh.unlink(missing_ok=True)
     with fresh.open("x") as file:
-        file.write(said)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path / SUPERBLOCK_NAME)

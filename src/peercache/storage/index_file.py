@@ -1,12 +1,12 @@
 """The index on disk: which place holds which page, in SQLite, written in batches by one thread.
 
-Slot headers are the truth; the index saves reading them all at start. So it may be lost, and may be
-behind by COMMIT_S after a crash, of the process or of the host: a page too many in it is found out
-when it is loaded, one too few is a page less. A row is put after its page was written, and
-committed after the page was synced. The row of a page whose place was given to
-another one goes in a batch, too: a kill before that leaves it (DISK_REPLACED).
+Slot headers are authoritative; the index only saves reading all of them at start. So it may be
+lost, and may be behind by COMMIT_S after a crash of the process or the host: a surplus page in it
+is detected when it is loaded, a missing one is lost. A row is put after its page was written, and
+committed after the page was synced. When the place of a page is given to another one, its row is
+deleted in a batch, too: a kill before that leaves it (DISK_REPLACED).
 
-A store begins with the index that it finds, or with one that is made from the slots.
+A store starts with the index that it finds, or with one that is rebuilt from the slots.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from peercache.storage.layout import FORMAT_VERSION, INDEX_NAME
 from peercache.storage.slab_files import SlabFiles, consistent, scan
 
 COMMIT_S: Final = 0.5
-"""What a crash may cost: pages written in the last half second."""
+"""What a crash may lose: pages written in the last half second."""
 
 OPERATIONS_A_COMMIT_MAX: Final = 8192
-"""Rows changed by one transaction: keeps the write-ahead log at a few megabytes."""
+"""Rows changed by one transaction: this limits the write-ahead log to a few megabytes."""
 
 BACKLOG_ROWS_MAX: Final = 262_144
-"""60 MB of rows. Beyond it no pages are written, so that only drops follow: 90 bytes for each page
-that is there, at most."""
+"""60 MB of rows. Beyond that no pages are written, so that only drops follow: at most 90 bytes for
+each page on disk."""
 
 SQLITE_PAGE_BYTES: Final = 4096
 
@@ -49,7 +49,7 @@ USE: Final = "UPDATE slots SET used = ? WHERE place = ?"
 
 
 def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
-    """Open or make the index; raise sqlite3.Error for one that is damaged or not ours."""
+    """Open or create the index; raise sqlite3.Error if it is damaged or not ours."""
     connection = sqlite3.connect(folder / INDEX_NAME, check_same_thread=False, isolation_level=None)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -57,7 +57,7 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
         if tables and version != FORMAT_VERSION:
             raise sqlite3.DatabaseError(f"format {version}")
         connection.execute("PRAGMA journal_mode = WAL")
-        # Each commit syncs the log, on the index's thread, twice a second at most.
+        # Each commit syncs the log, on the index's thread, at most twice a second.
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 4194304")
         connection.execute(f"PRAGMA max_page_count = {bytes_max // SQLITE_PAGE_BYTES}")
@@ -74,11 +74,11 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
 
 
 def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
-    """Open an index to read it only; raise sqlite3.Error for one that is damaged or not ours.
+    """Open an index read-only; raise sqlite3.Error if it is damaged or not ours.
 
-    locked: the folder is ours, and no process writes. Otherwise its node may.
+    locked: we have the lock of the folder, and no process writes. Otherwise its node may write.
     """
-    # Without a log no process writes, and reading makes no file: a full disk has no room.
+    # Without a log no process writes, and reading creates no file: a full disk has no room for it.
     is_still = not (has_log(folder) if locked else (folder / f"{INDEX_NAME}-wal").exists())
     immutable = "&immutable=1" if is_still else ""
     path = quote(str(folder / INDEX_NAME))
@@ -94,7 +94,7 @@ def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
 
 
 def has_log(folder: Path) -> bool:
-    """Return whether rows are in the log that were not folded in: its node was killed, or lives."""
+    """Return whether the log has rows that were not checkpointed: its node was killed, or runs."""
     log = folder / f"{INDEX_NAME}-wal"
     return log.exists() and log.stat().st_size > 0
 
@@ -121,7 +121,7 @@ def load_entries(connection: sqlite3.Connection) -> Entries:
         entries: Entries = np.frombuffer(b"".join(blobs), DISK_ENTRY).copy()
         entries["used"] = np.array(used, np.int64).clip(0, 2**32 - 1)
     except (TypeError, ValueError, OverflowError) as error:
-        # SQLite takes any value in any column, and what is damaged may still be a table.
+        # SQLite accepts any value in any column, and a damaged file may still be a valid table.
         raise sqlite3.DatabaseError(f"rows that are not ours: {error}") from error
     return entries
 
@@ -141,7 +141,7 @@ def _rows_of(entries: Entries) -> list[tuple[int, bytes, int]]:
 
 
 class IndexWriter:
-    """Writes the index on a thread of its own; no call of it waits for the disk, but `close`."""
+    """Writes the index on a thread of its own; only `close` waits for the disk."""
 
     def __init__(
         self,
@@ -151,10 +151,11 @@ class IndexWriter:
         log: Any,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write to `connection`; `failed` learns of the first error, after which nothing is.
+        """Write to `connection`; call `failed` with the first error, after which nothing is
+        written.
 
-        None: there is no index, and nothing is written. sync: has the pages of all rows that were
-        put survive a power loss; raises OSError.
+        None: there is no index, and nothing is written. sync: makes the pages of all rows that were
+        put durable; raises OSError.
         """
         self._sync = sync
         self._failed = failed
@@ -173,7 +174,7 @@ class IndexWriter:
             self._thread.start()
 
     def has_room(self) -> bool:
-        """Return whether more pages may be written; if not, their rows would wait without bound."""
+        """Return whether more pages may be written; if not, too many rows wait already."""
         if self._backlog < BACKLOG_ROWS_MAX:
             return True
         if not self._is_behind:
@@ -182,20 +183,20 @@ class IndexWriter:
         return False
 
     def put(self, entries: Entries) -> None:
-        """Keep rows of pages that were written: if they are many, not without `has_room`."""
+        """Store rows of written pages; for many rows, check `has_room` before."""
         self._add(PUT, _rows_of(entries), None)
 
     def drop(self, places: npt.NDArray[np.uint64], then: Callable[[], None] | None = None) -> None:
-        """Let rows go; `then` is called, on the index's thread, once that is on disk."""
+        """Delete rows; `then` is called, on the index's thread, once that is on disk."""
         self._add(DROP, [(place,) for place in places.tolist()], then)
 
     def use(self, places: npt.NDArray[np.uint64], unix_s: int) -> None:
-        """Note when places were used; the first thing that is left out when there is much to do."""
+        """Record when places were used; this is skipped first under load."""
         if self._backlog + len(places) <= BACKLOG_ROWS_MAX // 4:
             self._add(USE, [(unix_s, place) for place in places.tolist()], None)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is waiting and close; False if that did not end in time."""
+        """Write waiting rows and close; return False if that did not end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -207,7 +208,7 @@ class IndexWriter:
         self, statement: str, rows: list[tuple[Any, ...]], then: Callable[[], None] | None
     ) -> None:
         with self._changed:
-            # A broken index keeps no rows, and none can come back.
+            # A broken index stores no rows, and none can come back.
             keeps = not self._broken
             if keeps:
                 self._waiting.append((statement, rows, then))
@@ -266,7 +267,7 @@ class IndexWriter:
             connection.executemany(statement, rows)
         connection.execute("COMMIT")
         if any(then is not None for _, _, then in taken):
-            # `then` reports that these rows are gone: not even a crash of the host undoes it.
+            # `then` reports that these rows are deleted, which must survive a crash of the host.
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         if not self._backlog:
             self._is_behind = False
@@ -289,18 +290,18 @@ class IndexWriter:
 
 
 MAPPED_BYTES: Final = 256 * 2**10
-"""More than SQLite maps of a log's index at first: to touch what a full file system has no room for
-would end the process."""
+"""More than SQLite initially maps of a log's index: on a full file system, accessing that mapping
+would kill the process."""
 
 
 def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, Entries]:
     """Return the index and its entries, rebuilt from the slots if it is missing or damaged.
 
-    None: it cannot be written, and has been removed. What it tells is read before a byte is
-    written, so that a full disk costs the index and no page.
+    None: it cannot be written, and was removed. Its content is read before anything is written, so
+    that a full disk costs the index but no page.
     """
     folder = files.folder
-    entries, is_as_told = _told_entries(files, log)
+    entries, is_unchanged = _indexed_entries(files, log)
     if not _has_room(files):
         log.warning("disk.index_failed", error="no space for it")
         remove_index(folder.path)
@@ -309,7 +310,7 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
         try:
             connection = open_index(folder.path, bytes_max=folder.index_bytes)
             try:
-                if not is_as_told:
+                if not is_unchanged:
                     store_entries(connection, entries)
             except sqlite3.Error:
                 connection.close()
@@ -317,14 +318,14 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
             return connection, entries
         except sqlite3.Error as error:
             log.warning("disk.index_failed", error=str(error))
-        # The file may be what is wrong, and its room be what is missing: once more without it.
+        # The file may be damaged, or use the missing room: try again without it.
         remove_index(folder.path)
-        is_as_told = False
+        is_unchanged = False
     return None, entries
 
 
-def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
-    """Return what is there, and whether that is what the index tells, row for row."""
+def _indexed_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
+    """Return the existing entries, and whether they are exactly those of the index."""
     folder = files.folder
     problem = "" if folder.fresh else "missing"
     if (folder.path / INDEX_NAME).exists():
@@ -332,11 +333,11 @@ def _told_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
             if has_log(folder.path) and not _has_room(files):
                 raise sqlite3.OperationalError("no space to read its log")
             with closing(read_index(folder.path, locked=True)) as connection:
-                told = load_entries(connection)
-            entries = consistent(told, files, folder.slab_count)
-            if len(entries) < len(told):
-                log.warning("disk.entries_dropped", pages=len(told) - len(entries))
-            return entries, len(entries) == len(told)
+                loaded = load_entries(connection)
+            entries = consistent(loaded, files, folder.slab_count)
+            if len(entries) < len(loaded):
+                log.warning("disk.entries_dropped", pages=len(loaded) - len(entries))
+            return entries, len(entries) == len(loaded)
         except sqlite3.Error as error:
             problem = str(error)
     if problem:

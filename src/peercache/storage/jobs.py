@@ -1,14 +1,14 @@
 """The jobs of a page store and its threads: bounded, with deadlines that always hold.
 
-Owns    the threads that do input and output, and the watcher thread that keeps their deadlines.
+Owns    the threads that do input and output, and the watcher thread that enforces their deadlines.
 Keeps   each job has exactly one answer, by its deadline. A page whose call is in flight at the
-        deadline is DISK_LATE; LateEnded names it when the call has returned.
-        Facts are told outside the lock, DiskEnded last.
+        deadline is DISK_LATE; LateEnded names it when the call has returned. Results are reported
+        outside the lock, DiskEnded last.
 Limits  WAITING_PAGES_MAX pages are pending; pages beyond are DISK_UNTRIED at once.
 
-A thread that is still stuck `stuck_s` after a deadline ends the tier: a stuck call cannot be taken
-back, and the next call would block another thread. Threads are daemons; `close` abandons a stuck
-one.
+A thread that is still stuck `stuck_s` after a deadline ends the tier: a stuck call cannot be
+cancelled, and the next call would block another thread. Threads are daemons; `close` abandons a
+stuck thread.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ LOOK_S: Final = 0.05
 """How late a deadline may be noticed."""
 
 LOOKS_TO_DOZE: Final = 20
-"""Idle looks, one second of them, before the watcher sleeps until a job wakes it. A wake-up for
-each load would cost the load one more hand-over of the interpreter."""
+"""Idle checks, for one second, before the watcher sleeps until a job wakes it. A wake-up for each
+load would cost the load one more hand-over of the GIL."""
 
 HOUSEKEEPING_S: Final = 5.0
 
 LOADS, LOOKS, SPILLS = 0, 1, 2
-"""The queues, by priority: readers wait for loads; a look at the folder takes microseconds."""
+"""The queues, by priority: readers wait for loads; a check of the folder takes microseconds."""
 
 
 @attrs.define(eq=False)
 class Job:
-    """One Load or Spill, answered with the last of its units. None: a look at the folder."""
+    """One Load or Spill, answered with the last of its units. None: a check of the folder."""
 
     effect: Load | Spill | None
     outcomes: bytearray
@@ -68,7 +68,7 @@ class Job:
         return cls(effect, bytearray((DISK_UNTRIED,)) * pages, np.zeros(pages, np.uint64))
 
     def answer(self) -> list[DiskFact]:
-        """Return the facts that answer the job."""
+        """Return the results that answer the job."""
         if isinstance(self.effect, Load):
             return [LoadDone(self.effect.job, bytes(self.outcomes), self.checksums)]
         if isinstance(self.effect, Spill):
@@ -87,7 +87,7 @@ class Job:
 class Unit:
     """Pages of one job that one thread moves.
 
-    outcomes: of these pages; the thread sets each as soon as it is known.
+    outcomes: those of these pages; the thread sets each as soon as it is known.
     is_over:  the deadline has passed, and the pages were answered without waiting for the thread.
     """
 
@@ -99,7 +99,7 @@ class Unit:
     late: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Begin with nothing tried."""
+        """Start with all pages untried."""
         self.outcomes = bytearray((DISK_UNTRIED,)) * len(self.pages)
 
 
@@ -120,8 +120,9 @@ class Workers:
     ) -> None:
         """Start.
 
-        perform: does a unit, setting its outcomes; raises nothing for what the world does.
-        judged:  hears a unit's outcomes before its job is answered: rows are kept or dropped.
+        perform: performs a unit and sets its outcomes; does not raise for external failures.
+        judged: called with a unit's outcomes before its job is answered, to store or drop index
+                rows.
         look:    called on a thread every HOUSEKEEPING_S: checks that the folder is there.
         """
         self._perform = perform
@@ -131,11 +132,11 @@ class Workers:
         self._tell = tell
         self._check_folder = look
         self._facts: deque[DiskFact] = deque()
-        self._telling = threading.RLock()
+        self._reporting = threading.RLock()
         self._log = log
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        """Threads wait here for a unit; as many are woken as there are units."""
+        """Threads wait here for units; as many threads are woken as there are units."""
         self._look_again = threading.Condition(lock)
         self._dozes = False
         self._waiting: tuple[deque[Unit], ...] = (deque(), deque(), deque())
@@ -174,7 +175,7 @@ class Workers:
         self._ending = reason
 
     def end(self, reason: str) -> None:
-        """End the tier: answer everything, then tell DiskEnded, once."""
+        """End the tier: answer everything, then report DiskEnded, once."""
         with self._changed:
             if self._reason or self._closing:
                 return
@@ -211,7 +212,7 @@ class Workers:
                 if is_late:
                     self._report(unit, bytes(unit.outcomes))
                 else:
-                    # A page that the thread has not judged by the deadline is late.
+                    # A page without an outcome by the deadline is late.
                     unit.outcomes[:] = bytes((DISK_LATE,)) * len(unit.outcomes)
                     self._running.append(unit)
             if not is_late:
@@ -238,7 +239,7 @@ class Workers:
             self.end(self._ending)
 
     def _look(self) -> None:
-        """Watch the deadlines, and have a thread look at the folder every HOUSEKEEPING_S."""
+        """Watch the deadlines, and have a thread check the folder every HOUSEKEEPING_S."""
         looked = time.monotonic()
         looks = 0
         while True:
@@ -271,7 +272,7 @@ class Workers:
         return None
 
     def _expire_pending(self, now: float) -> None:
-        """Answer for pending units whose deadline has come."""
+        """Answer for pending units past their deadline."""
         for queue in self._waiting:
             for unit in [unit for unit in queue if unit.until <= now]:
                 queue.remove(unit)
@@ -279,29 +280,29 @@ class Workers:
                 self._report(unit, bytes(unit.outcomes))
 
     def _expire(self, now: float) -> None:
-        """Answer for all units whose deadline has come."""
+        """Answer for all units past their deadline."""
         self._expire_pending(now)
         for unit in self._running:
             if not unit.is_over and unit.until <= now:
                 unit.is_over = True
-                # The thread may go on judging; the outcomes of this moment count.
-                said = bytes(unit.outcomes)
+                # The thread may continue to set outcomes; those of this moment count.
+                states = bytes(unit.outcomes)
                 unit.late = tuple(
-                    page for page, one in zip(unit.pages, said, strict=True) if one == DISK_LATE
+                    page for page, one in zip(unit.pages, states, strict=True) if one == DISK_LATE
                 )
-                self._report(unit, said)
+                self._report(unit, states)
 
-    def _report(self, unit: Unit, said: bytes) -> None:
-        """Take a unit's outcomes into its job; the last unit answers the job."""
+    def _report(self, unit: Unit, states: bytes) -> None:
+        """Copy a unit's outcomes into its job; the last unit answers the job."""
         job = unit.job
-        job.outcomes[unit.pages.start : unit.pages.stop] = said
+        job.outcomes[unit.pages.start : unit.pages.stop] = states
         job.units_left -= 1
-        self._judged(unit, said)
+        self._judged(unit, states)
         if not job.units_left:
             self._facts += job.answer()
 
     def _flush(self) -> None:
-        """Tell the pending facts in order, on the calling thread."""
-        with self._telling:
+        """Report the pending results in order, on the calling thread."""
+        with self._reporting:
             while self._facts:
                 self._tell(self._facts.popleft())

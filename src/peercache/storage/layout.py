@@ -1,8 +1,8 @@
-"""What the files of a page store look like, byte by byte.
+"""The format of the files of a page store, byte by byte.
 
 A slab file begins with one block that names its slot size. A slot is one header block and the page,
-padded to whole blocks. Every header carries its own place and a checksum of itself, so whatever is
-found at a place is either what was written there, or is seen not to be.
+padded to whole blocks. Every header carries its own place and a checksum of itself, so content that
+was not written to a place is always detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peercache.actors.disk.slabs import BLOCK_BYTES
 from peercache.model.keys import Tag, parts_of, tag_of
 
 FORMAT_VERSION: Final = 3
-"""Of superblock, slabs, slots and index. What has another one is not read, and is overwritten.
+"""Version of superblock, slabs, slots and index. Other versions are not read, and are overwritten.
 
 History:
     1  the first; its namespace tags do not tell the space of a page's seal.
@@ -43,7 +43,7 @@ assert SLAB.size + CHECK.size <= BLOCK_BYTES
 
 @attrs.frozen
 class SlotHeader:
-    """What a slot says of itself. written: unix seconds."""
+    """The header of a slot. written: unix seconds."""
 
     key: bytes
     namespace: Tag
@@ -56,7 +56,7 @@ class SlotHeader:
 
 @attrs.frozen
 class SlabHeader:
-    """What a slab says of itself. blocks: its slot size."""
+    """The header of a slab. blocks: its slot size."""
 
     number: int
     blocks: int
@@ -64,7 +64,7 @@ class SlabHeader:
 
 
 def checksum_of(view: memoryview | bytes) -> int:
-    """Return the xxh3_64; memory of any size is read without the GIL."""
+    """Return the xxh3_64; computed without the GIL."""
     return int(xxhash.xxh3_64_intdigest(view))
 
 
@@ -87,7 +87,7 @@ def pack_slot(header: SlotHeader) -> bytes:
 
 
 def parse_slot(block: memoryview | bytes, place: int) -> SlotHeader | None:
-    """Return what the slot at `place` says, or None if its header is not one, or of elsewhere."""
+    """Return the header of the slot at `place`, or None if it is invalid, or of another place."""
     if not _is_whole(block, SLOT):
         return None
     magic, version, length, key, space, at, sequence, checksum, written, variant = SLOT.unpack_from(
@@ -105,7 +105,7 @@ def pack_slab(header: SlabHeader) -> bytes:
 
 
 def parse_slab(block: memoryview | bytes) -> SlabHeader | None:
-    """Return what a slab says of itself, or None if that is not a slab of this format."""
+    """Return the header of a slab, or None if it is not a slab of this format."""
     if not _is_whole(block, SLAB):
         return None
     magic, version, blocks, number, slab_bytes = SLAB.unpack_from(block)
@@ -120,7 +120,7 @@ def slab_name(number: int) -> str:
 
 
 def slab_number(name: str) -> int | None:
-    """Return the number of a slab file, None for a file that is no slab of ours."""
+    """Return the number of a slab file, None for a file that is not a slab of ours."""
     found = _SLAB_NAME.fullmatch(name)
     return int(found[1]) if found else None
 

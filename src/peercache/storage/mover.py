@@ -1,12 +1,11 @@
-"""Moves pages between the pool's memory and slots, and judges each: the only code that does.
+"""Moves pages between the pool's memory and slots, and verifies each: the only code that does.
 
-Keeps   a slot is written from bytes that were one page before and after: the generation word of the
-        page is compared with its record on both sides of the write, and the checksum in the header
-        is of the bytes before it. Whatever happened in between, the slot holds that page, or a
-        checksum that does not fit.
-        A page that is read is DONE only if its header names its place, key, namespace and length,
-        and the bytes in the pool have the header's checksum.
-        The pool's memory is written to by a Load only, and only within its slots.
+Keeps   a slot is written from bytes of one page: the generation word of the page is compared with
+        its record before and after the write, and the checksum in the header is computed before the
+        write. So the slot holds that page, or a checksum that does not match. A page that is read
+        is DONE only if its header names its place, key, namespace and length, and the bytes in the
+        pool have the header's checksum. Only a Load writes to the pool's memory, and only within
+        its slots.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ from peercache.storage.layout import SlotHeader, checksum_of, pack_slot, parse_s
 from peercache.storage.slab_files import NoRoomError, SlabFiles
 
 UNIT_BYTES: Final = 4 * 2**20
-"""What one thread takes at a time: enough for a disk's full rate, little enough to share."""
+"""What one thread takes at a time: large enough for a disk's full rate, small enough to share."""
 
 UNIT_PAGES: Final = 64
 """Pages of a unit: two buffers each, far below the kernel's 1,024 a call."""
 
 FAILURES_MAX: Final = 64
-"""So many calls in a row fail only where the disk has gone for good; a bad spot is smaller."""
+"""This many calls in a row fail only if the disk is permanently gone; a bad spot is smaller."""
 
 ANOTHER_PAGE: Final = "another page"
 
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
-"""Too many files are open: that passes, and says nothing about the disk."""
+"""Too many files are open: that is temporary, and unrelated to the disk."""
 
 
 @attrs.frozen(eq=False)
 class PoolMemory:
-    """The pool as the store sees it: page memory, its generation words, and their granule."""
+    """The pool as the store needs it: page memory, its generation words, and their granule."""
 
     pages: npt.NDArray[np.uint8]
     words: U64
@@ -75,7 +74,9 @@ class PageMover:
         ended: Callable[[str], None],
         log: Any,
     ) -> None:
-        """Move between `files` and the pool's memory. ended: hears why there is no use."""
+        """Move between `files` and the pool's memory. ended: called with the reason of a broken
+        disk.
+        """
         self._files = files
         self._memory = pool.pages.data
         self._words = pool.words
@@ -86,7 +87,7 @@ class PageMover:
         self._failures = 0
 
     def perform(self, unit: Unit) -> None:
-        """Do a unit and judge each of its pages."""
+        """Perform a unit and set the outcome of each of its pages."""
         effect = unit.job.effect
         if isinstance(effect, Spill):
             self._spill(unit, effect)
@@ -120,7 +121,7 @@ class PageMover:
 
             verdicts = self._attempt(unit, run, places, write)
             self._judge_written(verdicts, records)
-            _say(unit, verdicts)
+            _note_verdicts(unit, verdicts)
 
     def _write(
         self, run: list[int], headers: list[SlotHeader], views: list[memoryview], blocks: list[int]
@@ -138,21 +139,21 @@ class PageMover:
         try:
             self._files.write(place, buffers)
         except FileNotFoundError:
-            # The slab file was removed meanwhile: write once more, into a new one.
+            # The slab file was removed in the meantime: write again, into a new one.
             self._log.warning("disk.slab_missing", file=self._files.name_of(place))
             self._files.forget(slab)
             self._files.prepare(slab, blocks[run[0]])
             self._files.write(place, buffers)
 
     def _judge_written(self, verdicts: dict[int, int], records: npt.NDArray[np.void]) -> None:
-        """Compare the words once more: a page that changed while it was written is not on disk."""
+        """Compare the words again: a page that changed while it was written is not on disk."""
         same = self._unchanged(records)
         for index, verdict in list(verdicts.items()):
             if verdict == DISK_DONE and not same[index]:
                 verdicts[index] = DISK_CHANGED
 
     def _unchanged(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return whose slots still are in the generation of their records."""
+        """Return which slots still have the generation of their records."""
         generations = records["generation"]
         words = self._words[(records["offset"] // self._granule).astype(np.int64)]
         same: npt.NDArray[np.bool_] = (words == generations) & (generations & np.uint64(1) == 0)
@@ -181,7 +182,7 @@ class PageMover:
                     buffers += (memory[number * BLOCK_BYTES :][:BLOCK_BYTES], views[index])
                 count = self._files.read(places[some[0]], buffers)
                 if len(some) > 1 and count < sum(map(len, buffers)):
-                    # A read ends before a bad block without an error: what is behind it is good.
+                    # A read ends before a bad block without an error; the blocks after it are good.
                     raise OSError(errno.EIO, f"read {count} bytes")
                 for number, index in enumerate(some):
                     header = parse_slot(buffers[2 * number], places[index])
@@ -190,7 +191,7 @@ class PageMover:
                     count -= BLOCK_BYTES + len(views[index])
                     found[index] = header.checksum if header is not None and not problem else -1
                     if problem == ANOTHER_PAGE:
-                        # No damage: a kill has left the row of the page that was here before.
+                        # Not damaged: a kill has left the row of the page that was here before.
                         replaced.add(index)
                     elif problem:
                         self._note_damage(places[index], problem)
@@ -201,20 +202,20 @@ class PageMover:
                     verdicts[index] = DISK_REPLACED if index in replaced else DISK_DAMAGED
                 elif verdicts[index] == DISK_DONE:
                     unit.job.checksums[begin + index] = checksum
-            _say(unit, verdicts)
+            _note_verdicts(unit, verdicts)
 
     def _note_damage(self, place: int, problem: str) -> None:
         file = self._files.name_of(place)
         self._log.warning("disk.page_damaged", file=file, place=place, problem=problem)
 
-    # --- what the world does ----------------------------------------------------------------------
+    # --- failures of the file system --------------------------------------------------------------
 
     def _attempt(
         self, unit: Unit, run: list[int], places: list[int], move: Callable[[list[int]], None]
     ) -> dict[int, int]:
-        """Move a run, or, where one bad block fails it, its pages one by one; return the outcomes.
+        """Move a run, or, if a bad block fails it, its pages one by one; return the outcomes.
 
-        They are not the unit's before they are judged: its deadline may come at any moment.
+        They are copied to the unit only when they are final: its deadline may pass at any moment.
         """
         try:
             move(run)
@@ -262,14 +263,14 @@ class PageMover:
         return memory
 
 
-def _say(unit: Unit, verdicts: dict[int, int]) -> None:
-    """Make final verdicts the unit's: whatever has none when its deadline comes, is late."""
+def _note_verdicts(unit: Unit, verdicts: dict[int, int]) -> None:
+    """Copy final verdicts to the unit: pages without one at its deadline are late."""
     for index, verdict in verdicts.items():
         unit.outcomes[index] = verdict
 
 
 def units_of(job: Job, lengths: list[int], until: float) -> list[Unit]:
-    """Cut a job into what one thread does at a time."""
+    """Cut a job into units for one thread at a time."""
     units: list[Unit] = []
     begin, size = 0, 0
     for page, length in enumerate(lengths):
@@ -283,7 +284,7 @@ def units_of(job: Job, lengths: list[int], until: float) -> list[Unit]:
 
 
 def _runs(chosen: list[int], places: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Yield pages whose slots follow each other without a gap: one call each."""
+    """Yield runs of pages with consecutive slots: one call each."""
     run: list[int] = []
     end = -1
     for index in chosen:
@@ -314,16 +315,16 @@ def _header(effect: Spill, page: int, place: int, checksum: int, unix_s: int) ->
 
 
 def _fits_checksums(records: npt.NDArray[np.void], sums: list[int]) -> npt.NDArray[np.bool_]:
-    """Return which pages have the checksum that their records tell, if they tell one."""
-    told = records["flags"] & np.uint32(HAS_CHECKSUM) != 0
-    fits: npt.NDArray[np.bool_] = ~told | (records["checksum"] == np.array(sums, np.uint64))
+    """Return which pages have the checksum of their records, if there is one."""
+    has_sum = records["flags"] & np.uint32(HAS_CHECKSUM) != 0
+    fits: npt.NDArray[np.bool_] = ~has_sum | (records["checksum"] == np.array(sums, np.uint64))
     return fits
 
 
 def _problem(
     header: SlotHeader | None, effect: Load, page: int, count: int, view: memoryview
 ) -> str:
-    """Return what is wrong with a page that was read, "" if nothing is. count: bytes there were."""
+    """Return the problem of a page that was read, "" if it is valid. count: bytes read."""
     if count < BLOCK_BYTES + len(view):
         return "the file ends before it"
     if header is None:

@@ -1,18 +1,18 @@
-"""Slab files: made when first needed, opened when used, read and written past the page cache.
+"""Slab files: created when first needed, opened on use, read and written with direct I/O.
 
-Owns    the descriptors of the slabs, FILES_OPEN_MAX of them, and what slot size each slab has.
-Keeps   a slab file is allocated in full before a slot is written, or not made at all; the floor of
-        free space is looked at before. A slab says its slot size before a slot of that size is
-        written. No descriptor is closed under a call.
+Owns    the descriptors of the slabs, at most FILES_OPEN_MAX, and the slot size of each slab.
+Keeps   a slab file is allocated completely before a slot is written, or not created at all; the
+        floor of free space is checked before. A slab's header has its slot size before a slot is
+        written. No descriptor is closed during a call.
 Limits  FILES_OPEN_MAX descriptors.
 
-Direct I/O wants aligned offsets, lengths and memory: all are blocks of 4 KiB here. Where the file
-system refuses it, or is full at the start, the same calls go through the page cache, and the log
-says so once.
+Direct I/O requires aligned offsets, lengths and memory: all are blocks of 4 KiB here. If the file
+system refuses it, or is full at the start, the same calls use the page cache, and that is logged
+once.
 
-Headers of slots are what an index is made of when it has been lost, and compared with. A header is
-believed if it is whole and names its own place. Of two slots with one key the one written last
-counts. Whether the pages themselves are right is seen when they are loaded.
+A lost index is rebuilt from the headers of slots, and an index is compared with them. A header is
+trusted if it is complete and names its own place. Of two slots with the same key, the last written
+one counts. The pages themselves are verified when they are loaded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NoRoomError(Exception):
 
 @attrs.define(eq=False)
 class _Opened:
-    """A descriptor, the calls that use it, and whether it is closed with the last of them."""
+    """A descriptor, the number of calls that use it, and whether the last of them closes it."""
 
     file: int
     uses: int = 0
@@ -73,7 +73,7 @@ class SlabFiles:
     """The slabs of one folder. Every method may be called from any thread."""
 
     def __init__(self, folder: Folder, *, free_floor: float, log: Any, read_only: bool) -> None:
-        """Look at the slabs that are there. free_floor: part of the file system to leave free."""
+        """Find the existing slabs. free_floor: the fraction of the file system to leave free."""
         self.folder = folder
         self._floor = free_floor
         self._log = log
@@ -91,11 +91,11 @@ class SlabFiles:
                 self.blocks_of[number] = header.blocks
 
     def name_of(self, place: int) -> str:
-        """Return the file that a place is in, as the log names it."""
+        """Return the file of a place, for the log."""
         return str(self.folder.path / slab_name(place // self.folder.slab_bytes))
 
     def prepare(self, number: int, blocks: int) -> None:
-        """Have a slab of this slot size; raise NoRoomError, or OSError of the file system."""
+        """Prepare a slab with this slot size; raise NoRoomError, or OSError of the file system."""
         if self.blocks_of.get(number) == blocks:
             return
         with self._making:
@@ -103,7 +103,7 @@ class SlabFiles:
                 return
             self.blocks_of.pop(number, None)
             if self._size_of(number) < self.folder.slab_bytes:
-                # New, truncated, or left by a crash while it was made.
+                # New, truncated, or left by a crash while it was created.
                 self._make(number)
             header = SlabHeader(number, blocks, self.folder.slab_bytes)
             with aligned(1) as memory:
@@ -112,7 +112,7 @@ class SlabFiles:
             self.blocks_of[number] = blocks
 
     def forget(self, number: int) -> None:
-        """Have the slab prepared again before it is written again: its file has gone."""
+        """Mark a slab to be prepared again before the next write: its file is gone."""
         self.blocks_of.pop(number, None)
         with self._lock:
             opened = self._opened.pop(number, None)
@@ -121,10 +121,11 @@ class SlabFiles:
                 self._close_unused(opened)
 
     def write(self, place: int, buffers: Sequence[memoryview]) -> None:
-        """Write aligned memory at a place; raise NoRoomError or OSError unless all is written.
+        """Write aligned memory at a place; raise NoRoomError or OSError unless everything is
+        written.
 
-        FileNotFoundError also where the file has no name any more: what is written there is lost
-        with the descriptor.
+        FileNotFoundError also if the file has no name any more: what is written there is lost with
+        the descriptor.
         """
         number, offset = divmod(place, self.folder.slab_bytes)
         wanted = sum(len(buffer) for buffer in buffers)
@@ -141,22 +142,22 @@ class SlabFiles:
                 with self._lock:
                     self._unsynced.add(number)
         if written != wanted:
-            # What a full or failing disk does in the middle; the rest would say why.
+            # A full or failing disk causes a short write; writing the rest would show why.
             raise OSError(errno.EIO, f"wrote {written} of {wanted} bytes")
 
     def read(self, place: int, buffers: Sequence[memoryview]) -> int:
-        """Read into aligned memory; return how much there was. Raises OSError."""
+        """Read into aligned memory; return the number of bytes. Raises OSError."""
         number, offset = divmod(place, self.folder.slab_bytes)
         with self._use(number) as file:
             return os.preadv(file, buffers, offset)
 
     def sync(self) -> None:
-        """Have what was written by now survive a power loss; waits for the disk. Raises OSError."""
+        """Make all earlier writes durable; waits for the disk. Raises OSError."""
         with self._lock:
             numbers, self._unsynced = self._unsynced, set()
         try:
             for number in numbers:
-                # Where the file was removed meanwhile, its pages are gone anyway.
+                # If the file was removed in the meantime, its pages are gone anyway.
                 with suppress(FileNotFoundError), self._use(number) as file:
                     os.fdatasync(file)
         except BaseException:
@@ -201,9 +202,9 @@ class SlabFiles:
                 os.close(self._opened.pop(number).file)
 
     def _size_of(self, number: int) -> int:
-        """Return the bytes of a slab file; 0 where there is none, or something else in its place.
+        """Return the bytes of a slab file; 0 if it is missing, or something else is in its place.
 
-        A link or a pipe there is removed: no node has made it.
+        A link or a pipe there is removed: no node has created it.
         """
         path = self.folder.path / slab_name(number)
         try:
@@ -218,7 +219,7 @@ class SlabFiles:
         return 0
 
     def _make(self, number: int) -> None:
-        """Allocate a slab file in full, or leave none."""
+        """Allocate a slab file completely, or leave none."""
         slab_bytes = self.folder.slab_bytes
         free, total = self.folder.free_bytes()
         if free - slab_bytes < self._floor * total:
@@ -229,14 +230,14 @@ class SlabFiles:
             os.posix_fallocate(file, 0, slab_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
-            # One that was open before is of a file that has no name any more.
+            # An earlier descriptor is of a file that has no name any more.
             self.forget(number)
             if error.errno in NO_ROOM:
                 raise NoRoomError from error
             raise
         finally:
             os.close(file)
-        # The name of a new file survives a power loss by a sync of its folder only.
+        # The name of a new file survives a power failure only after a sync of its folder.
         folder = os.open(self.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -244,7 +245,7 @@ class SlabFiles:
             os.close(folder)
 
     def _header_of(self, number: int) -> SlabHeader | None:
-        """Return what a slab says of itself, if that is believable."""
+        """Return the header of a slab, if it is valid."""
         with aligned(1) as memory:
             try:
                 count = self.read(number * self.folder.slab_bytes, [memory])
@@ -259,7 +260,7 @@ class SlabFiles:
     def _probe(self) -> bool:
         """Return whether direct I/O works here: some file systems refuse it only when used.
 
-        On a full one that cannot be told, and what goes through the page cache works everywhere.
+        On a full one that cannot be tested, and the page cache works everywhere.
         """
         if self._read_only:
             return False
@@ -287,8 +288,8 @@ class SlabFiles:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file of this folder, and nothing that its name leads to elsewhere. Raises OSError."""
-    # A pipe keeps who opens it without O_NONBLOCK; for a file that says nothing.
+    """Open a file of this folder, without following links. Raises OSError."""
+    # Opening a pipe without O_NONBLOCK blocks; for a file the flag has no effect.
     own = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = os.open(path, flags | own, 0o600)
     if stat.S_ISREG(os.fstat(file).st_mode):
@@ -299,7 +300,7 @@ def _open_own(path: Path, flags: int) -> int:
 
 @contextmanager
 def aligned(blocks: int) -> Iterator[memoryview]:
-    """Lend memory for whole blocks, aligned as direct I/O wants it."""
+    """Allocate memory for whole blocks, aligned for direct I/O, during a block."""
     memory = mmap.mmap(-1, blocks * BLOCK_BYTES)
     view = memoryview(memory)
     try:
@@ -310,10 +311,10 @@ def aligned(blocks: int) -> Iterator[memoryview]:
 
 
 SCAN_THREADS: Final = 8
-"""Reads in flight: what a disk wants for small ones."""
+"""Reads in flight: as many as a disk needs for small reads."""
 
 WHOLE_BLOCKS_MAX: Final = 8
-"""Slots up to here are read with their pages: fewer, larger reads are faster than skipping."""
+"""Slots up to this size are read with their pages: fewer, larger reads are faster than skipping."""
 
 WINDOW_BYTES: Final = 2**20
 
@@ -321,7 +322,7 @@ Entries = npt.NDArray[np.void]
 
 
 def headers_of(files: SlabFiles, number: int, memory: memoryview) -> Iterator[SlotHeader]:
-    """Yield what the slots of a slab say, those that say something. Raises OSError."""
+    """Yield the valid headers of a slab's slots. Raises OSError."""
     blocks = files.blocks_of[number]
     first = number * files.folder.slab_bytes + BLOCK_BYTES
     slot_bytes = blocks * BLOCK_BYTES
@@ -361,10 +362,10 @@ def scan(files: SlabFiles, log: Any) -> Entries:
 
 
 def consistent(entries: Entries, files: SlabFiles, slab_count: int) -> Entries:
-    """Return the entries that can be true together, coldest first.
+    """Return the entries that are consistent with each other, coldest first.
 
     Their slabs exist and have their slot size, their places are those of slots, no two share one,
-    and of one key the newest stays.
+    and for each key the newest stays.
     """
     slab_bytes = files.folder.slab_bytes
     blocks_of = np.zeros(slab_count, np.int64)
@@ -391,7 +392,7 @@ def consistent(entries: Entries, files: SlabFiles, slab_count: int) -> Entries:
 
 
 def _last_of_each(entries: Entries, field: str) -> npt.NDArray[np.intp]:
-    """Return where the last of equal values stands, ascending."""
+    """Return the indices of the last of equal values, ascending."""
     if not len(entries):
         return np.empty(0, np.intp)
     values = np.ascontiguousarray(entries[field]).view("<u8").reshape(len(entries), -1)

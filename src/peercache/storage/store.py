@@ -1,15 +1,16 @@
-"""The page store: performs the disk actor's effects, and tells it what became of them.
+"""The page store: performs the disk actor's effects, and reports the results.
 
 Owns    one node's folder and its lock, the slab files, the index, and the threads of all of them.
 Takes   Spill, Load, Forget, NoteUse; `perform` never blocks.
-Sends   DiskOpened once, then an answer to every job; DiskEnded when there is no disk any more.
-Keeps   a page is DONE only with its bytes right: on disk as they were in the pool, in the pool as
-        they were on disk. An index row is put after its page is written. It goes when its place is
-        given away, in a batch: a kill before that leaves a row of a page that is not there.
-Limits  threads, pages that wait (jobs), rows that wait (index_file), open files (files).
+Sends   DiskOpened once, then an answer to every job; DiskEnded when the disk is not used any more.
+Keeps   a page is DONE only with correct bytes: on disk as they were in the pool, in the pool as
+        they were on disk. An index row is put after its page is written. It is deleted when its
+        place is reused, in a batch: a kill before that leaves the row of a page that does not exist
+        any more.
+Limits  threads, waiting pages (jobs), waiting rows (index_file), open files (files).
 
-Nothing that the file system does reaches the caller as an exception, or as time: not at start,
-which is a thread's business too, and not at `close`.
+Failures of the file system never raise in the caller, nor block it: not at start, which runs in a
+thread, too, and not at `close`.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ from peercache.storage.mover import PageMover, PoolMemory, units_of
 from peercache.storage.slab_files import NO_ROOM, SlabFiles
 
 STUCK_S: Final = 10.0
-"""How long after a deadline a call may still be under way before the disk is given up."""
+"""How long after a deadline a call may still run before the disk is given up."""
 
 ROOM_S: Final = 10.0
-"""How soon a file system without room for our folder is tried again."""
+"""Pause before a file system without room for our folder is tried again."""
 
 CLOSE_S: Final = 2.0
-"""How long `close` waits for calls that are under way."""
+"""How long `close` waits for running calls."""
 
 
 @attrs.define(eq=False)
 class _Opened:
-    """What is there once the folder is ours."""
+    """The objects that exist once the folder is locked."""
 
     folder: Folder
     files: SlabFiles
@@ -74,7 +75,7 @@ class _Opened:
 
 @final
 class DiskStore:
-    """The disk of one node. `start`, then `perform` what the actor says, then `close`."""
+    """The disk of one node. Call `start`, then `perform` with the actor's effects, then `close`."""
 
     def __init__(
         self,
@@ -90,18 +91,18 @@ class DiskStore:
         stuck_s: float = STUCK_S,
         log: Any = None,
     ) -> None:
-        """Prepare; nothing is touched yet.
+        """Prepare; no file is accessed yet.
 
-        cluster: whose pages the folder may hold.
-        tell:  takes the facts, from any thread, one at a time and in order; must not block.
+        cluster: the cluster of the folder's pages.
+        tell:  called with the results, from any thread, one at a time and in order; must not block.
         clock: the time of the deadlines in Spill and Load; callable from any thread.
         """
         self._disk_path = disk_path
         self._size_bytes = size_bytes
         self._cluster = cluster
         self._pool = pool
-        self._told = tell
-        self._telling = threading.RLock()
+        self._tell_node = tell
+        self._reporting = threading.RLock()
         self._floor = free_floor
         self._threads = threads
         self._clock = clock
@@ -115,18 +116,18 @@ class DiskStore:
         self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
 
     def start(self) -> None:
-        """Begin to open; DiskOpened or DiskEnded tells how it went."""
+        """Start to open; DiskOpened or DiskEnded reports the result."""
         self._opening.start()
 
     def perform(self, effect: DiskEffect) -> None:
-        """Take an effect of the disk actor; never blocks, and never raises for the world."""
+        """Start an effect of the disk actor; never blocks, never raises for external failures."""
         opened = self._opened
         if opened is None:
             self._refuse(effect)
             return
         match effect:
             case Spill() if not opened.index.has_room():
-                # A disk that does not keep up: these are dropped, and no byte was touched.
+                # The disk does not keep up: these pages are dropped, untouched.
                 self._refuse(effect)
             case Spill():
                 lengths = effect.records["length"].tolist()
@@ -143,28 +144,28 @@ class DiskStore:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether an open store goes past the page cache."""
+        """Return whether an open store uses direct I/O."""
         return self._opened is not None and self._opened.files.is_direct
 
     def close(self) -> None:
-        """Let go of the folder, within CLOSE_S or so whatever the disk does."""
+        """Close the folder, within about CLOSE_S even if the disk hangs."""
         with self._lock:
             self._closed.set()
             opened, self._opened = self._opened, None
         if opened is None:
             return
-        # The workers first: the index keeps the rows of what they have just written.
+        # The workers first: the index stores the rows of what they have just written.
         ended = opened.workers.close(CLOSE_S / 2)
         ended = opened.index.close(CLOSE_S) and ended
-        # While a call may still reach the disk, the folder stays ours, till the process ends, and
-        # so do the files: to close one may wait for the disk too.
+        # While a call may still reach the disk, the folder stays locked until the process ends, and
+        # the files stay open: closing one may block on the disk, too.
         if ended:
             opened.files.close()
             opened.folder.close()
 
     def _tell(self, fact: DiskFact) -> None:
-        with self._telling:
-            self._told(fact)
+        with self._reporting:
+            self._tell_node(fact)
 
     # --- opening ----------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class DiskStore:
 
     def _open_when_there_is_room(self) -> None:
         """Open the folder; a full file system may have no room for the few files of a new one."""
-        is_said = False
+        is_logged = False
         while not self._closed.is_set():
             try:
                 self._open_folder(time.monotonic())
@@ -191,9 +192,9 @@ class DiskStore:
                 if error.errno not in NO_ROOM:
                     raise
                 self.waits_for_room = True
-                if not is_said:
+                if not is_logged:
                     self._log.warning("disk.space_ran_out", path=self._disk_path, error=str(error))
-                    is_said = True
+                    is_logged = True
             self._closed.wait(ROOM_S)
 
     def _open_folder(self, started: float) -> None:
@@ -251,7 +252,7 @@ class DiskStore:
         opened.index.drop(effect.places, partial(self._tell, done) if done else None)
 
     def _refuse(self, effect: DiskEffect) -> None:
-        """Answer that nothing was tried: the store is not open, or takes no more."""
+        """Answer that nothing was tried: the store is not open, or accepts no more."""
         match effect:
             case Spill():
                 self._tell(SpillDone(effect.job, bytes((DISK_UNTRIED,)) * len(effect.places)))
@@ -277,7 +278,7 @@ class DiskStore:
             self._end(f"{folder.path} has gone")
 
     def _index_failed(self, folder: Folder, problem: str) -> None:
-        """Go on without an index; one that is behind for good must not be believed later."""
+        """Continue without an index; one that is permanently behind must not be trusted later."""
         self._log.warning("disk.index_failed", error=problem)
         try:
             remove_index(folder.path)
@@ -287,10 +288,10 @@ class DiskStore:
                 opened.workers.end(f"the index cannot be written ({problem}) or removed ({error})")
 
 
-def _keep_rows(index: IndexWriter, unit: Unit, said: bytes) -> None:
-    """Put index rows of what was written, drop those of what is damaged."""
+def _keep_rows(index: IndexWriter, unit: Unit, states: bytes) -> None:
+    """Put index rows of written pages, drop those of damaged ones."""
     effect = unit.job.effect
-    outcomes = np.frombuffer(said, np.uint8)
+    outcomes = np.frombuffer(states, np.uint8)
     begin, end = unit.pages.start, unit.pages.stop
     if isinstance(effect, Load):
         wrong = effect.places[begin:end][np.isin(outcomes, (DISK_DAMAGED, DISK_REPLACED))]
@@ -314,7 +315,7 @@ def _entries_of(effect: Spill, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.vo
 
 
 def _plain(error: Exception) -> str:
-    """Return what is wrong with the folder and what to do, for a person."""
+    """Return the problem of the folder and what to do, for operators."""
     if not isinstance(error, OSError):
         return str(error)
     at = f"{error.filename}: " if error.filename else ""

@@ -1,4 +1,4 @@
-"""The authority of a cluster: a folder with its key, from which it issues and revokes.
+"""The authority of a cluster: a folder with its key, to issue and revoke certificates.
 
     ca.crt, ca.key      the authority; every node and client knows ca.crt
     node-NAME.crt .key  a node's, and client-NAME, operator-NAME likewise
@@ -45,7 +45,7 @@ ISSUED = "issued.jsonl"
 REVOKED_FOLDER = "revoked"
 
 CLOCK_DIFFERENCE = dt.timedelta(hours=1)
-"""How much earlier a certificate begins: a host whose clock is late must accept it."""
+"""How much earlier a certificate becomes valid: a host with a slow clock must accept it."""
 
 _KEY_MODE, _CERTIFICATE_MODE = 0o600, 0o644
 
@@ -67,7 +67,7 @@ class Authority:
     def __init__(
         self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
     ) -> None:
-        """Take what `create` made or `open` read."""
+        """Use what `create` made or `open` read."""
         self.folder = folder
         self._certificate = certificate
         self._key = key
@@ -75,8 +75,8 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, cluster: str, lifetime: dt.timedelta) -> Authority:
-        """Make a new authority; raise ConfigError where the folder has one."""
-        Identity(cluster, CertificateRole.NODE, "any")  # Judges the name as every identity does.
+        """Create an authority; raise ConfigError if the folder has one."""
+        Identity(cluster, CertificateRole.NODE, "any")  # Validates the name like every identity.
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"PeerCache {cluster}"[:64])])
         uri = x509.UniformResourceIdentifier(f"{SCHEME}{quote(cluster, safe='')}")
@@ -104,7 +104,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """Read the authority of a folder; raise ConfigError where there is none."""
+        """Read the authority of a folder; raise ConfigError if there is none."""
         pem = _read(folder / CA_CERTIFICATE, folder)
         key_pem = _read(folder / CA_KEY, folder)
         try:
@@ -126,9 +126,9 @@ class Authority:
     ) -> Path:
         """Write a certificate and its key; return the certificate's path.
 
-        is_renewal: keep the key that is there, and replace its certificate.
-        Raises ConfigError where files are there already, or, for a renewal, are not; and for a
-        namespace that nodes could not tell from another one.
+        is_renewal: keep the existing key, and replace its certificate.
+        Raises ConfigError if the files exist already, or, for a renewal, do not exist; and for a
+        namespace that nodes could not distinguish from another one.
         """
         self._check_namespaces(identity)
         stem = stem_of(identity)
@@ -151,7 +151,7 @@ class Authority:
     def revoke(self, what: str) -> list[Issued]:
         """Revoke every certificate of a name (`node-a`), or the one in a file; return them.
 
-        The signed list is written again, and the files go to the folder `revoked`.
+        The signed list is written again, and the files are moved to the folder `revoked`.
         """
         found = self._named(what)
         now = dt.datetime.now(dt.timezone.utc)
@@ -173,11 +173,11 @@ class Authority:
         return new
 
     def _check_namespaces(self, identity: Identity) -> None:
-        """Raise ConfigError for a namespace whose space tag an earlier name has.
+        """Raise ConfigError for a namespace with the same space tag as an earlier one.
 
-        Nodes know whose a page is by the 64 bits of the tag: who chose a name by its tag would read
-        and clear the other's pages. Expired and revoked certificates count too: pages of theirs may
-        be there still.
+        Nodes identify the namespace of a page by the 64 bits of the tag: an attacker that chose a
+        name with the same tag could read and clear the other's pages. Expired and revoked
+        certificates count, too: their pages may still exist.
         """
         taken = {Namespace().space_tag(): DEFAULT_NAME}
         issued = [parse_identity(each.uri) for each in self._issued()]
@@ -186,7 +186,7 @@ class Authority:
         for name in identity.namespaces:
             other = taken.setdefault(Namespace(name).space_tag(), name)
             if other != name:
-                problem = f"{name!r} has the same tag as {other!r}, and nodes could not tell their "
+                problem = f"{name!r} has the same tag as {other!r}, and nodes could not keep their "
                 raise ConfigError("namespace", problem + "pages apart: choose another name")
 
     def _signed(
@@ -199,7 +199,7 @@ class Authority:
         serial = x509.random_serial_number()
         subject = x509.Name(
             [
-                # First the name: nng tells a peer's common name, and not its serial number.
+                # First the name: nng returns a peer's common name, but not its serial number.
                 x509.NameAttribute(NameOID.COMMON_NAME, common_name_of(serial)),
                 x509.NameAttribute(
                     NameOID.ORGANIZATIONAL_UNIT_NAME, f"{identity.role.value} {identity.name}"[:64]
@@ -249,7 +249,7 @@ class Authority:
         ]
 
     def _named(self, what: str) -> list[Issued]:
-        """Return what a file or a name stands for; raise ConfigError for neither."""
+        """Return the certificates of a file or a name; raise ConfigError if it is neither."""
         issued = self._issued()
         by_name = [each for each in issued if each.stem == what]
         if by_name:
@@ -288,7 +288,7 @@ class Authority:
             x509.CertificateRevocationListBuilder()
             .issuer_name(self._certificate.subject)
             .last_update(now)
-            # A list holds until a newer one comes.
+            # A list is valid until a newer one arrives.
             .next_update(self._certificate.not_valid_after_utc)
             .add_extension(x509.CRLNumber(number), critical=False)
         )
@@ -345,7 +345,7 @@ def _builder(
 
 
 def _host(text: str) -> x509.GeneralName:
-    """Return a host's name or address as certificates have it."""
+    """Return a host's name or address in the form of certificates."""
     try:
         return x509.IPAddress(ipaddress.ip_address(text.strip("[]")))
     except ValueError:
@@ -368,7 +368,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
-    """Write a file that must not be there yet."""
+    """Write a file that must not exist yet."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     except FileExistsError as error:
@@ -383,7 +383,7 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write a file whole, or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
     _write_new(part, data, mode)

@@ -1,9 +1,9 @@
-"""Certificates as `cryptography` reads them: what they say, and whether one vouches for another.
+"""Certificates, read by `cryptography`: their contents, and whether one has signed another.
 
 Only commands and processes with TLS import this file: the library takes 60 ms to load.
 
-An authority signs a list of revoked certificates (an X.509 CRL) with a rising number. Nodes read it
-from a file and send it to each other; each one checks the signature itself, so nothing but the
+An authority signs a list of revoked certificates (an X.509 CRL) with an increasing number. Nodes
+read it from a file and send it to each other; each one checks the signature itself, so only the
 authority can revoke.
 """
 
@@ -24,15 +24,15 @@ from peercache.errors import Rejected
 from peercache.trust.identity import Identity, identity_among
 
 CHAIN_MAX = 8
-"""Most certificates between a peer's and an authority's."""
+"""The most certificates between a peer's and an authority's."""
 
 
 @attrs.frozen
 class CertificateFacts:
-    """What a certificate says.
+    """The contents of a certificate.
 
     identity: None for an authority, and for a certificate that is not for PeerCache.
-    names:    host names and addresses that it is valid for.
+    names:    host names and addresses for which it is valid.
     not_before, not_after: seconds since 1970.
     """
 
@@ -52,12 +52,14 @@ class CertificateFacts:
 
 
 def certificates_in(pem: str) -> list[x509.Certificate]:
-    """Return the certificates of a PEM text; raise ValueError for none or a damaged one."""
+    """Return the certificates of a PEM text; raise ValueError if none is there or one is
+    damaged.
+    """
     return x509.load_pem_x509_certificates(pem.encode())
 
 
 def facts_of(certificate: x509.Certificate) -> CertificateFacts:
-    """Return what a certificate says; raise Rejected for an identity that cannot be read."""
+    """Return the contents of a certificate; raise Rejected for an identity that cannot be read."""
     uris, names = _alternative_names(certificate)
     is_authority = _is_authority(certificate)
     has_identity = not is_authority and any(uri.startswith("peercache://") for uri in uris)
@@ -74,14 +76,14 @@ def facts_of(certificate: x509.Certificate) -> CertificateFacts:
 
 
 def identity_of(certificate: x509.Certificate) -> Identity:
-    """Return whose certificate it is; raise Rejected where it does not say so."""
+    """Return the identity in a certificate; raise Rejected if there is none."""
     return identity_among(_alternative_names(certificate)[0])
 
 
-def vouches(
+def verify_chain(
     authorities: list[x509.Certificate], chain: list[x509.Certificate], now: float
 ) -> x509.Certificate:
-    """Return the authority that signed a chain, own certificate first; raise Rejected for none."""
+    """Return the authority that signed a chain, own certificate first; or raise Rejected."""
     current, between = chain[0], chain[1:]
     for _ in range(CHAIN_MAX):
         _check_time(current, now)
@@ -98,13 +100,13 @@ def vouches(
 
 
 def fits(certificate: x509.Certificate, key_pem: str) -> bool:
-    """Return whether a private key is that of a certificate; raise ValueError for no usable key."""
+    """Return whether a private key fits a certificate; raise ValueError for an unusable key."""
     try:
         key = serialization.load_pem_private_key(key_pem.encode(), password=None)
     except TypeError as error:
         raise ValueError("has a passphrase; PeerCache needs the key without one") from error
     except ValueError as error:
-        # The library's text may quote what it could not read.
+        # The library's error may quote the key.
         raise ValueError("is no private key in PEM") from error
     if not isinstance(key, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
         kind = "an Ed25519 key" if isinstance(key, ed25519.Ed25519PrivateKey) else "of that kind"
@@ -156,7 +158,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
 
 
 def _alternative_names(certificate: x509.Certificate) -> tuple[list[str], tuple[str, ...]]:
-    """Return the URIs, and the hosts' names and addresses."""
+    """Return the URIs, and the host names and addresses."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -168,7 +170,7 @@ def _alternative_names(certificate: x509.Certificate) -> tuple[list[str], tuple[
 
 
 UNKNOWN_AUTHORITY = "revocation_authority"
-"""Reason of a Rejected whose lists are whole, and of authorities that are not trusted."""
+"""Reason of a Rejected for valid lists of authorities that are not trusted."""
 
 LISTS_BYTES_MAX = 128 * 1024
 """Longest text of all lists: some 2,000 certificates. `peercache certs` drops expired ones."""
@@ -178,7 +180,7 @@ _LIST = re.compile(r"-----BEGIN X509 CRL-----[^-]+-----END X509 CRL-----\n?")
 
 @attrs.frozen
 class RevocationList:
-    """One authority's list. pem: as it was signed; made_at: when, in seconds since 1970."""
+    """One authority's list. pem: the signed text; made_at: when, in seconds since 1970."""
 
     issuer: str
     number: int
@@ -193,17 +195,17 @@ class Revocations:
     """The newest list of each authority that a process trusts."""
 
     def __init__(self, ca_pem: str, before: Revocations | None = None) -> None:
-        """Trust the authorities of a PEM text, and know no list.
+        """Trust the authorities of a PEM text, and start without lists.
 
-        before: what the process knew with other authorities. Their lists go on as far as they are
-        of an authority that is trusted still. What was revoked stays so: the connection on which a
-        certificate of an old authority was verified may be open still.
+        before: the process's revocations with earlier authorities. Lists of authorities that are
+                still trusted are kept. Revoked certificates stay revoked: a connection that was
+                verified with a certificate of an old authority may still be open.
         """
         self._authorities = {digest_of(each): each for each in certificates_in(ca_pem)}
         self._lists: dict[str, RevocationList] = {}
         self._serials: frozenset[int] = frozenset() if before is None else before.serials
         if before is not None and before.pem:
-            # The list of an authority that is not trusted any more says nothing.
+            # The list of an authority that is no longer trusted is invalid.
             with suppress(Rejected):
                 self.take(before.pem)
 
@@ -214,12 +216,12 @@ class Revocations:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Each authority's list."""
+        """The list of each authority."""
         return tuple(self._lists[each].pem for each in sorted(self._lists))
 
     @property
     def pem(self) -> str:
-        """All lists, to be kept in a file and told to other nodes; "" for none."""
+        """All lists, to store in a file and send to other nodes; "" for none."""
         return "".join(self.texts)
 
     @property
@@ -236,11 +238,11 @@ class Revocations:
         return serial in self._serials
 
     def take(self, pem: str) -> bool:
-        """Take lists that are newer; return whether there was one.
+        """Adopt lists that are newer; return whether there was one.
 
-        While one authority replaces another, a text may hold lists of both, and this process may
-        trust one of them only: the other list is passed over.
-        Raises Rejected where the text is no list, or no trusted authority has signed any of it.
+        While one authority replaces another, a text may contain lists of both, and this process may
+        trust only one of them: the other list is ignored. Raises Rejected if the text is not a
+        list, or no trusted authority has signed any list in it.
         """
         if len(pem) > LISTS_BYTES_MAX:
             raise _refusal(f"{len(pem)} bytes; at most {LISTS_BYTES_MAX} are read")
@@ -249,27 +251,29 @@ class Revocations:
         if not trusted:
             raise _refusal("no authority of tls_ca has signed it", UNKNOWN_AUTHORITY)
         is_newer = [self._take(signer, each) for signer, each in trusted]
-        # A newer list omits certificates only that have expired.
+        # A newer list only omits expired certificates.
         self._serials = self._serials.union(*(each.serials for each in self._lists.values()))
         return any(is_newer)
 
-    def _signer_of(self, told: RevocationList) -> str:
+    def _signer_of(self, revoked: RevocationList) -> str:
         """Return the digest of the trusted authority that signed a list, "" for none."""
         signers = (
-            name for name, each in self._authorities.items() if _is_signed_by(told.signed, each)
+            name for name, each in self._authorities.items() if _is_signed_by(revoked.signed, each)
         )
         return next(signers, "")
 
-    def _take(self, signer: str, told: RevocationList) -> bool:
+    def _take(self, signer: str, revoked: RevocationList) -> bool:
         held = self._lists.get(signer)
-        if held is not None and held.number >= told.number:
+        if held is not None and held.number >= revoked.number:
             return False
-        self._lists[signer] = told
+        self._lists[signer] = revoked
         return True
 
 
 def lists_in(pem: str) -> list[RevocationList]:
-    """Return the lists of a PEM text, unverified; raise Rejected for none or a damaged one."""
+    """Return the lists of a PEM text, unverified; raise Rejected if there is none or one is
+    damaged.
+    """
     texts = _LIST.findall(pem)
     if not texts:
         raise _refusal("the text holds no list in PEM")
@@ -296,7 +300,7 @@ def _is_signed_by(signed: x509.CertificateRevocationList, authority: x509.Certif
     if signed.issuer != authority.subject:
         return False
     try:
-        # The library types no key, as an authority may have one that cannot sign lists.
+        # The library has no type for the key, because some keys of authorities cannot sign lists.
         return signed.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
     except (TypeError, ValueError, InvalidSignature):
         return False

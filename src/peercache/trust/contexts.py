@@ -1,8 +1,7 @@
-"""TLS contexts for two questions: to an etcd, and to a node, whose it is.
+"""TLS contexts for two purposes: requests to etcd, and finding out the identity of a node.
 
-`EtcdFiles` are the files by which an etcd and a node prove to each other who they are: etcds://
-wants them. `shake_hands` asks a node by TLS alone whose it is, and why it refuses; nng has no word
-for it.
+`EtcdFiles` are the files for mutual authentication with etcd over etcds://. `shake_hands` finds
+out, with a TLS handshake, the identity of a node, or why it refuses; nng does not report that.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from peercache.trust.identity import SHARED_NAME
 @final
 @attrs.frozen
 class EtcdFiles:
-    """The settings that name them."""
+    """The settings that name the files."""
 
     config: Config
 
     def context(self) -> ssl.SSLContext:
-        """Return what a connection needs, of the files as they are now; raise ConfigError."""
+        """Return the TLS context of a connection, from the current files; raise ConfigError."""
         authorities, certificate, key = (
             self.config.etcd_ca, self.config.etcd_cert, self.config.etcd_key
         )  # fmt: skip
@@ -52,15 +51,15 @@ def _unusable(name: str, path: str, error: OSError) -> ConfigError:
 
 
 CONNECT_S = 2.0
-"""How long one node is waited for."""
+"""How long to wait for one node."""
 
 ALERT_S = 0.5
-"""With TLS 1.3 a server refuses a certificate after the client's handshake has ended."""
+"""Wait for a refusal: with TLS 1.3 it comes after the client's handshake has ended."""
 
 
 @attrs.frozen
 class HandshakeAnswer:
-    """identity: of the node; problem: why it or this process refuses; is_silent: no answer."""
+    """identity: that of the node; problem: why it or this process refuses; is_silent: no answer."""
 
     identity: str = ""
     problem: str = ""
@@ -68,7 +67,7 @@ class HandshakeAnswer:
 
 
 def client_context(tls: LiveTls) -> ssl.SSLContext:
-    """Return what a client of the cluster shows and believes."""
+    """Return the TLS context of a client of the cluster."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=tls.files.ca_pem)
@@ -77,15 +76,15 @@ def client_context(tls: LiveTls) -> ssl.SSLContext:
 
 
 def shake_hands(address: str, context: ssl.SSLContext, tls: LiveTls) -> HandshakeAnswer:
-    """Connect to the control port of a node; blocks for CONNECT_S or so beside the resolver."""
+    """Connect to the control port of a node; blocks for CONNECT_S and the resolver."""
     try:
         with (
             socket.create_connection(parse_address(address), timeout=CONNECT_S) as plain,
             context.wrap_socket(plain, server_hostname=SHARED_NAME) as encrypted,
         ):
-            told: Any = encrypted.getpeercert()
-            names = [name for kind, name in told["subjectAltName"] if kind == "URI"]
-            identity = tls.admit(told["serialNumber"], names)
+            peer: Any = encrypted.getpeercert()
+            names = [name for kind, name in peer["subjectAltName"] if kind == "URI"]
+            identity = tls.admit(peer["serialNumber"], names)
             encrypted.settimeout(ALERT_S)
             try:
                 is_closed = not encrypted.recv(1)

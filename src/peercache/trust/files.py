@@ -1,4 +1,4 @@
-"""The certificate files of a process: read, checked, and followed while they change."""
+"""The certificate files of a process: read, checked, and watched for changes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ FILE_BYTES_MAX = 2**20
 """Longest file that is read; certificates have some kilobytes."""
 
 LOOK_S = 2.0
-"""How often the owner of `LiveTls` looks whether files changed: a few system calls."""
+"""How often the owner of `LiveTls` checks whether files changed: a few system calls."""
 
 EXPIRY_WARNING_DAYS = 14.0
-"""How long before its end a certificate is warned about: two weeks hold a working day."""
+"""How long before its expiry a certificate causes a warning: two weeks contain a working day."""
 
 EXPIRY_REPEAT_S = 86_400.0
 
 REVOKED_NAME = "revoked.crl"
-"""The file beside tls_ca that lists revoked certificates, where tls_crl names no other."""
+"""The file next to tls_ca with the revoked certificates, unless tls_crl names another."""
 
 
 @attrs.frozen(eq=False)
 class TlsFiles:
     """The certificates of a process, checked.
 
-    ca_pem, cert_pem, key_pem: as TLS libraries take them.
+    ca_pem, cert_pem, key_pem: in the form for TLS libraries.
     serial:    the number of the own certificate; other peers may revoke it.
     not_after: when the own certificate expires, in seconds since 1970.
     """
@@ -64,7 +64,7 @@ class TlsFiles:
         """
         if not config.has_tls:
             return None
-        # Late, because a process without TLS need not pay for it.
+        # Imported late, because a process without TLS need not pay for it.
         from peercache.trust import certificates  # noqa: PLC0415
 
         ca_pem, _ = _read("tls_ca", config.tls_ca)
@@ -74,7 +74,7 @@ class TlsFiles:
         chain = _certificates("tls_cert", config.tls_cert, cert_pem)
         try:
             identity = certificates.identity_of(chain[0])
-            certificates.vouches(authorities, chain, time.time())
+            certificates.verify_chain(authorities, chain, time.time())
         except Rejected as error:
             raise ConfigError("tls_cert", f"{config.tls_cert}: {error.detail}") from error
         try:
@@ -100,11 +100,11 @@ class TlsFiles:
 
 @attrs.define(eq=False)
 class FoundFiles:
-    """What `LiveTls.read` has found.
+    """The result of `LiveTls.read`.
 
-    marks, list_mark: of the files, and of the list of revoked certificates.
-    files: None where they are as before; an error where they are wrong.
-    list:  the same of the list's text.
+    marks, list_mark: marks of the files, and of the list of revoked certificates.
+    files: None if they have not changed; an error if they are invalid.
+    list:  the same for the text of the list.
     """
 
     marks: tuple[object, ...]
@@ -115,17 +115,17 @@ class FoundFiles:
 
 @final
 class LiveTls:
-    """The certificates that a process uses now, and the ones that it refuses.
+    """The current certificates of a process, and the revoked ones.
 
-    Its owner calls `look` every LOOK_S, or `read` in another thread and then `use`. New files that
-    are wrong change nothing and are logged.
+    Its owner calls `look` every LOOK_S, or `read` in another thread and then `use`. Invalid new
+    files change nothing and are logged.
     """
 
     def __init__(self, config: Config, files: TlsFiles, *, is_node: bool, log: Any) -> None:
-        """Begin with `files`; raise ConfigError where the list of revoked certificates is damaged.
+        """Start with `files`; raise ConfigError if the list of revoked certificates is damaged.
 
-        A list of an authority that is not trusted is logged, and revokes nothing: its
-        certificates are refused without it. It stays behind when the authority is replaced.
+        A list of an untrusted authority is logged, and revokes nothing: its certificates are
+        refused anyway. Such a list remains when the authority is replaced.
         """
         from peercache.trust.certificates import Revocations  # noqa: PLC0415 - as above
 
@@ -136,15 +136,15 @@ class LiveTls:
         self.files = files
         self.revocations: Revocations = Revocations(files.ca_pem)
         self.authorities_dropped = 0
-        """How often an authority has ceased to be trusted: a connection that was made before may be
-        of it, and no library tells."""
+        """How often an authority has ceased to be trusted: earlier connections may depend on it,
+        and no library reports that."""
         self._problem = ""
         self._list_problem = ""
-        self._expiry_told_at = 0.0
+        self._expiry_logged_at = 0.0
         self._seen = self._marks()
         self._seen_list = mark_of(self.list_path)
-        self._is_told = True
-        """Whether each callback has followed the last change."""
+        self._is_notified = True
+        """Whether each callback has handled the last change."""
         self._is_unkept = False
         if self._seen_list is not None:
             self._use_list(self._text_of_list(), is_start=True)
@@ -175,7 +175,7 @@ class LiveTls:
 
     @property
     def own_problem(self) -> str:
-        """Why every peer refuses the own certificate now, "" if they do not."""
+        """Why every peer refuses the own certificate now, "" if it is valid."""
         if self.revocations.revokes(self.files.serial):
             return "this node's certificate is revoked"
         if self.days_left <= 0:
@@ -187,7 +187,7 @@ class LiveTls:
         self._callbacks.append(callback)
 
     def admit(self, common_name: str, alternative_names: Iterable[str]) -> Identity:
-        """Return whose certificate the library has verified, from its names.
+        """Return the identity in a certificate that the library has verified, from its names.
 
         Raises Rejected for a certificate without an identity, of another cluster, or revoked.
         """
@@ -201,16 +201,16 @@ class LiveTls:
         return identity
 
     def look(self) -> bool:
-        """Read files that changed, and use them; return whether anything else holds now."""
+        """Read changed files, and use them; return whether anything has changed."""
         return self.use(self.read())
 
     def read(self) -> FoundFiles:
-        """Read what has changed: the part of `look` that waits for as long as a file system hangs.
+        """Read changed files: the part of `look` that blocks if a file system hangs.
 
-        In any thread, one at a time. It also writes the list that `take_list` has left.
+        Called in any thread, one at a time. It also writes the list that `take_list` has stored.
         """
         if self._is_unkept and mark_of(self.list_path) == self._seen_list:
-            # Else a newer list may be there, which is read first.
+            # Otherwise there may be a newer list, which is read first.
             self._keep_list()
         found = FoundFiles(self._marks(), mark_of(self.list_path))
         if found.marks != self._seen or self._problem:
@@ -227,27 +227,27 @@ class LiveTls:
         return found
 
     def use(self, found: FoundFiles) -> bool:
-        """Use what `read` has found; return whether anything else holds now."""
+        """Use the result of `read`; return whether anything has changed."""
         self._warn_of_expiry()
         is_changed = self._use_files(found)
         self._seen_list = found.list_mark
         if found.list is not None:
             is_changed = self._use_list(found.list, is_start=False) or is_changed
-        if is_changed or not self._is_told:
-            self._tell()
+        if is_changed or not self._is_notified:
+            self._notify()
         return is_changed
 
     def take_list(self, pem: str, *, keeps: bool = True) -> bool:
-        """Take a list of revoked certificates that a peer told; return whether it is newer.
+        """Adopt a list of revoked certificates from a peer; return whether it is newer.
 
-        keeps: whether the next `read` writes it to the file. Raises Rejected for one that no own
-        authority signed.
+        keeps: whether the next `read` writes it to the file.
+        Raises Rejected for one that no trusted authority has signed.
         """
         if not self.revocations.take(pem):
             return False
         self._is_unkept |= keeps
         self._log_revocations()
-        self._tell()
+        self._notify()
         return True
 
     def _log_revocations(self) -> None:
@@ -257,12 +257,13 @@ class LiveTls:
             numbers=self.revocations.numbers,
         )
 
-    def _tell(self) -> None:
-        # A callback may fail, as without descriptors: the next look calls all of them once more.
-        self._is_told = False
+    def _notify(self) -> None:
+        # A callback may fail, for example without descriptors: the next check calls all of them
+        # again.
+        self._is_notified = False
         for callback in self._callbacks:
             callback(self)
-        self._is_told = True
+        self._is_notified = True
 
     def _marks(self) -> tuple[object, ...]:
         config = self._config
@@ -276,7 +277,7 @@ class LiveTls:
         if isinstance(files, TlsFiles):
             own, theirs = self.files.identity, files.identity
             if (theirs.role, theirs.name) != (own.role, own.name):
-                # Others know this process by its name; another name is another process.
+                # Others identify this process by its name; a new name would be another process.
                 problem = f"names {theirs.uri()}: a new name wants a restart"
                 files = ConfigError("tls_cert", problem)
         if isinstance(files, ConfigError):
@@ -300,7 +301,7 @@ class LiveTls:
             self.authorities_dropped += is_any_dropped(self.files.ca_pem, files.ca_pem)
             self.revocations = Revocations(files.ca_pem, self.revocations)
         self.files = files
-        self._expiry_told_at = 0.0
+        self._expiry_logged_at = 0.0
         self._log.info("tls.files_changed", identity=files.identity.uri(), days=self.days_left)
 
     def _text_of_list(self) -> str | ConfigError:
@@ -309,13 +310,13 @@ class LiveTls:
         except ConfigError as error:
             return error
 
-    def _use_list(self, told: str | ConfigError, *, is_start: bool) -> bool:
+    def _use_list(self, listed: str | ConfigError, *, is_start: bool) -> bool:
         from peercache.trust.certificates import UNKNOWN_AUTHORITY  # noqa: PLC0415 - as above
 
         try:
-            if isinstance(told, ConfigError):
-                raise told
-            is_newer = self.revocations.take(told)
+            if isinstance(listed, ConfigError):
+                raise listed
+            is_newer = self.revocations.take(listed)
         except (ConfigError, Rejected) as error:
             problem = error.problem if isinstance(error, ConfigError) else error.detail
             is_foreign = isinstance(error, Rejected) and error.reason == UNKNOWN_AUTHORITY
@@ -331,7 +332,7 @@ class LiveTls:
         return is_newer
 
     def _keep_list(self) -> None:
-        """Write the list to its file, so that a restart knows it; a read-only folder keeps none."""
+        """Write the list to its file, for the next start; a read-only folder cannot store it."""
         self._is_unkept = False
         part = self.list_path.with_name(f"{self.list_path.name}.{os.getpid()}.part")
         try:
@@ -345,26 +346,26 @@ class LiveTls:
     def _warn_of_expiry(self) -> None:
         now = time.time()
         left = self.files.not_after - now
-        if left < EXPIRY_WARNING_DAYS * 86_400 and now - self._expiry_told_at > EXPIRY_REPEAT_S:
-            self._expiry_told_at = now
+        if left < EXPIRY_WARNING_DAYS * 86_400 and now - self._expiry_logged_at > EXPIRY_REPEAT_S:
+            self._expiry_logged_at = now
             event = "tls.certificate_expires" if left > 0 else "tls.certificate_expired"
             self._log.warning(event, file=self._config.tls_cert, days=round(left / 86_400, 1))
 
 
 def with_cluster(config: Config, files: TlsFiles | None) -> Config:
-    """Return the settings with the name of the cluster that the certificate is for."""
+    """Return the settings with the cluster name of the certificate."""
     return config if files is None else attrs.evolve(config, cluster=files.identity.cluster)
 
 
 def load_own_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """Have `ssl`, which reads files only, use the own certificate: from two files in memory."""
+    """Load the own certificate from two files in memory, because `ssl` only reads files."""
     with _in_memory(files.cert_pem) as certificate, _in_memory(files.key_pem) as key:
         context.load_cert_chain(certificate, key)
 
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[str]:
-    """Make a file without a name, which no other process can open."""
+    """Create a file without a name, which no other process can open."""
     descriptor = os.memfd_create("peercache-pem", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -376,7 +377,7 @@ def _in_memory(text: str) -> Iterator[str]:
 def serial_of(common_name: str) -> int:
     """Return the serial number that a certificate of PeerCache repeats as its common name.
 
-    0, which is no certificate's, for other names: nng tells a peer's names only.
+    0, which no certificate has, for other names: nng returns only a peer's names.
     """
     try:
         return int(common_name, 16)
@@ -390,7 +391,7 @@ def common_name_of(serial: int) -> str:
 
 
 def _check_role(config: Config, identity: Identity, wanted: CertificateRole) -> None:
-    # A client may show the certificate of a node.
+    # A client may present the certificate of a node.
     also = CertificateRole.NODE if wanted is CertificateRole.CLIENT else wanted
     if identity.role not in (wanted, also):
         one = f"an {wanted.value}" if wanted is CertificateRole.OPERATOR else f"a {wanted.value}"
@@ -424,8 +425,8 @@ def _read(name: str, path: str) -> tuple[str, os.stat_result]:
 def read_secret(name: str, path: str, config: Config) -> str:
     """Return the text of a file with a secret.
 
-    Raises ConfigError where it cannot be read, or where users that do not share this host's node
-    can read it too.
+    Raises ConfigError if it cannot be read, or if users that do not share this host's node can also
+    read it.
     """
     text, status = _read(name, path)
     sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
@@ -450,7 +451,7 @@ def _certificates(name: str, path: str, pem: str) -> list[Any]:
 
 
 def mark_of(path: str | Path) -> object:
-    """Return what changes when a file's content does; None where there is no file."""
+    """Return a mark that changes with a file's content; None if there is no file."""
     try:
         status = Path(path).stat()
     except OSError:

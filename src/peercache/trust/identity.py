@@ -1,4 +1,4 @@
-"""Identities: what a certificate says about its owner.
+"""Identities: the owner that a certificate names.
 
 A certificate names its owner in a URI among its alternative names:
 
@@ -6,7 +6,8 @@ A certificate names its owner in a URI among its alternative names:
     peercache://CLUSTER/client/NAME?namespace=A&namespace=B
     peercache://CLUSTER/operator/NAME
 
-Each part is percent-encoded. One identity has one spelling: different texts are different peers.
+Each part is percent-encoded. An identity has only one spelling: different texts are different
+peers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from peercache.errors import Rejected
 SCHEME = "peercache://"
 
 UNTIL = "peercache-until:"
-"""Begins a URI that repeats when a certificate expires, in seconds since 1970: nng tells a peer's
-names, and not its dates."""
+"""Start of a URI that repeats the expiry of a certificate, in seconds since 1970: nng returns a
+peer's names, but not its dates."""
 
 SHARED_NAME = "peercache"
-"""A DNS name in every certificate: nng and OpenSSL must be told one name that a server has."""
+"""A DNS name in every certificate: nng and OpenSSL require a server name to verify."""
 
 TEXT_CHARACTERS_MAX = 255
 """Longest name of a cluster, a peer or a namespace."""
@@ -36,13 +37,13 @@ NAMESPACES_MAX = 64
 """Most namespaces that one certificate names."""
 
 URI_CHARACTERS_MAX = 16 * 1024
-"""Longest URI that is looked at."""
+"""Longest URI that is parsed."""
 
 _URI = re.compile(r"peercache://([^/?#]+)/(node|client|operator)/([^/?#]+)(?:\?([^#]+))?")
 
 
 class CertificateRole(Enum):
-    """What the owner of a certificate is."""
+    """The role of a certificate's owner."""
 
     NODE = "node"
     CLIENT = "client"
@@ -53,8 +54,8 @@ class CertificateRole(Enum):
 class Identity:
     """The owner of a certificate.
 
-    namespaces: those that the owner may read (a node: also hand over, remove and clear); () is
-                every one of the cluster.
+    namespaces: those that the owner may read (a node: also hand over, remove and clear); () means
+                all of the cluster.
     """
 
     cluster: str
@@ -63,7 +64,7 @@ class Identity:
     namespaces: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Raise Rejected for a text that no certificate may carry."""
+        """Raise Rejected for a text that no certificate may contain."""
         for text in (self.cluster, self.name, *self.namespaces):
             if not text.isprintable() or not 0 < len(text) <= TEXT_CHARACTERS_MAX:
                 raise _refusal(f"{text!r} wants 1 to {TEXT_CHARACTERS_MAX} printable characters")
@@ -77,14 +78,14 @@ class Identity:
         return not self.namespaces or namespace in self.namespaces
 
     def uri(self) -> str:
-        """Return the URI that a certificate of this owner carries."""
+        """Return the URI in a certificate of this owner."""
         path = f"{SCHEME}{_quoted(self.cluster)}/{self.role.value}/{_quoted(self.name)}"
         query = "&".join(f"namespace={_quoted(each)}" for each in self.namespaces)
         return f"{path}?{query}" if query else path
 
 
 def parse_identity(uri: str) -> Identity:
-    """Read what `Identity.uri` writes; raise Rejected for every other text."""
+    """Parse a URI of `Identity.uri`; raise Rejected for every other text."""
     match = _URI.fullmatch(uri) if len(uri) <= URI_CHARACTERS_MAX else None
     if match is None:
         raise _refusal(f"{uri[:200]!r} is no identity of PeerCache")
@@ -98,7 +99,7 @@ def parse_identity(uri: str) -> Identity:
         _unquoted(match[1]), CertificateRole(match[2]), _unquoted(match[3]), tuple(namespaces)
     )
     if identity.uri() != uri:
-        # Two spellings of one peer could be counted, revoked and bounded as two.
+        # Two spellings of one peer would be counted, revoked and limited as two.
         raise _refusal(f"{uri[:200]!r} is not how PeerCache writes this identity")
     return identity
 
@@ -112,14 +113,14 @@ def identity_among(alternative_names: Iterable[str]) -> Identity:
 
 
 def until_uri(not_after: float) -> str:
-    """Return the URI with which a certificate repeats when it expires."""
+    """Return the URI with which a certificate repeats its expiry."""
     return f"{UNTIL}{int(not_after)}"
 
 
 def until_among(alternative_names: Iterable[str]) -> float | None:
-    """Return when a certificate expires, by its names; None where they do not say so."""
+    """Return when a certificate expires, from its names; None if they do not contain it."""
     found = [name.removeprefix(UNTIL) for name in alternative_names if name.startswith(UNTIL)]
-    # Of several the earliest: whatever made them, none lets a connection live for longer.
+    # Of several the earliest, so that no connection lasts too long.
     return min((float(each) for each in found if each.isdecimal()), default=None)
 
 

@@ -1,9 +1,9 @@
-"""Sharing: which users of this host a node and its clients share files, sockets and memory with.
+"""Sharing: with which users of this host a node and its clients share files, sockets and memory.
 
-Two settings say it, `share_uids` and `share_group`; without them it is this process's own uid and
-root, which no check could keep out. Every check of a file, a folder, a socket or a local
-connection asks a `Sharing`, and each check looks at what is open already (fstat, SO_PEERCRED, the
-kernel's socket tables), never at a path.
+Two settings define it, `share_uids` and `share_group`; without them it is this process's own uid
+and root, which cannot be excluded. Every check of a file, a folder, a socket or a local connection
+uses a `Sharing`, and each check examines open descriptors (fstat, SO_PEERCRED, the kernel's socket
+tables), never a path.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ REASON = "owner"
 """The reason of every `Rejected` about a uid that does not share the host."""
 
 PROBE_S = 0.5
-"""How long a full queue of a listener is waited for."""
+"""How long to wait for a full queue of a listener."""
 
 NO_DESCRIPTORS = (
-    "this node cannot tell who connects, for want of a descriptor (Too many open files): "
+    "this node cannot identify who connects, for want of a descriptor (Too many open files): "
     "raise its limit (ulimit -n, LimitNOFILE)"
 )
-"""Why a connection on this host is refused by a node whose descriptors are all taken."""
+"""Why a node without free descriptors refuses a connection on this host."""
 
 _GROUP_UNSET = -1
 
 ROOT_UID = 0
-"""The user that no permission keeps out."""
+"""The user that permissions do not restrict."""
 
 
 @attrs.frozen
 class Sharing:
     """Decides which uids share this host with this process.
 
-    uid:  this process's own.
+    uid: that of this process.
     uids: every uid that shares the host, this one included.
-    gid:  the group that files are open to, -1 for none.
+    gid:  the group that may open files, -1 for none.
     """
 
     uid: int
@@ -68,10 +68,10 @@ class Sharing:
 
     @classmethod
     def of(cls, *, share_group: str = "", share_uids: Iterable[str] = ()) -> Sharing:
-        """Read the two settings; raise ConfigError for a name that is not there.
+        """Read the two settings; raise ConfigError for an unknown name.
 
-        share_group: a name or a number. The members that the user database names share the host
-        too; a container has no such names, so it lists its uids in share_uids.
+        share_group: a name or a number. Its members in the user database share the host, too; a
+                     container has no such database, so it lists its uids in share_uids.
         share_uids: names or numbers.
         """
         uid = os.geteuid()
@@ -82,7 +82,7 @@ class Sharing:
 
     @property
     def has_group(self) -> bool:
-        """Whether files are open to a group."""
+        """Whether a group may open files."""
         return self.gid != _GROUP_UNSET
 
     def allows_uid(self, uid: int) -> bool:
@@ -90,7 +90,7 @@ class Sharing:
         return uid in self.uids
 
     def sentence(self, what: str, uid: int) -> str:
-        """Return why a thing of this uid is refused, and what to set."""
+        """Return why a file or process of this uid is refused, and what to set."""
         return (
             f"{what} belongs to uid {uid}, which does not share this host with uid {self.uid}: "
             f"set share_uids = {uid} for the process of uid {self.uid}, or run both as one user"
@@ -102,9 +102,9 @@ class Sharing:
             raise Rejected(REASON, self.sentence(what, uid))
 
     def check(self, what: str, found: os.stat_result) -> None:
-        """Raise Rejected unless an opened file or folder is of a sharing uid, and open to no other.
+        """Raise Rejected unless an opened file or folder is of a sharing uid, and closed to others.
 
-        found: from fstat, so that no path can be changed between the check and the use.
+        found: from fstat, so that the path cannot be changed between the check and the use.
         """
         self.check_uid(what, found.st_uid)
         mode = stat.S_IMODE(found.st_mode)
@@ -117,7 +117,7 @@ class Sharing:
             )
 
     def may_change_under_us(self, found: os.stat_result) -> bool:
-        """Return whether a user other than this one and root may write a file: cut it short, too.
+        """Return whether a user other than this one and root may write to a file, or truncate it.
 
         found: from fstat.
         """
@@ -136,7 +136,7 @@ class Sharing:
             self.check(what, found)
 
     def open_folder(self, path: str | os.PathLike[str], *, follow: bool = True) -> int:
-        """Return a descriptor of a folder to open files relative to; raise Rejected or OSError.
+        """Return a descriptor of a folder, to open files in it; raise Rejected or OSError.
 
         follow: whether the folder itself may be a symbolic link.
         """
@@ -152,8 +152,8 @@ class Sharing:
     def open_file(self, name: str, flags: int, *, folder: int, what: str) -> int:
         """Return a descriptor of a regular file of a sharing uid; raise Rejected or OSError.
 
-        folder: a descriptor. A link is not followed, and a pipe is not waited for. With O_CREAT a
-        new file is this user's alone.
+        folder: a descriptor. Links are not followed, and pipes do not block. With O_CREAT a new
+                file is private to this user.
         """
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(name, flags, PRIVATE_FILE_MODE, dir_fd=folder)
@@ -170,7 +170,7 @@ class Sharing:
     def open_to_group(self, file: int, mode: int = GROUP_FILE_MODE) -> None:
         """Open a file or folder of ours to the group, if there is one; raise ConfigError.
 
-        Without a group it keeps the mode that it was made with.
+        Without a group its mode does not change.
         """
         if not self.has_group:
             return
@@ -186,9 +186,9 @@ class Sharing:
             ) from error
 
     def check_listener(self, path: str) -> None:
-        """Raise Rejected where another uid's process listens at a unix socket, or admits not us.
+        """Raise Rejected if another uid's process listens on a unix socket, or does not admit us.
 
-        A socket that is not there, or whose listener has died, is no matter of trust.
+        A missing socket, or one with a dead listener, is accepted.
         """
         try:
             owner = Path(path).stat().st_uid
@@ -218,8 +218,8 @@ class Sharing:
     def tcp_peer_problem(self, local: Address, remote: Address) -> str:
         """Return why the process at the other end of a loopback connection is refused, or "".
 
-        local, remote: of the accepted connection. A connection from another host is not judged
-        here: it has no uid.
+        local, remote: those of the accepted connection. A connection from another host is not
+                       checked here: it has no uid.
         """
         if not is_loopback(remote[0]):
             return ""
@@ -228,12 +228,14 @@ class Sharing:
         except OSError:
             return NO_DESCRIPTORS
         if uid is None:
-            return "the process at the other end of this connection has gone, or cannot be told"
+            return (
+                "the process at the other end of this connection has gone, or cannot be identified"
+            )
         return "" if self.allows_uid(uid) else self.sentence("the connecting process", uid)
 
 
 def _owner_above(path: str) -> int:
-    """Return the owner of the deepest folder above a path that this process can look at."""
+    """Return the owner of the deepest folder above a path that this process can examine."""
     for folder in Path(path).parents:
         with suppress(OSError):
             return folder.stat().st_uid
@@ -247,12 +249,14 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def uid_of_tcp_peer(local: Address, remote: Address) -> int | None:
-    """Return the uid of the process on this host that made a connection; None if it cannot be told.
+    """Return the uid of the process on this host that made a connection; None if it cannot be
+    determined.
 
     local, remote: numeric addresses of the accepted connection. One lookup in the kernel's hash
-    table: 30 µs, however many sockets there are. A kernel without that interface (inet_diag) is
-    read as text: 3 ms, and 10 ms beside 1,000 connections. A socket that its process has closed
-    belongs to no uid. Raises OSError where every descriptor is taken, since a lookup needs one.
+                   table: 30 µs, for any number of sockets. Without that interface (inet_diag) the
+                   kernel's tables are read as text: 3 ms, and 10 ms with 1,000 connections. A
+                   socket that its process has closed belongs to no uid.
+    Raises OSError if no descriptor is free, because a lookup needs one.
     """
     ends = (_plain(remote[0]), remote[1]), (_plain(local[0]), local[1])
     exhausted: OSError | None = None
@@ -260,7 +264,7 @@ def uid_of_tcp_peer(local: Address, remote: Address) -> int | None:
         try:
             return look(*ends)
         except OSError as error:  # noqa: PERF203 - two turns at most
-            # No such interface here (a sandbox, a kernel without the module): the next one.
+            # This interface is missing (a sandbox, a kernel without the module): try the next one.
             if error.errno in {errno.EMFILE, errno.ENFILE}:
                 exhausted = error
     if exhausted is not None:
@@ -298,7 +302,7 @@ def _group(named: str) -> tuple[int, tuple[int, ...]]:
 
 @cache
 def _overflow_uid() -> int:
-    """Return the uid that stands for every user outside this user namespace, -1 where none does."""
+    """Return the uid that represents users outside this user namespace, -1 if there is none."""
     try:
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
         if mapped == ["0", "0", "4294967295"]:
@@ -309,7 +313,7 @@ def _overflow_uid() -> int:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Return whether the group of a file is its owner's own, as most systems make one a user."""
+    """Return whether the group of a file is its owner's private group, as on most systems."""
     try:
         owner = pwd.getpwuid(found.st_uid)
         group = grp.getgrgid(found.st_gid)
@@ -350,19 +354,19 @@ _ANSWER = struct.Struct("=BBBB48sIIIII")
 """struct inet_diag_msg: family, state, timer, retransmits, socket id, …, uid, inode."""
 
 _OPEN_STATES = frozenset({1, 2, 4, 5, 8, 9, 11})
-"""States of a connection whose process may still speak: neither TIME_WAIT, CLOSE, LISTEN nor a
+"""States of a connection with a process that may still send: not TIME_WAIT, CLOSE, LISTEN or a
 request without a socket."""
 
 
 def _plain(host: str) -> _Host:
-    """Return an address; one of IPv4 mapped into IPv6 as what it is."""
+    """Return an address; an IPv4-mapped IPv6 address as IPv4."""
     found = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(found, "ipv4_mapped", None)
     return mapped if mapped is not None else found
 
 
 def _uid_by_netlink(sought: _End, other: _End) -> int | None:
-    """Ask for the one socket whose own end is `sought`, and its peer `other`."""
+    """Query the socket with the local address `sought` and the remote address `other`."""
     ports = _PORTS.pack(
         sought[1], other[1], sought[0].packed.ljust(16, b"\0"), other[0].packed.ljust(16, b"\0")
     )
@@ -373,7 +377,7 @@ def _uid_by_netlink(sought: _End, other: _End) -> int | None:
         _ENVELOPE.size + len(question), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0
     )
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel:
-        # The kernel answers within the send, so there is nothing to wait for.
+        # The kernel answers during the send, so there is nothing to wait for.
         kernel.settimeout(0)
         kernel.sendto(envelope + question, (0, 0))
         raw = kernel.recv(4096)
@@ -384,13 +388,13 @@ def _uid_by_netlink(sought: _End, other: _End) -> int | None:
             return None
         raise OSError(number, os.strerror(number))
     _, state, _, _, found, *_, uid, inode = _ANSWER.unpack_from(raw, _ENVELOPE.size)
-    # Where no connection fits, the kernel returns a listener.
+    # If no connection matches, the kernel returns a listener.
     is_it = found[: _PORTS.size] == ports and state in _OPEN_STATES and inode
     return int(uid) if is_it else None
 
 
 def _uid_by_table(sought: _End, other: _End) -> int | None:
-    """Look for the socket in the kernel's tables as text."""
+    """Search the socket in the kernel's text tables."""
     wanted = {
         (own, far)
         for spell in (_as_ipv4, _as_ipv6)

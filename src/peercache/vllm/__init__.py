@@ -15,7 +15,7 @@ except ImportError as error:
         raise
     raise ImportError(
         "peercache.vllm works inside a vLLM engine: install vllm 0.32.0 or later "
-        f"in this Python, beside peercache ({error})",
+        f"in this Python, next to peercache ({error})",
         name=error.name,
     ) from error
 

@@ -1,11 +1,11 @@
 """Names the namespace of a vLLM engine's chunks.
 
-vLLM's block hashes say which tokens, adapters and salts a chunk is for, and nothing about what its
-bytes mean. That is put into the namespace here, from the configuration that vLLM gives a tier.
+vLLM's block hashes identify the tokens, adapters and salts of a chunk, but not the format of its
+bytes. This module puts that into the namespace, from the configuration that vLLM passes to a tier.
 
-vLLM tells a tier the model's name and the cache's type, and not which revision it serves, how the
-weights are quantized, or what overrides the model's configuration. All of that stands in the
-configuration of the scheduler that builds the tier: a caller of the tier's constructor has it.
+vLLM passes the model's name and the cache's type to a tier, but not the revision that it serves,
+the quantization of the weights, or overrides of the model's configuration. All of that is in the
+configuration of the scheduler that creates the tier: a caller of the tier's constructor has it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FACTS = {
     "load_config": ("model_loader_extra_config",),
     "cache_config": ("kv_cache_dtype_skip_layers",),
 }
-"""Options that change what the model computes from the same weight files, or how it is kept."""
+"""Options that change what the model computes from the same weight files, or how it is stored."""
 
 _PARTS = ("model_config", "load_config", "cache_config")
 
 
 def configuration_of_caller() -> Any | None:
-    """Return the VllmConfig of the engine that builds a tier; None where no caller has one."""
+    """Return the VllmConfig of the engine that creates a tier; None if no caller has one."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get(CONFIGURATION)
@@ -45,14 +45,14 @@ def configuration_of_caller() -> Any | None:
 
 
 def weights_of(engine: Any, name: str) -> dict[str, str]:
-    """Return facts that two engines share if they compute the same chunks.
+    """Return facts that are equal in two engines if they compute the same chunks.
 
-    engine: a VllmConfig. name: the model's, as a tier is told it.
+    engine: a VllmConfig. name: the model's name, as passed to a tier.
     """
     model, load = engine.model_config, engine.load_config
     folder, revision = load.download_dir, model.revision
     facts: dict[str, object] = {"weights": weights_identity(name, revision, folder)}
-    # Weights in an object store are elsewhere than the folder that stands in for the model.
+    # Weights in an object store are not in the folder that represents the model.
     if elsewhere := getattr(model, "model_weights", ""):
         facts["weights_at"] = weights_identity(str(elsewhere), revision, folder)
     # A draft model's layers are in the same chunks.
@@ -89,11 +89,12 @@ def namespace_of(
     """Return the namespace of an engine's chunks.
 
     config:         vLLM's OffloadingConfig.
-    chunk_bytes:    of one chunk of all ranks, with its padding.
-    engine_version: of vLLM: how a row is laid out is its own affair, and may change.
-    name:           as the setting says; "" is the model's name, and then `weights` count too.
-    weights:        what computes the chunks, as `weights_of` finds it.
-    reset:          what tells the chunks after a reset of the engine's cache from those before it.
+    chunk_bytes:    size of one chunk of all ranks, with its padding.
+    engine_version: version of vLLM, because its layout of a row may change.
+    name:           the name in the setting; "" means the model's name, and then `weights` count,
+                    too.
+    weights:        facts about the weights, from `weights_of`.
+    reset:          separates chunks after a reset of the engine's cache from those before it.
     """
     groups = [(group.tokens_per_block, tuple(group.layer_names)) for group in config.groups]
     parallel = config.parallel
@@ -115,7 +116,7 @@ def namespace_of(
         "dcp": parallel.dcp_size,
         "chunk_bytes": chunk_bytes,
     }
-    # Hosts mount one model in several places: its folder is distinguished by its weights.
+    # Hosts mount a model at different paths: its weights identify it.
     model = config.model.name
     model = model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
     computed = {} if name else dict(weights)

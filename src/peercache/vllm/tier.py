@@ -1,15 +1,15 @@
-"""Owns PeerCacheTier, the secondary tier that vLLM's TieringOffloadingSpec builds.
+"""PeerCacheTier, the secondary tier that vLLM's TieringOffloadingSpec instantiates.
 
-Owns    the jobs of vLLM's scheduler until their results are asked for; the client moves the bytes,
+Owns    the jobs of vLLM's scheduler until their results are requested; the client moves the bytes,
         into and out of the rows of vLLM's own CPU cache.
 Takes   vLLM's scheduler, one call at a time; from 0.33 on a thread that polls tiers, too.
-Keeps   no method raises, for that would end vLLM's EngineCore, and none but `drain_jobs` waits.
-        Each job gets one result. A chunk is told as loaded where its page was verified.
-Limits  those of the lanes and of the client's deadlines, which bound `drain_jobs` too.
+Keeps   no method raises, because that would end vLLM's EngineCore, and only `drain_jobs` waits.
+        Each job gets one result. A chunk is reported as loaded only if its page was verified.
+Limits  those of the lanes and of the client's deadlines, which also bound `drain_jobs`.
 
-The scheduler asks key by key, and may not wait: the first answer to a key is "later", and a step's
-questions become one call a request, in a thread (`Lookups`). A verdict holds until its request has
-finished.
+The scheduler asks key by key, and may not wait: the first answer to a key is "later", and the
+lookups of a step become one call per request, in a thread (`Lookups`). A verdict is valid until its
+request has finished.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LABELS: Final = ("home", "namespace")
 
 
 def definitions() -> dict[str, Any]:
-    """Return what vLLM has to know of each metric before it comes."""
+    """Return the definition that vLLM needs of each metric in advance."""
     return {
         HOME_LOST: OffloadingGaugeMetadata(
             documentation="1 while the home node is lost for this reason.",
@@ -62,7 +62,7 @@ def definitions() -> dict[str, Any]:
 
 
 def stats_of(status: Mapping[str, Any]) -> Any:
-    """Return vLLM's figures of a status of `LateClient`."""
+    """Return vLLM's figures for a status of `LateClient`."""
     stats = OffloadingConnectorStats()
     labels = tuple(status[name] for name in LABELS)
     for reason in REASONS:
@@ -74,21 +74,21 @@ def stats_of(status: Mapping[str, Any]) -> Any:
 
 
 REQUESTS_MAX = 65536
-"""Requests that are remembered; more than vLLM ever schedules, so only lost ends come to it."""
+"""Remembered requests: more than vLLM schedules, so only requests without an end are dropped."""
 
 
 @final
 class Lookups:
-    """Verdicts by request and key. But for `settle`, one call at a time."""
+    """Verdicts by request and key. One call at a time, except `settle`."""
 
     def __init__(self, ask: Callable[[str, list[bytes]], None]) -> None:
-        """Ask by `ask`, which does not wait, and has `settle` called for each key in the end."""
+        """`ask` starts a lookup without waiting; `settle` must finally be called for each key."""
         self._ask = ask
         self._verdicts: dict[str, dict[bytes, bool | None]] = {}
         self._batch: dict[str, list[bytes]] = {}
 
     def verdict(self, request: str, key: bytes) -> bool | None:
-        """Return whether a chunk is held; None where that is not known yet."""
+        """Return whether a chunk is held; None if that is not known yet."""
         known = self._verdicts.get(request)
         if known is None:
             if len(self._verdicts) >= REQUESTS_MAX:
@@ -100,13 +100,13 @@ class Lookups:
         return known[key]
 
     def flush(self) -> None:
-        """Ask for what came in this step."""
+        """Start the lookups of this step."""
         batch, self._batch = self._batch, {}
         for request, keys in batch.items():
             self._ask(request, keys)
 
     def settle(self, request: str, keys: Iterable[bytes], *, held: Iterable[bool]) -> None:
-        """Keep verdicts, unless the request has finished. Any thread may call it."""
+        """Store verdicts, unless the request has finished. Any thread may call this."""
         if (known := self._verdicts.get(request)) is not None:
             known.update(zip(keys, held, strict=True))
 
@@ -135,7 +135,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         client_factory: Callable[..., Any] = Client.open,
         **settings: Any,
     ) -> None:
-        """Check the settings; raise ConfigError that names the one that is wrong.
+        """Check the settings; raise a ConfigError that names a wrong one.
 
         primary_kv_view: (chunks, bytes) int8, vLLM's CPU cache; a row is a page.
         client_factory:  what opens the client; tests pass a fake with the same contract.
@@ -172,7 +172,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return whether a chunk is held: a miss or a hit, or that it is not known yet."""
+        """Return whether a chunk is a miss or a hit, or not known yet."""
         held = self._lookups.verdict(req_context.req_id, bytes(key))
         if held is None:
             return LookupResult.RETRY
@@ -180,22 +180,22 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM names it
-        """Ask for what was looked up in this step."""
+        """Start the lookups of this step."""
         self._lookups.flush()
 
     @harmless(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002 - vLLM names it
-        """Return that chunks are stored as they come."""
+        """Return a policy: chunks are stored as they come."""
         return RequestOffloadingContext()
 
     @harmless(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what was looked up for a request."""
+        """Forget the lookups of a request."""
         self._lookups.forget(req_context.req_id)
 
     @harmless(lambda: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002 - likewise
-        """Have chunks evicted last; dropped where too much is asked already."""
+        """Have chunks evicted last; dropped if too many lookups wait already."""
         names = self._names(keys)
 
         def touch() -> None:
@@ -212,17 +212,17 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: None)
     def get_stats(self) -> Any | None:
-        """Return how the home node is, for vLLM's /metrics."""
+        """Return the state of the home node, for vLLM's /metrics."""
         return stats_of(self._late.status())
 
     # --- jobs ----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store the rows of a job; they are read until its result is there."""
+        """Store the rows of a job; they are read until its result is available."""
         self._submit(self._lanes.store, job_metadata, lambda client: client.batch_set_from)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks into the rows of a job; they are written until its result is there."""
+        """Read chunks into the rows of a job; they are written until its result is available."""
         self._submit(self._lanes.load, job_metadata, lambda client: client.batch_get_into)
 
     @harmless(list[Any])
@@ -232,10 +232,10 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: None)
     def drain_jobs(self) -> None:
-        """Wait until no job touches a row, and leave the chunks that were stored before.
+        """Wait until no job uses a row, and abandon the chunks that were stored before.
 
         vLLM calls it when its caches are reset, as after an update of weights in place: from now on
-        the engine shares chunks with itself alone, until it starts again.
+        the engine shares chunks only with itself, until it restarts.
         """
         for lane in (self._lanes.store, self._lanes.load):
             lane.drain()
@@ -249,7 +249,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         in_time = self._lanes.close()
         self._late.close()
         if in_time:
-            # vLLM unmaps the memory next, which no array may refer to then.
+            # vLLM unmaps the memory next: no array may refer to it then.
             self._rows = None
         self._log.info("vllm.tier_closed", in_time=in_time)
 
@@ -261,7 +261,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def _fail(self, job: Any) -> None:
         if job.is_promotion:
-            # Else the scheduler asks for the same load in every step.
+            # Otherwise the scheduler requests the same load in every step.
             self._settle_failed(job, job.keys)
         self._finished.append(JobResult(job.job_id, success=False, successful_keys=()))
 
@@ -301,11 +301,11 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._lookups.settle(job.req_context.req_id, map(bytes, keys), held=[False] * len(keys))
 
     def _names(self, keys: Iterable[bytes]) -> PageKeys:
-        # Hashed whole: their first bytes alone would say nothing of the group.
+        # The whole key is hashed: its first bytes do not contain the group.
         return page_keys([b"vllm:" + bytes(key) for key in keys], self._digest)
 
     def _runs(self, chunk_ids: Any, chunks: int) -> PageRuns:
-        """Return the rows of a job; raise ValueError where one is none of vLLM's."""
+        """Return the rows of a job; raise ValueError if one is not a row of vLLM."""
         rows = np.asarray(chunk_ids, np.int64)
         if rows.shape != (chunks,) or (rows < 0).any() or (rows >= len(self._rows)).any():
             raise ValueError(f"{chunks} chunks in rows {rows.tolist()!r:.80}")
@@ -314,7 +314,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return PageRuns.regular(addresses, np.full(chunks, self._rows.shape[1]), chunks)
 
     def _look_at_engine(self) -> str:
-        """Find what computes the chunks; return what keeps them apart where that is not found."""
+        """Find what computes the chunks; if that fails, return a value that separates them."""
         if self._name:
             return ""
         hint = "engines share with namespace = NAME"
@@ -322,12 +322,12 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         try:
             self._weights = weights_of(engine, self._spec_config.model.name)
         except AttributeError:
-            # No caller has it, or this version of vLLM has an option elsewhere.
+            # No caller has it, or this version of vLLM keeps an option elsewhere.
             self._log.warning("vllm.engine_unknown", hint=hint)
             return secrets.token_hex(8)
         if getattr(engine, "lora_config", None) is None:
             return ""
-        # Block hashes have an adapter's name: other engines may give it to other weights.
+        # Block hashes contain an adapter's name: other engines may use it for other weights.
         self._log.warning("vllm.adapters_not_known", hint=hint)
         return secrets.token_hex(8)
 

@@ -2,7 +2,7 @@
 
 An envelope is one CBOR array: [envelope version, cluster, sender, target, tag, field, field, …].
 The decoder accepts integers, floats, booleans, strings, byte strings, arrays and one flat map, each
-where a message declares it, and nothing else of CBOR: no tags, no indefinite lengths.
+where a message declares it, and no other CBOR: no tags, no indefinite lengths.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope, versio
 from peercache.wire.messages.declared import Message
 
 MESSAGE_BYTES_MAX = 256 * 1024
-"""Largest control message, in both directions: 150 connections that never end theirs hold 40 MB,
-and none takes longer than a few milliseconds to decode. Senders cut what is larger into several."""
+"""Largest control message, in both directions: 150 connections with incomplete messages hold 40 MB,
+and decoding one takes at most a few milliseconds. Senders split larger content into several
+messages."""
 
 TEXT_MAX = 4096
 """Longest string: a path."""
@@ -57,10 +58,9 @@ class WrongCluster(RemoteProtocolError):
 
 
 def encode(envelope: Envelope, *, cluster: str, request: int = 0) -> bytes:
-    """Return the bytes of an envelope; raise LocalProtocolError if no peer would take so many.
+    """Return the bytes of an envelope; raise LocalProtocolError if it is too large for peers.
 
-    request: the number of the question that the message is, in place of the one that it has; 0
-    leaves that.
+    request: the number of the request, in place of that in the message; 0: no change.
     """
     message = envelope.message
     tag, fields_of = _FIELDS[type(message)]
@@ -77,10 +77,10 @@ def encode(envelope: Envelope, *, cluster: str, request: int = 0) -> bytes:
 
 
 def decode(raw: bytes, *, cluster: str) -> Envelope:
-    """Return the envelope, or raise RemoteProtocolError with what is wrong."""
+    """Return the envelope, or raise RemoteProtocolError with the problem."""
     if len(raw) > MESSAGE_BYTES_MAX:
         raise RemoteProtocolError(f"a message of {len(raw)} bytes")
-    if len(raw) > ITEMS_MAX:  # An item takes a byte at least, so shorter ones need no look.
+    if len(raw) > ITEMS_MAX:  # An item takes at least a byte, so shorter messages need no check.
         _count_items(raw)
     try:
         decoder = cbor2.CBORDecoder(
@@ -122,9 +122,9 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
 
 
 def _count_items(raw: bytes) -> None:
-    """Walk over the heads of all items, without making any; raise if there are too many.
+    """Walk over the heads of all items, without creating objects; raise if there are too many.
 
-    The decoder finds all other damage; the walk always ends.
+    The decoder detects all other damage; the walk always ends.
     """
     at = count = 0
     while at < len(raw):
@@ -137,7 +137,7 @@ def _count_items(raw: bytes) -> None:
             size = 1 << (length & 3)
             length = int.from_bytes(raw[at : at + size], "big")
             at += size
-        if kind in (2, 3):  # Strings: their bytes are no items.
+        if kind in (2, 3):  # Strings: their bytes are not items.
             at += length
 
 
@@ -251,7 +251,7 @@ _BY_ANNOTATION: dict[str, Callable[[Any], Any]] = {
     "dict[str, int | float | str]": _figures,
 }
 
-# A byte string of packed items is checked for whole ones here, so that no actor has to.
+# Packed byte strings are checked here for whole items, so that no actor has to.
 _BY_NAME: dict[str, Callable[[Any], bytes]] = {
     "keys": _blob_of(16),
     "records": _blob_of(56),
@@ -274,7 +274,7 @@ def _check_for(field: attrs.Attribute[Any]) -> Callable[[Any], Any]:
 
 
 def _reader_of(kind: type[Any]) -> Callable[[Any], Sequence[Any]]:
-    """Return what returns the fields of a message as CBOR has them."""
+    """Return a function that returns the fields of a message in their CBOR form."""
     names = [field.name for field in attrs.fields(kind)]
     types = [str(field.type) for field in attrs.fields(kind)]
     if "Tag" in types:
@@ -289,7 +289,7 @@ def _reader_of(kind: type[Any]) -> Callable[[Any], Sequence[Any]]:
         return read
     if len(names) < 2 or any("tuple" in each or "Member" in each for each in types):
         return lambda message: [_plain(getattr(message, name)) for name in names]
-    # Nothing to convert, which is true of all that a node sends for a set.
+    # Nothing to convert: that applies to all messages of a node for a set.
     return attrgetter(*names)
 
 
@@ -302,14 +302,14 @@ _HEAD_ITEMS = 5
 _FIELDS: dict[type[Message], tuple[int, Callable[[Any], Sequence[Any]]]] = {
     kind: (tag, _reader_of(kind)) for tag, kind in enumerate(MESSAGES)
 }
-"""The tag of each message, and what returns its fields as they are encoded."""
+"""The tag of each message class, and the function that returns its encoded fields."""
 
 _REQUEST_PLACE: dict[type[Message], int] = {
     kind: _HEAD_ITEMS + names.index("request")
     for kind in MESSAGES
     if "request" in (names := [field.name for field in attrs.fields(kind)])
 }
-"""By question: where its number stands among the items of the envelope."""
+"""By request class: the index of its number among the items of the envelope."""
 
 _CHECKS: dict[type[Any], tuple[Callable[[Any], Any], ...]] = {
     kind: tuple(_check_for(field) for field in attrs.fields(kind)) for kind in (*MESSAGES, Member)

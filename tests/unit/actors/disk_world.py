@@ -156,7 +156,7 @@ class DiskWorld:
         self.tier = DiskTier(
             writes_through=not on_evict,
             queue_bytes_max=queue_bytes,
-            tell_rate=40,
+            report_rate=40,
             ttl_s=ttl_s,
             metrics=self.metrics,
             quotas=tuple(quotas),

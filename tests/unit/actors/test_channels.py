@@ -12,7 +12,7 @@ from peercache.actors.channels.actor import (
     IDLE_S,
     ChannelLeased,
     ChannelPool,
-    ChannelsSay,
+    ChannelsOutput,
     CloseChannel,
     CloseChannels,
     DestroyChannel,
@@ -38,7 +38,7 @@ def lease_of(pool: ChannelPool, peer: int, rail: int = 0, now: float = 0.0) -> C
     return None
 
 
-def closed_by(effects: list[ChannelsSay]) -> list[int]:
+def closed_by(effects: list[ChannelsOutput]) -> list[int]:
     """Return the channels that the pool has closed, which is all it says."""
     assert all(isinstance(effect, CloseChannel) for effect in effects)
     return [effect.channel for effect in effects]
@@ -61,7 +61,7 @@ class ChannelMachine(RuleBasedStateMachine):
         idle = sum(each[:2] == (peer, rail) for each in self.idle.values())
         return idle + sum((lease.peer, lease.rail) == (peer, rail) for lease in self.leases)
 
-    def close_all(self, effects: list[ChannelsSay], expected: set[int]) -> None:
+    def close_all(self, effects: list[ChannelsOutput], expected: set[int]) -> None:
         """The pool has exactly these channels closed, each once."""
         closing = closed_by(effects)
         assert sorted(closing) == sorted(expected)

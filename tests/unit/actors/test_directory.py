@@ -89,7 +89,7 @@ def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
 
     seen = [located(shard, [1], asker)["holder"].tolist() for asker in range(20)]
 
-    assert {len(told) for told in seen} == {directory.HOLDERS_TOLD_MAX}
+    assert {len(told) for told in seen} == {directory.HOLDERS_NAMED_MAX}
     assert {told[0] for told in seen} == set(holders)
 
 

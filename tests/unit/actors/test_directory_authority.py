@@ -12,10 +12,10 @@ from peercache.actors.directory import actor as directory
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.directory.holdings import (
     BEHIND_S,
-    HEARD_MAX_S,
-    HEARD_MEMBER_S,
     RETRIED_MAX,
     RETRY_S,
+    SUMMARY_AGE_MAX_S,
+    SUMMARY_AGE_MEMBER_S,
     TICK_S,
     WANTED_FIRST_S,
     WANTED_MAX_S,
@@ -333,10 +333,10 @@ def test_a_holder_that_is_not_learned_of_is_in_doubt() -> None:
     tick(shard, 3.0)
     hear(shard, A, StreamSummary(0, 0, 0), 3.0)
     in_time = has_authority(shard, 3.0)
-    tick(shard, HEARD_MAX_S + 2.0)
+    tick(shard, SUMMARY_AGE_MAX_S + 2.0)
 
     assert in_time
-    assert not has_authority(shard, HEARD_MAX_S + 2.0)
+    assert not has_authority(shard, SUMMARY_AGE_MAX_S + 2.0)
 
 
 def test_a_commit_is_answered_behind_the_records_of_its_pool() -> None:
@@ -547,12 +547,12 @@ def test_in_a_large_cluster_summaries_may_be_rarer() -> None:
     shard, ring = shard_on(*members), ring_of(*members)
     for holder in members[1:]:
         hear(shard, holder, HandedOver(0, 0, 0, ring.version), 0.0)
-    heard_s = HEARD_MEMBER_S * (len(members) - 1)
-    assert heard_s > HEARD_MAX_S + 2.0
+    age_s = SUMMARY_AGE_MEMBER_S * (len(members) - 1)
+    assert age_s > SUMMARY_AGE_MAX_S + 2.0
 
-    tick(shard, heard_s - 1.0)
+    tick(shard, age_s - 1.0)
     in_time = shard.authority.ring
-    tick(shard, heard_s + 2.0)
+    tick(shard, age_s + 2.0)
 
     assert (in_time, shard.authority.ring) == (ring.version, b"")
 

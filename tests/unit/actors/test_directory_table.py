@@ -24,7 +24,7 @@ LISTED_MAX = 1024
 
 def table_of(*holders: int, rows_max: int = 10**6, slots_min: int = 512) -> DirectoryTable:
     """Return a table whose entries 0, 1, … are these holders."""
-    table = DirectoryTable(SEED, told_max=4096, rows_max=rows_max, slots_min=slots_min)
+    table = DirectoryTable(SEED, answer_max=4096, rows_max=rows_max, slots_min=slots_min)
     for expected, holder in enumerate(holders):
         assert table.begin(holder, is_served=True) == expected
     return table
@@ -341,10 +341,10 @@ def test_what_a_caller_may_not_say_changes_nothing() -> None:
 def test_a_table_without_address_space_is_refused_or_smaller() -> None:
     """What the links of a row cannot name is no size; a seed of another length is no seed."""
     with pytest.raises(MemoryError):
-        DirectoryTable(SEED, told_max=8, rows_max=0, slots_min=512)
+        DirectoryTable(SEED, answer_max=8, rows_max=0, slots_min=512)
     with pytest.raises(ValueError, match="seed"):
-        DirectoryTable(SEED[1:], told_max=8)
-    large = DirectoryTable(SEED, told_max=8, rows_max=2**28, slots_min=512)
+        DirectoryTable(SEED[1:], answer_max=8)
+    large = DirectoryTable(SEED, answer_max=8, rows_max=2**28, slots_min=512)
     assert large.begin(A, is_served=True) == 0
 
 
@@ -353,12 +353,12 @@ def test_a_table_without_address_space_is_refused_or_smaller() -> None:
 def test_a_size_that_no_table_has_is_refused(slots_min: int) -> None:
     """An index without slots, or one larger than rows can be named by."""
     with pytest.raises(MemoryError, match="no address space"):
-        DirectoryTable(SEED, told_max=1, rows_max=1000, slots_min=slots_min)
+        DirectoryTable(SEED, answer_max=1, rows_max=1000, slots_min=slots_min)
 
 
 def test_a_table_has_no_more_rows_than_a_link_can_name() -> None:
     """One bit of it is a repair's mark."""
-    table = DirectoryTable(SEED, told_max=1, rows_max=2**27 + 2, slots_min=512)
+    table = DirectoryTable(SEED, answer_max=1, rows_max=2**27 + 2, slots_min=512)
 
     assert header_of(table).rows_max == 2**26 + 1
 
@@ -366,12 +366,12 @@ def test_a_table_has_no_more_rows_than_a_link_can_name() -> None:
 def test_tables_that_are_gone_give_their_address_space_back() -> None:
     """Each reserves more than 8 GB of it: 128 TB are soon gone."""
     for _ in range(12_000):
-        DirectoryTable(SEED, told_max=1)
+        DirectoryTable(SEED, answer_max=1)
 
 
 def test_one_answer_tells_no_more_than_its_room() -> None:
     """The count says how many there would be."""
-    table = DirectoryTable(SEED, told_max=3, rows_max=100, slots_min=512)
+    table = DirectoryTable(SEED, answer_max=3, rows_max=100, slots_min=512)
     assert table.begin(A, is_served=True) == 0
     put(table, 0, A, [1, 2, 3, 4, 5], 10)
 
@@ -455,7 +455,7 @@ def test_keys_chosen_to_collide_do_not_where_the_seed_is_another() -> None:
     made["generation"] = 2
 
     def lookup_s(seed: bytes) -> float:
-        table = DirectoryTable(seed, told_max=4096, rows_max=10**5, slots_min=2**15)
+        table = DirectoryTable(seed, answer_max=4096, rows_max=10**5, slots_min=2**15)
         assert table.begin(0, is_served=True) == 0
         table.put(0, made.tobytes())
         began = time.thread_time()

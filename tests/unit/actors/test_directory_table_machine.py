@@ -143,7 +143,7 @@ class TableMachine(RuleBasedStateMachine):
     def new(self, seed: bytes) -> None:
         """Begin with a small index, so that it grows often."""
         self.model = ModelTable()
-        self.table = DirectoryTable(seed, told_max=TOLD_MAX, rows_max=5000, slots_min=512)
+        self.table = DirectoryTable(seed, answer_max=TOLD_MAX, rows_max=5000, slots_min=512)
         self.current: dict[int, int] = {}
         self.ended: list[int] = []
 

@@ -578,7 +578,7 @@ def test_a_name_that_is_told_later_finds_its_pages() -> None:
     """A restart knows tags only; a writer that says its name gets what its pages are due."""
     metrics = Metrics()
     tier = DiskTier(
-        queue_bytes_max=SLAB, tell_rate=1000, metrics=metrics, quotas=parse_quotas("team-*=50%")
+        queue_bytes_max=SLAB, report_rate=1000, metrics=metrics, quotas=parse_quotas("team-*=50%")
     )
     tag = Namespace("team-1").tag()
     index = DiskIndex(capacity_bytes=4 * SLAB, slab_bytes=SLAB)

@@ -162,7 +162,7 @@ class DiskMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        packed = world.tier._untold
+        packed = world.tier._unreported
         untold = {packed[at : at + 16] for at in range(0, len(packed), 16)}
         memory = {page.key for page in world.pool.pages.of_namespace(1)}
         disk: set[bytes] = set()

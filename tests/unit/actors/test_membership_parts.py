@@ -26,11 +26,11 @@ from peercache.actors.membership.candidates import (
     Reconnect,
 )
 from peercache.actors.membership.gossip import (
+    CHANGES_SENT_MAX,
     ENDED_MAX,
     FORGET_S,
     LOG_MAX,
     PART_MEMBERS_MAX,
-    TOLD_MAX,
     FailureDetector,
     Tombstones,
     ViewLog,
@@ -394,10 +394,10 @@ def test_a_log_is_bounded() -> None:
         log.changed(b"%d" % at, b"%d" % (at + 1), [at], 0.0)
 
     assert len(log) == LOG_MAX
-    assert log.since(b"%d" % (3 * LOG_MAX - TOLD_MAX)) == [
-        *range(3 * LOG_MAX - TOLD_MAX, 3 * LOG_MAX)
+    assert log.since(b"%d" % (3 * LOG_MAX - CHANGES_SENT_MAX)) == [
+        *range(3 * LOG_MAX - CHANGES_SENT_MAX, 3 * LOG_MAX)
     ]
-    assert log.since(b"%d" % (3 * LOG_MAX - TOLD_MAX - 1)) is None
+    assert log.since(b"%d" % (3 * LOG_MAX - CHANGES_SENT_MAX - 1)) is None
     assert log.since(b"0") is None
 
 

@@ -15,7 +15,7 @@ import pytest
 from peercache import Client
 from peercache.client.assembly import ClientParts
 from peercache.client.home import Attached, Home
-from peercache.client.report import current, reporting, tell_missed, tell_moved
+from peercache.client.report import add_missed, add_moved, current, reporting
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.memory.attached import AttachedSegment
@@ -158,12 +158,12 @@ def test_memory_of_the_node_before_goes_although_no_thread_can_be_started(
 
 def test_a_report_collects_until_its_block_ends() -> None:
     with reporting() as report:
-        tell_moved(3, 300)
-        tell_moved(1, 100)
-        tell_missed({"absent": 2, "": 7, "evicted": 0})
-        tell_missed({"absent": 1, "deadline": 4})
-    tell_moved(9, 900)
-    tell_missed({"absent": 9})
+        add_moved(3, 300)
+        add_moved(1, 100)
+        add_missed({"absent": 2, "": 7, "evicted": 0})
+        add_missed({"absent": 1, "deadline": 4})
+    add_moved(9, 900)
+    add_missed({"absent": 9})
 
     assert (report.pages, report.bytes) == (4, 400)
     assert report.misses == Counter({"absent": 3, "deadline": 4})
@@ -176,8 +176,8 @@ def test_no_report_is_open_where_nothing_asked_for_one() -> None:
 def test_an_inner_block_has_a_report_of_its_own() -> None:
     with reporting() as outer:
         with reporting(is_detailed=True) as inner:
-            tell_moved(1, 10)
-        tell_moved(2, 20)
+            add_moved(1, 10)
+        add_moved(2, 20)
 
     assert (inner.pages, outer.pages) == (1, 2)
     assert (inner.is_detailed, outer.is_detailed) == (True, False)
@@ -202,7 +202,7 @@ def test_threads_do_not_write_into_the_reports_of_others() -> None:
         with reporting() as report:
             both.wait(60)
             for _ in range(1000):
-                tell_missed({reason: 1})
+                add_missed({reason: 1})
             both.wait(60)
         seen[reason] = report.misses
 

@@ -57,7 +57,7 @@ class Host:
         folder = folder or self.segments
         file = TableFile.create(folder, Incarnation(node), None)
         table = DirectoryTable(
-            bytes(16), told_max=8, rows_max=1000, file=file.file, incarnation=node
+            bytes(16), answer_max=8, rows_max=1000, file=file.file, incarnation=node
         )
         table.begin(node, is_served=True)
         table.put(0, records_of(node, [1], [10]).tobytes())

@@ -512,7 +512,7 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tp_rank": 2, "tp_size": 2}, "rank 2 is none of 2"),
+        ({"tp_rank": 2, "tp_size": 2}, "rank 2 is not one of 2"),
         ({"tp_rank": "0"}, "tp_rank is a whole number from 0 on, not '0'"),
         ({"tp_size": 2.0}, "tp_size is a whole number from 1 on, not 2.0"),
         ({"namespace": None}, "namespace is a text, not None"),

@@ -16,7 +16,7 @@ from peercache.config.entries import parse_source
 from peercache.discovery.etcd import EtcdSource
 from peercache.discovery.finder import AGAIN_MAX_S, DnsSource, Finder, source_of
 from peercache.discovery.kubernetes import KubernetesSource
-from peercache.discovery.port import ADDRESSES_MAX, SourceFailed, Tell, cleaned, printable
+from peercache.discovery.port import ADDRESSES_MAX, OnAddresses, SourceFailed, cleaned, printable
 from peercache.observability.metrics import Metrics
 
 
@@ -25,24 +25,24 @@ class Script:
     """A source that does one thing after the other, each at its time."""
 
     text: str
-    steps: Iterator[Callable[[Tell], None]]
+    steps: Iterator[Callable[[OnAddresses], None]]
     every_s: float = 1.0
     begun: list[float] = attrs.field(factory=list)
 
-    async def follow(self, tell: Tell) -> None:
+    async def follow(self, on_addresses: OnAddresses) -> None:
         self.begun.append(trio.current_time())
         for step in self.steps:
-            step(tell)
+            step(on_addresses)
             await trio.sleep(self.every_s)
         await trio.sleep_forever()
 
 
-def gives(*addresses: str) -> Callable[[Tell], None]:
-    return lambda tell: tell(addresses)
+def gives(*addresses: str) -> Callable[[OnAddresses], None]:
+    return lambda on_addresses: on_addresses(addresses)
 
 
-def fails(error: Exception) -> Callable[[Tell], None]:
-    def step(tell: Tell) -> None:
+def fails(error: Exception) -> Callable[[OnAddresses], None]:
+    def step(on_addresses: OnAddresses) -> None:
         raise error
 
     return step
@@ -59,7 +59,11 @@ async def story(*scripts: Script, seconds: float = 100.0) -> tuple[list[tuple[st
     told: list[tuple[str, ...]] = []
     metrics = Metrics()
     finder = Finder(
-        scripts, tell=told.append, rng=random.Random(1), metrics=metrics, log=structlog.get_logger()
+        scripts,
+        on_addresses=told.append,
+        rng=random.Random(1),
+        metrics=metrics,
+        log=structlog.get_logger(),
     )
     with trio.move_on_after(seconds):
         await finder.run()
@@ -108,7 +112,7 @@ async def test_source_that_stays_away_is_asked_ever_less_often(
 ) -> None:
     """A thousand nodes do not keep a server from its start; one that has worked is asked soon."""
 
-    def for_ever() -> Iterable[Callable[[Tell], None]]:
+    def for_ever() -> Iterable[Callable[[OnAddresses], None]]:
         while True:
             yield fails(SourceFailed("no"))
 

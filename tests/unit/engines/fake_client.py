@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from peercache.client.home import HomeState
-from peercache.client.report import tell_moved
+from peercache.client.report import add_moved
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace, PageKeys
 from peercache.model.runs import PageRuns
@@ -60,7 +60,7 @@ class FakeClient:
             if key.tobytes() not in self.pages:
                 self.pages[key.tobytes()] = ctypes.string_at(int(address), int(size))
                 new += 1
-                tell_moved(1, int(size))
+                add_moved(1, int(size))
         return [
             len(self.pages[key.tobytes()]) == size
             for key, size in zip(keys, runs.sizes, strict=True)
@@ -74,7 +74,7 @@ class FakeClient:
             page = self.pages.get(key.tobytes(), b"")
             if is_hit := bool(page) and len(page) == int(size):
                 ctypes.memmove(int(address), page, len(page))
-                tell_moved(1, len(page))
+                add_moved(1, len(page))
             hits.append(is_hit)
         return hits
 

@@ -48,7 +48,7 @@ def main() -> None:
     met: Counter[str] = Counter()
     file = TableFile.create(folder, NODE, None)
     table = DirectoryTable(
-        bytes(range(16)), told_max=64, rows_max=2000, slots_min=512, file=file.file,
+        bytes(range(16)), answer_max=64, rows_max=2000, slots_min=512, file=file.file,
         incarnation=NODE,
     )  # fmt: skip
     made = np.zeros(600, RECORD)

@@ -57,7 +57,7 @@ def main() -> None:
         os.setuid(int(user))
     file = TableFile.create(folder, Incarnation(int(incarnation)), None)
     table = DirectoryTable(
-        bytes(range(16)), told_max=4096, rows_max=200_000, slots_min=512, file=file.file,
+        bytes(range(16)), answer_max=4096, rows_max=200_000, slots_min=512, file=file.file,
         incarnation=int(incarnation),
     )  # fmt: skip
     steady = begun(table, STEADY)

@@ -38,7 +38,7 @@ class Opened:
         self.segment.pages[:4] = np.frombuffer(b"page", np.uint8)
         self.table_file = TableFile.create(folder, OWN, None)
         self.table = DirectoryTable(
-            bytes(16), told_max=8, rows_max=1000, file=self.table_file.file, incarnation=OWN,
+            bytes(16), answer_max=8, rows_max=1000, file=self.table_file.file, incarnation=OWN,
             loads_ahead=True,
         )  # fmt: skip
         self.attached = AttachedSegment.open(self.segment.path, incarnation=OWN, writable=True)

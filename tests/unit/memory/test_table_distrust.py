@@ -76,7 +76,7 @@ class Shelf:
 def shelf(shm_dir: Path, request: pytest.FixtureRequest) -> Iterator[Shelf]:
     file = TableFile.create(shm_dir, NODE, None)
     table = DirectoryTable(
-        bytes(range(16)), told_max=64, rows_max=ROWS_MAX, slots_min=512, file=file.file,
+        bytes(range(16)), answer_max=64, rows_max=ROWS_MAX, slots_min=512, file=file.file,
         incarnation=NODE,
     )  # fmt: skip
     assert table.begin(HOLDER, is_served=True) == 0
@@ -132,7 +132,7 @@ def test_a_header_that_does_not_fit_is_not_believed(
 @pytest.mark.parametrize(("size", "capacity"), [(4095, 512), (2**46 + 8, 512), (2**40, 2**32 + 8)])
 def test_sizes_that_no_table_has_are_refused(size: int, capacity: int) -> None:
     """Sums of places stay far from overflow, and numbers of slots fit into 32 bits."""
-    table = DirectoryTable(bytes(16), told_max=8, rows_max=1000, slots_min=512)
+    table = DirectoryTable(bytes(16), answer_max=8, rows_max=1000, slots_min=512)
     header = header_of(table)
     reader = TableReader(address=table.place[0], file=-1, size_bytes=size, incarnation=0)
     saved = bytes(header)
@@ -236,7 +236,7 @@ def test_an_index_without_slots_is_not_looked_into(shelf: Shelf) -> None:
 
 def test_a_file_smaller_than_a_header_is_not_believed(shm_dir: Path) -> None:
     """However right its beginning is."""
-    table = DirectoryTable(bytes(16), told_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
+    table = DirectoryTable(bytes(16), answer_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
     header_of(table).bytes = 100
     path = shm_dir / table_name(NODE)
     path.write_bytes(bytes(header_of(table))[:100])
@@ -252,7 +252,7 @@ def test_a_file_smaller_than_a_header_is_not_believed(shm_dir: Path) -> None:
 
 def test_private_memory_is_read_without_a_lock() -> None:
     """No file has it, so none can be locked, and nothing of it is given back under a reader."""
-    table = DirectoryTable(bytes(16), told_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
+    table = DirectoryTable(bytes(16), answer_max=8, rows_max=1000, slots_min=512, incarnation=NODE)
     table.begin(HOLDER, is_served=True)
     table.put(0, records_of(HOLDER, [1], [10]).tobytes())
     address, size = table.place

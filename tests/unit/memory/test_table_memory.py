@@ -37,7 +37,7 @@ def make(request: pytest.FixtureRequest, watched_writer: WatchedWriter) -> Itera
         if request.param == "shared":
             files.append(file := os.memfd_create("table"))
         table = DirectoryTable(
-            bytes(range(16)), told_max=PART, rows_max=rows_max, slots_min=slots_min, file=file
+            bytes(range(16)), answer_max=PART, rows_max=rows_max, slots_min=slots_min, file=file
         )
         assert table.is_shared == (file >= 0)
         return table
@@ -164,7 +164,7 @@ def test_a_file_is_as_long_as_its_table(watched_writer: WatchedWriter) -> None:
     del watched_writer
     for rows_max in (60, 100, 5000, 20_000):
         file = os.memfd_create("table")
-        table = DirectoryTable(bytes(16), told_max=8, rows_max=rows_max, slots_min=512, file=file)
+        table = DirectoryTable(bytes(16), answer_max=8, rows_max=rows_max, slots_min=512, file=file)
         assert table.begin(A, is_served=True) == 0
         held = records(rows_max)
         for at in range(0, rows_max, PART):
@@ -197,11 +197,11 @@ def test_a_table_whose_first_index_has_no_memory_is_not_made(watched_writer: Wat
 
     watched_writer.is_full = lambda: True
     with pytest.raises(MemoryError, match="no address space"):
-        DirectoryTable(bytes(16), told_max=1, rows_max=4000, slots_min=512, file=file)
+        DirectoryTable(bytes(16), answer_max=1, rows_max=4000, slots_min=512, file=file)
     after = maps_and_descriptors()
     watched_writer.requests = 0
     watched_writer.is_full = lambda: watched_writer.requests == 1
-    table = DirectoryTable(bytes(16), told_max=1, rows_max=4000, slots_min=512, file=file)
+    table = DirectoryTable(bytes(16), answer_max=1, rows_max=4000, slots_min=512, file=file)
 
     assert after == before
     assert table.is_shared
@@ -225,7 +225,7 @@ def file() -> Iterator[int]:
 
 def table_in(file: int, slots_min: int = 512) -> DirectoryTable:
     table = DirectoryTable(
-        bytes(16), told_max=8, rows_max=10**6, slots_min=slots_min, file=file, loads_ahead=True
+        bytes(16), answer_max=8, rows_max=10**6, slots_min=slots_min, file=file, loads_ahead=True
     )
     assert table.begin(A, is_served=True) == 0
     return table
@@ -361,7 +361,7 @@ def test_a_fork_lets_go_of_the_table(file: int) -> None:
 def test_a_node_has_the_thread_and_private_memory_has_none(file: int) -> None:
     before = threads()
     private = DirectoryShard(incarnation=A)
-    asked = DirectoryTable(bytes(16), told_max=8, rows_max=1000, loads_ahead=True)
+    asked = DirectoryTable(bytes(16), answer_max=8, rows_max=1000, loads_ahead=True)
     assert threads() == before
     shared = DirectoryShard(incarnation=A, table_file=file)
     assert len(threads() - before) == 1

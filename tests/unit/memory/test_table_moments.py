@@ -72,7 +72,7 @@ def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
     def made() -> Shelf:
         file = TableFile.create(shm_dir, NODE, None)
         table = DirectoryTable(
-            bytes(range(16)), told_max=64, rows_max=2000, slots_min=512, file=file.file,
+            bytes(range(16)), answer_max=64, rows_max=2000, slots_min=512, file=file.file,
             incarnation=NODE,
         )  # fmt: skip
         for entry, holder in enumerate((A, B)):

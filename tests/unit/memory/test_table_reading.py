@@ -49,7 +49,7 @@ def opened(shm_dir: Path, request: pytest.FixtureRequest) -> Iterator[Shelf]:
 
 def table_in(file: int) -> DirectoryTable:
     table = DirectoryTable(
-        bytes(range(16)), told_max=4096, rows_max=10**5, slots_min=512, file=file,
+        bytes(range(16)), answer_max=4096, rows_max=10**5, slots_min=512, file=file,
         incarnation=NODE,
     )  # fmt: skip
     assert table.is_shared
@@ -326,7 +326,7 @@ def test_a_table_without_room_for_its_header_is_private(small_tmpfs: Path) -> No
     with filler.open("wb") as full:
         os.posix_fallocate(full.fileno(), 0, os.statvfs(small_tmpfs).f_bavail * 4096)
 
-    table = DirectoryTable(bytes(16), told_max=8, file=file.file, incarnation=NODE)
+    table = DirectoryTable(bytes(16), answer_max=8, file=file.file, incarnation=NODE)
 
     assert not table.is_shared
     assert table.begin(A, is_served=True) == 0

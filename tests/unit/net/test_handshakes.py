@@ -130,7 +130,7 @@ def test_refused_handshakes_are_counted_where_nng_tells_no_reason(
     listener: Listener, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pynng that does not show nng's log."""
-    monkeypatch.setattr(module, "_has_nng_tell", lambda: False)
+    monkeypatch.setattr(module, "_has_nng_log", lambda: False)
     failed = FailedHandshakes()
 
     assert shake_hands(listener, context_of(certificates)) == b""

@@ -20,13 +20,13 @@ from peercache.model.status import (
     encoded,
 )
 from peercache.node.questions import (
+    ANSWER_BYTES_MAX,
     ANSWER_S,
     ASKERS_MAX,
     AT_ONCE,
     BUSY,
     FRESH_S,
     FRESH_STARTING_S,
-    TOLD_BYTES_MAX,
     Gathering,
     MemberBroker,
     portion,
@@ -198,7 +198,7 @@ def test_a_portion_fits_into_a_message() -> None:
     rest, count, seen = many, 0, []
     while rest:
         raw, more = portion(rest)
-        assert len(raw) <= TOLD_BYTES_MAX
+        assert len(raw) <= ANSWER_BYTES_MAX
         found = decoded_statuses(raw)
         seen += found
         rest = rest[len(found) :]

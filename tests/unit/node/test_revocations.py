@@ -54,7 +54,7 @@ class Node:
             own=1,
             members=lambda: self.members,
             perform=lambda send: (self.own if send.to == 1 else self.said).append(send),
-            tell_clients=self.said_to_clients.append,
+            notify_clients=self.said_to_clients.append,
             rng=random.Random(1),
             metrics=self.metrics,
             clock=lambda: self.now,

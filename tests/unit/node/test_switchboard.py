@@ -171,7 +171,7 @@ async def running(
             granule=16384,
             gate=gate,
             reach=reach,
-            told=lambda *_: None,
+            on_answer=lambda *_: None,
             links_max=links_max,
         )
         board = Switchboard(

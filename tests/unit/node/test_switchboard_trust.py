@@ -120,7 +120,7 @@ async def test_clients_are_notified_of_the_revoked_certificates_and_nodes_are_no
         assert await client.hear() == ReportRevocations(b"first")
         assert isinstance(await node.greet(is_node=True), Welcome)
 
-        one.inbound.tell_clients(ReportRevocations(b"second"))
+        one.inbound.notify_clients(ReportRevocations(b"second"))
 
         assert await client.hear() == ReportRevocations(b"second")
         # The next thing that a node hears is the answer.

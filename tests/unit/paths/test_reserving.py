@@ -211,7 +211,7 @@ def test_slots_told_with_a_commit_that_do_not_fit_are_given_up(
     reservations: ClientReservations,
 ) -> None:
     """The home node is believed as far as it goes."""
-    reservations.told_with(Committed(0, 9, b"", b"", 0, 1, bytes(8)))
+    reservations.note_ahead(Committed(0, 9, b"", b"", 0, 1, bytes(8)))
 
     assert reservations.report(0.0).sequences == (2,)
 

@@ -153,7 +153,7 @@ class Node:
         self.heard.append(message)
         return self.script.popleft()(message) if self.script else self.serve(message)
 
-    def tell(self, keys: bytes) -> bytes:
+    def send_report(self, keys: bytes) -> bytes:
         """Return the records of these keys that the shard has."""
         known = [self.shard.get(keys[i : i + 16], []) for i in range(0, len(keys), 16)]
         return b"".join(record for records in known for record in records)
@@ -162,7 +162,7 @@ class Node:
         """Return what a correct node says."""
         match message:
             case Lookup(request, keys):
-                return Located(request, self.tell(keys), self.is_behind)
+                return Located(request, self.send_report(keys), self.is_behind)
             case ReportStale(records):
                 for record in records_from_bytes(records):
                     kept = self.shard.get(record["key"].tobytes(), [])
@@ -523,7 +523,7 @@ class World:
         assert step.ring == self.cluster.ring.version
         if node.table == "lost":
             return None
-        told = node.tell(step.keys)
+        told = node.send_report(step.keys)
         asked = [step.keys[at : at + KEY_BYTES] for at in range(0, len(step.keys), KEY_BYTES)]
         places = [asked.index(key) for key in records_from_bytes(told)["key"].tolist()]
         return Looked(told, np.array(places, np.uint32), node.table == "final", True)

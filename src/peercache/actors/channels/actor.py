@@ -2,9 +2,9 @@
 
 Owns    the channels of one client: their numbers. A driver keeps the sockets or queue pairs.
 Takes   LeaseChannel, which is a tick, too; ReturnChannel, DestroyChannel, RetireIdle, ForgetPeer,
-        CloseChannels; a tick, now and then, from a client that reads nothing.
-Sends   ChannelLeased, with whether it must be opened first; CloseChannel. To a LeaseChannel it
-        says nothing while all channels are in use, and after CloseChannels.
+        CloseChannels; an occasional tick from a client that reads nothing.
+Sends   ChannelLeased, with whether it must be opened first; CloseChannel. A LeaseChannel gets no
+        answer while all channels are in use, nor after CloseChannels.
 Keeps   a channel has at most one user; a peer has at most max_channels_per_peer on each rail,
         opening and condemned ones included; a channel that ended is never leased again, and
         numbers rise.
@@ -23,13 +23,13 @@ from typing import TypeAlias, final
 import attrs
 
 IDLE_S = 60.0
-"""Shorter than the tcp server's own timeout (`fabric.tcp.server.IDLE_S`), so that as a rule the
-client closes an idle channel: a close by the server would surprise a read."""
+"""Shorter than the timeout of the tcp server (`fabric.tcp.server.IDLE_S`), so that the client
+normally closes an idle channel first: if the server closed it, a read would fail."""
 
 
 @attrs.frozen
 class LeaseChannel:
-    """A read wants a channel to a peer. rail: one of several ways to it; 0 where there is one."""
+    """A read needs a channel to a peer. rail: the network path to it; 0 where there is only one."""
 
     peer: int
     rail: int = 0
@@ -64,9 +64,9 @@ class DestroyChannel:
 
 @attrs.frozen
 class RetireIdle:
-    """An idle channel was found dead: the others that were idle are closed, too.
+    """An idle channel was found dead: close the peer's other idle channels, too.
 
-    A channel that is idle after this has worked since, so a second try needs no third.
+    A channel that is idle afterwards has been used since, so one retry is enough.
     """
 
     peer: int
@@ -75,27 +75,27 @@ class RetireIdle:
 
 @attrs.frozen
 class ForgetPeer:
-    """A peer is dead: its idle channels are closed now, the others when they come back."""
+    """A peer is dead: close its idle channels now, and the others when they are returned."""
 
     peer: int
 
 
 @attrs.frozen
 class CloseChannels:
-    """The client closes: nothing is leased any more."""
+    """The client closes: no channel is leased any more."""
 
 
 @attrs.frozen
 class CloseChannel:
-    """The driver closes this idle channel."""
+    """Effect: the driver must close this idle channel."""
 
     channel: int
 
 
-ChannelsHear: TypeAlias = (
+ChannelsInput: TypeAlias = (
     LeaseChannel | ReturnChannel | DestroyChannel | RetireIdle | ForgetPeer | CloseChannels
 )
-ChannelsSay: TypeAlias = ChannelLeased | CloseChannel
+ChannelsOutput: TypeAlias = ChannelLeased | CloseChannel
 
 
 @attrs.define
@@ -103,7 +103,7 @@ class _Link:
     """The channels to one peer over one rail.
 
     idle:      (unused since, channel), oldest first.
-    condemned: the part of `leased` that is closed instead of coming back.
+    condemned: those of `leased` that are closed when they are returned.
     """
 
     idle: deque[tuple[float, int]] = attrs.field(factory=deque)
@@ -123,7 +123,7 @@ class ChannelPool:
     _links: dict[tuple[int, int], _Link] = attrs.field(factory=dict, init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
 
-    def on_message(self, message: ChannelsHear, now: float) -> list[ChannelsSay]:
+    def on_message(self, message: ChannelsInput, now: float) -> list[ChannelsOutput]:
         """Handle one message; return what the driver does."""
         if isinstance(message, LeaseChannel):
             return [*self.on_tick(now), *self._lease(message.peer, message.rail)]
@@ -138,9 +138,9 @@ class ChannelPool:
         self._is_closed = True
         return self._forget(list(self._links))
 
-    def on_tick(self, now: float) -> list[ChannelsSay]:
-        """Close the channels that were unused for idle_s."""
-        closing: list[ChannelsSay] = []
+    def on_tick(self, now: float) -> list[ChannelsOutput]:
+        """Close the channels that have been idle for idle_s."""
+        closing: list[ChannelsOutput] = []
         for key, link in list(self._links.items()):
             while link.idle and link.idle[0][0] + self.idle_s <= now:
                 closing.append(CloseChannel(link.idle.popleft()[1]))
@@ -148,7 +148,7 @@ class ChannelPool:
         return closing
 
     def deadline(self) -> float:
-        """Return when the next idle channel is too old; inf for never."""
+        """Return when the next idle channel must be closed; inf if there is none."""
         oldest = (link.idle[0][0] for link in self._links.values() if link.idle)
         return min(oldest, default=inf) + self.idle_s
 
@@ -171,18 +171,19 @@ class ChannelPool:
             count = len(link.idle) + len(link.leased)
             assert 0 < count <= self.max_channels_per_peer, f"{key}: {count} channels"
             assert len(idle) == len(link.idle), f"{key}: a channel is idle twice"
-            assert not idle & link.leased, f"{key}: a channel in use is on offer"
+            assert not idle & link.leased, f"{key}: a channel in use is listed as idle"
             assert link.condemned <= link.leased, f"{key}: condemned but not in use"
-            assert max(idle | link.leased) <= self.newest, f"{key}: a channel of the future"
+            assert max(idle | link.leased) <= self.newest, f"{key}: an unassigned channel number"
             assert not (self._is_closed and link.idle), f"{key}: open after close"
 
-    def _lease(self, peer: int, rail: int) -> list[ChannelsSay]:
+    def _lease(self, peer: int, rail: int) -> list[ChannelsOutput]:
         if self._is_closed:
             return []
         link = self._links.setdefault((peer, rail), _Link())
         is_new = not link.idle
         if not is_new:
-            # The one that was used last, so that a peer's surplus grows old and is closed.
+            # The most recently used one, so that the peer's surplus channels become idle and are
+            # closed.
             _, channel = link.idle.pop()
         elif len(link.leased) < self.max_channels_per_peer:
             self.newest = channel = self.newest + 1
@@ -191,7 +192,7 @@ class ChannelPool:
         link.leased.add(channel)
         return [ChannelLeased(peer, rail, channel, is_new)]
 
-    def _take_back(self, lease: ChannelLeased, now: float) -> list[ChannelsSay]:
+    def _take_back(self, lease: ChannelLeased, now: float) -> list[ChannelsOutput]:
         key = (lease.peer, lease.rail)
         link = self._links[key]
         link.leased.remove(lease.channel)
@@ -202,7 +203,7 @@ class ChannelPool:
         link.idle.append((now, lease.channel))
         return []
 
-    def _destroy(self, lease: ChannelLeased) -> list[ChannelsSay]:
+    def _destroy(self, lease: ChannelLeased) -> list[ChannelsOutput]:
         key = (lease.peer, lease.rail)
         link = self._links[key]
         link.leased.remove(lease.channel)
@@ -210,17 +211,17 @@ class ChannelPool:
         self._drop_if_empty(key)
         return []
 
-    def _retire_idle(self, key: tuple[int, int]) -> list[ChannelsSay]:
+    def _retire_idle(self, key: tuple[int, int]) -> list[ChannelsOutput]:
         link = self._links.get(key)
         if link is None:
             return []
-        closing: list[ChannelsSay] = [CloseChannel(channel) for _, channel in link.idle]
+        closing: list[ChannelsOutput] = [CloseChannel(channel) for _, channel in link.idle]
         link.idle.clear()
         self._drop_if_empty(key)
         return closing
 
-    def _forget(self, keys: list[tuple[int, int]]) -> list[ChannelsSay]:
-        closing: list[ChannelsSay] = []
+    def _forget(self, keys: list[tuple[int, int]]) -> list[ChannelsOutput]:
+        closing: list[ChannelsOutput] = []
         for key in keys:
             link = self._links[key]
             link.condemned |= link.leased

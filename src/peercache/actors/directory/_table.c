@@ -2,15 +2,15 @@
  *
  *   header | holders | index 0 | index 1 | rows
  *
- * All addresses in it are offsets or numbers, so it may be anywhere: in a file that other processes
- * of the host read (memory/_table_reading.c), or in private memory. A row is one record of one
- * holder. An index is open addressing with linear probing over slots of 8 bytes: the row's number,
- * and 32 bits of a keyed hash. All holders of a key are found by one probe sequence. The range is
- * reserved whole, without access; memory comes as rows and slots are used, set aside before it is
- * touched: a full file system refuses a batch, and ends no process.
+ * All addresses in it are offsets or numbers, so the range can be mapped at any address: in a file
+ * that other processes of the host read (memory/_table_reading.c), or in private memory. A row is
+ * one record of one holder. An index is open addressing with linear probing over slots of 8 bytes:
+ * the row's number, and 32 bits of a keyed hash. One probe sequence finds all holders of a key. The
+ * range is reserved whole, without access; memory is allocated as rows and slots are used, before
+ * it is touched: a full file system makes a batch fail, and kills no process.
  *
- * Rows never move. What grows is the index: a new one is filled in pieces while both are looked
- * into, and the old one is given back in pieces. Each change of which indices count is a new epoch.
+ * Rows never move. Only the index grows: a new one is filled step by step while lookups use both,
+ * then the old one is released step by step. Each change of the indices in use starts a new epoch.
  *
  * One thread writes. The order is kept for readers in other processes:
  *   a row      its word says WRITING before a field changes, and has another version afterwards. A
@@ -32,7 +32,7 @@
 /* --- slots ----------------------------------------------------------------------------------- */
 
 /* Name a row in the current index, in the first free slot from `at` on: the tag's home, or a later
- * slot with no empty one between. Its capacity has been made sure of. */
+ * slot with no empty one between. The caller has checked that the index has room. */
 static void name(struct table *t, uint32_t tag, uint32_t number, uint64_t at)
 {
     struct index *index = &t->index[t->current];
@@ -45,7 +45,7 @@ static void name(struct table *t, uint32_t tag, uint32_t number, uint64_t at)
     __atomic_store_n(&slots[at], (uint64_t)tag << 32 | number, __ATOMIC_RELEASE);
 }
 
-/* Let an index forget a row; return whether it named it. */
+/* Remove a row from an index; return whether the index named it. */
 static int forget_in(struct table *t, unsigned which, uint32_t tag, uint32_t number)
 {
     struct index *index = &t->index[which];
@@ -59,7 +59,7 @@ static int forget_in(struct table *t, unsigned which, uint32_t tag, uint32_t num
     index->named--;
     __atomic_store_n(&slots[at], TOMBSTONE, __ATOMIC_RELEASE);
     if (slots[after(index, at)] == EMPTY)
-        /* No probe sequence leads on from here, so none needs the tombstones before it. */
+        /* No probe sequence continues past this slot, so none needs the tombstones before it. */
         while (slots[at] == TOMBSTONE) {
             __atomic_store_n(&slots[at], EMPTY, __ATOMIC_RELEASE);
             index->used--;
@@ -74,7 +74,7 @@ int peercache_table_is_growing(const struct table *t)
     return t->next_capacity || t->index[!t->current].capacity || t->index_ready[!t->current];
 }
 
-/* Begin to write the next index, and to move out of the other one. */
+/* Start to fill the next index, and to move rows out of the current one. */
 static void change_index(struct table *t)
 {
     struct index *index = &t->index[!t->current];
@@ -93,7 +93,7 @@ static void end_move(struct table *t, struct index *old)
     __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
 }
 
-/* Set memory aside for the next index, up to so many bytes; return whether it has it. */
+/* Allocate memory for the next index, up to this many bytes; return whether that succeeded. */
 static int has_slots_ready(struct table *t, uint64_t bytes)
 {
     uint64_t *ready = &t->index_ready[!t->current];
@@ -120,7 +120,7 @@ static int ready_page(struct table *t)
     return 1;
 }
 
-/* Give back a piece of the memory of the index that does not count. Returns whether it was. */
+/* Release a piece of the memory of the unused index. Returns whether it was released. */
 static int release_piece(struct table *t)
 {
     uint64_t *ready = &t->index_ready[!t->current];
@@ -132,8 +132,8 @@ static int release_piece(struct table *t)
     return 1;
 }
 
-/* Move the rows that the next slots of the old index name, up to `most` slots of a batch. Returns how
- * many slots that were. */
+/* Move the rows that the next slots of the old index name, up to `most` slots of a batch. Returns
+ * the number of slots. */
 static uint64_t move_slots(struct table *t, uint64_t most)
 {
     struct index *old = &t->index[!t->current], *index = &t->index[t->current];
@@ -174,10 +174,11 @@ int peercache_table_tend(struct table *t, uint64_t budget)
 {
     struct index *index = &t->index[!t->current];
 
-    /* Rows are named all over an index: without this a batch would wait for a page a row. */
+    /* Rows are named all over an index: without this prefetch a batch would wait for one page fault
+     * per row. */
     for (; t->next_capacity && budget >= PAGE_BYTES / 8; budget -= PAGE_BYTES / 8) {
         if (!ready_page(t)) {
-            t->next_capacity = 0; /* Planned again when it is due again. */
+            t->next_capacity = 0; /* It is planned again when it is next due. */
             return 0;
         }
         if (t->moved >= t->next_capacity) {
@@ -197,16 +198,17 @@ int peercache_table_tend(struct table *t, uint64_t budget)
         uint64_t cost = PIECE_BYTES / PAGE_BYTES * 128;
 
         if (!release_piece(t))
-            return 0; /* A reader is at work; another part of a growth, or of a batch, tries again. */
+            return 0; /* A reader is active; a later step or batch tries again. */
         budget -= budget < cost ? budget : cost;
     }
-    /* What was removed meanwhile may make the next one due. */
+    /* Removals in the meantime may make the next growth due. */
     if (!peercache_table_is_growing(t))
         peercache_rows_have_slots(t, 0);
     return peercache_table_is_growing(t);
 }
 
-/* Choose the size of the next index. There is room for it: no table has more than `rows_max`. */
+/* Choose the size of the next index. Its reserved range is large enough: no table has more than
+ * `rows_max` rows. */
 static void plan_index(struct table *t, uint64_t rows)
 {
     uint64_t capacity = peercache_table_slots_for(rows);
@@ -215,9 +217,9 @@ static void plan_index(struct table *t, uint64_t rows)
     t->moved = 0;
 }
 
-/* Return whether so many more rows find a place in the current index. A growth begins before that
- * is full, so that its parts are done in time; for a batch that is large for the table they are
- * done here. */
+/* Return whether the current index has room for this many more rows. A growth begins before the
+ * index is full, so that its steps are done in time; for a batch that is large compared with the
+ * table they are done here. */
 int peercache_rows_have_slots(struct table *t, uint64_t more)
 {
     const struct index *index = &t->index[t->current];
@@ -252,7 +254,7 @@ static int has_rows(struct table *t, uint64_t more)
 
     if (t->rows_live + more > t->rows_max)
         return 0;
-    /* The rest of a batch finds freed rows. */
+    /* The rest of the batch uses freed rows. */
     if (wanted > t->rows_max + 1)
         wanted = t->rows_max + 1;
     if (wanted <= t->rows_ready)
@@ -294,12 +296,12 @@ void peercache_rows_write(struct row *row, const struct record *record, uint64_t
     copy_word(row->key + 8, record->key + 8);
     copy_word(&row->offset, &record->offset);
     copy_word(&row->generation, &record->generation);
-    copy_word(&row->length, &record->length); /* and the flags after it */
+    copy_word(&row->length, &record->length); /* and the flags behind it */
     copy_word(&row->checksum, &record->checksum);
     __atomic_store_n(&row->word, (uint64_t)born << 32 | version | WHOLE | entry, __ATOMIC_RELEASE);
 }
 
-/* Add a record that the holder has not; room for it has been made sure of. */
+/* Add a record that the holder does not have yet; the caller has made room for it. */
 void peercache_rows_add(struct table *t, int64_t entry, const struct record *record,
                         const struct place *place, uint32_t born)
 {
@@ -368,7 +370,8 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
 
     if (entry >= 0) {
         t->holder_free = holder_at(t, entry)->next_free;
-        /* A reader may have rows of the holder that was here, and not have asked who that is. */
+        /* A reader may have read rows of the previous holder, and not yet have looked up which
+         * holder that is. */
         __atomic_store_n(&t->epoch, t->epoch + 1, __ATOMIC_RELEASE);
         __atomic_thread_fence(__ATOMIC_RELEASE);
     } else {
@@ -381,7 +384,7 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
         t->holders_used++;
     }
     holder = holder_at(t, entry);
-    /* A new entry is all zero, and the sweep of the last row has left one so. */
+    /* A new entry is all zero, and the sweep of the last row has left the entry in that state. */
     __atomic_store_n(&holder->identity, identity, __ATOMIC_RELAXED);
     __atomic_store_n(&holder->state, is_served ? SERVED : KEPT, __ATOMIC_RELEASE);
     if (t->holders_used > t->holders_ready)
@@ -389,7 +392,7 @@ int64_t peercache_table_begin(struct table *t, uint64_t identity, int is_served)
     return entry;
 }
 
-/* Return whether answers name a holder; returns -1 if there is none of this number. */
+/* Return whether answers name a holder; -1 if no holder has this number. */
 int peercache_table_serve(struct table *t, int64_t entry, int is_served)
 {
     struct holder *holder = used_holder(t, entry);
@@ -400,8 +403,8 @@ int peercache_table_serve(struct table *t, int64_t entry, int is_served)
     return 0;
 }
 
-/* Remove up to `budget` records of a holder that ended; if there are fewer, its entry is free again.
- * Returns how many were removed, -1 if there is no holder of this number. */
+/* Remove up to `budget` records of a holder that ended; if it has fewer, its entry becomes free.
+ * Returns how many were removed, -1 if no holder has this number. */
 int64_t peercache_table_sweep(struct table *t, int64_t entry, uint64_t budget)
 {
     struct holder *holder = used_holder(t, entry);
@@ -425,26 +428,26 @@ int64_t peercache_table_sweep(struct table *t, int64_t entry, uint64_t budget)
 
 /* --- authority ------------------------------------------------------------------------------- */
 
-/* Say of which ring this table lacks nothing, by the ring's version; 0: it may lack records. */
+/* Publish the version of the ring for which this table lacks no record; 0: it may lack records. */
 void peercache_table_authorise(struct table *t, uint64_t ring)
 {
     __atomic_store_n(&t->authority, ring, __ATOMIC_RELEASE);
 }
 
-/* Say that the owner is at work, at this time of CLOCK_MONOTONIC. */
+/* Publish that the owner was active at this time of CLOCK_MONOTONIC. */
 void peercache_table_tick(struct table *t, uint64_t now_ns)
 {
     __atomic_store_n(&t->tick_ns, now_ns, __ATOMIC_RELEASE);
 }
 
-/* Say that pages were removed: readers that remember where they were forget it. */
+/* Publish that pages were removed: readers drop the locations that they have cached. */
 void peercache_table_count_removal(struct table *t)
 {
     __atomic_fetch_add(&t->removals, 1, __ATOMIC_RELEASE);
 }
 
-/* What there is: epoch, rows that are held, slots of both indices, bytes that may be in use, and
- * what `authorise` and `tick` have reported last. */
+/* Return the epoch, the number of rows in use, the slots of both indices, the bytes that may be in
+ * use, and the last values of `authorise` and `tick`. */
 void peercache_table_figures(const struct table *t, uint64_t *figures)
 {
     uint64_t slots = t->index[0].capacity + t->index[1].capacity;

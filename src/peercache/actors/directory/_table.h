@@ -1,4 +1,4 @@
-/* What the sources of a directory table's owner share. */
+/* Declarations that the C files of a directory table's owner share. */
 #ifndef PEERCACHE_TABLE_H
 #define PEERCACHE_TABLE_H
 
@@ -6,10 +6,10 @@
 
 #define LISTED_MAX 1024      /* holders of one key that a lookup looks at */
 #define BATCH 64             /* keys whose memory is fetched together */
-#define LOOKED_AT 8          /* slots of a first look: one line of the cache, or parts of two */
-#define TENDED_PER_RECORD 24 /* slots: an index is ready before the one before it is full */
+#define LOOKED_AT 8          /* slots of a first look: one cache line, or parts of two */
+#define TENDED_PER_RECORD 24 /* slots: the new index is ready before the old one is full */
 #define NO_SLOT UINT64_MAX
-#define MARKED (1u << 31)    /* in a row's `previous`: a repair has not named it yet */
+#define MARKED (1u << 31)    /* in a row's `previous`: the repair has not named the row yet */
 
 struct drop {
     uint8_t key[KEY_BYTES];
@@ -19,7 +19,7 @@ struct drop {
 /* A holder of one key of a batch. */
 struct held {
     uint64_t holder; /* its identity */
-    uint32_t place;  /* of the key in the batch */
+    uint32_t place;  /* index of the key in the batch */
     uint16_t entry, flags;
 };
 
@@ -64,32 +64,32 @@ static inline struct holder *used_holder(const struct table *t, int64_t entry)
     return holder_at(t, entry);
 }
 
-/* --- what _table_memory.c has for _table.c --- */
+/* --- functions of _table_memory.c for _table.c --- */
 
-#define PIECE_BYTES (1ull << 18) /* that are set aside or given back at a time: 0.1 ms */
+#define PIECE_BYTES (1ull << 18) /* bytes that are allocated or released at a time: 0.1 ms */
 
 static inline uint64_t table_rounded(uint64_t bytes)
 {
     return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
 }
 
-/* Make a part of an area usable, whole pages of it. Returns whether it is. */
+/* Allocate whole pages of a part of an area. Returns whether that succeeded. */
 int peercache_table_usable(struct table *t, uint64_t at, uint64_t bytes);
-/* Give whole pages back: they are as if never used. Returns whether they are. */
+/* Release whole pages, as if they had never been used. Returns whether that succeeded. */
 int peercache_table_give_back(struct table *t, uint64_t at, uint64_t bytes);
-/* Return how many slots a new index for so many rows has. */
+/* Return how many slots a new index for this many rows has. */
 uint64_t peercache_table_slots_for(uint64_t rows);
 
-/* --- what _table.c has for _table_batches.c --- */
+/* --- functions of _table.c for _table_batches.c --- */
 
-/* Begin a new index if that is due: one for `more` rows on top of those that are there. Returns
- * whether so many will find a place. */
+/* Begin a new index if one is due, for `more` rows in addition to the current ones. Returns whether
+ * there will be room for all of them. */
 int peercache_rows_have_slots(struct table *t, uint64_t more);
 void peercache_rows_flip(struct holder *holder, const struct row *row);
 /* Write a record into a row, in the order that readers rely on. */
 void peercache_rows_write(struct row *row, const struct record *record, uint64_t entry,
                           uint32_t born);
-/* Add a record that the holder has not; room for it has been made sure of. */
+/* Add a record that the holder does not have yet; the caller has made room for it. */
 void peercache_rows_add(struct table *t, int64_t entry, const struct record *record,
                         const struct place *place, uint32_t born);
 void peercache_rows_remove(struct table *t, uint32_t number, uint32_t tag);
@@ -98,7 +98,7 @@ int peercache_rows_have_room(struct table *t, uint64_t count);
 int peercache_table_tend(struct table *t, uint64_t budget);
 int peercache_table_is_growing(const struct table *t);
 
-/* --- what _table_finding.c has for _table_batches.c --- */
+/* --- functions of _table_finding.c for _table_batches.c --- */
 
 /* Hash a batch's next keys, `stride` bytes apart, and load what finding them will need. */
 void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_t stride,
@@ -106,10 +106,10 @@ void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_
 /* Hash the keys of a batch, `stride` bytes apart, and load what `place` will look at. */
 void peercache_rows_load(const struct table *t, const uint8_t *keys, uint64_t stride,
                          struct place *places, uint64_t count);
-/* Say of each key of a batch where a row of it may be named. */
+/* Find for each key of a batch the slots where a row of it may be named. */
 void peercache_rows_place(const struct table *t, struct place *places, uint64_t count);
-/* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder
- * has an earlier entry that ended and is not swept yet, becomes that record's. */
+/* Return the row of a holder's record, 0 if it has none. If `born` is not NULL and the holder has
+ * an earlier entry that has ended and is not swept yet, `born` is set to that record's. */
 uint32_t peercache_rows_find(const struct table *t, uint32_t tag, const uint8_t *key, int64_t entry,
                              uint32_t *born);
 

@@ -1,13 +1,14 @@
-/* A thread that loads a table's memory before its owner comes to it.
+/* A thread that faults in a table's memory before its owner uses it.
  *
- * A page fault costs the owner's thread as much as forty records. The thread has the kernel make the
- * pages: rows after those in use, and the next index while it is made ready. It writes nothing and
- * knows no state of the table but what `ask` has told it, and the owner still sets all memory aside
- * itself: without the thread, or where it is late, all is the same but for the time.
+ * A page fault costs the owner's thread as much as forty records. The thread has the kernel make
+ * the pages: rows after those in use, and the next index while it is made ready. It writes nothing
+ * and knows no state of the table but what `ask` has passed to it, and the owner still allocates
+ * all memory itself: without the thread, or if the thread is slow, only the timing differs.
  *
- * A hole of a full file system is refused to it (MADV_POPULATE_WRITE), and ends no process: it then
- * waits to be asked again. What it loads of an index that is given up meanwhile, 64 KiB at most, the
- * next one uses. Private memory has no access yet where it would come, so the thread is for files.
+ * If the file system is full, a hole of the file gives it an error (MADV_POPULATE_WRITE), and kills
+ * no process: it then waits to be asked again. What it loads of an index that is released in the
+ * meantime, 64 KiB at most, is used by the next index. Private memory ahead of the owner is not
+ * accessible yet, so the thread serves files only.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -24,15 +25,15 @@
 
 #define AHEAD_BYTES (1ull << 21) /* of rows: eight batches, and 2 bytes an entry of a million */
 #define LOADED_BYTES (1ull << 16) /* at a time, while the address space is locked: 40 us */
-#define STACK_BYTES (1ull << 20) /* thread-local memory of an engine's libraries comes out of it */
+#define STACK_BYTES (1ull << 20) /* includes the thread-local memory of an engine's libraries */
 
-/* What is to be loaded, in bytes from the header. */
+/* The range to load, in bytes from the header. */
 struct range {
     uint64_t next, end;
 };
 
 struct ahead {
-    struct range rows, index; /* under the lock, as all of these */
+    struct range rows, index; /* under the lock, like all of these */
     int is_waiting, is_ending;
     pthread_mutex_t lock;
     pthread_cond_t asked;
@@ -69,7 +70,7 @@ static void *load(void *argument)
     return NULL;
 }
 
-/* Want a range loaded from `from` on; what was loaded of it already is not loaded again. */
+/* Request a range from `from` on; the part that was loaded already is not loaded again. */
 static void want(struct range *range, uint64_t from, uint64_t end, int is_same)
 {
     if (!is_same || range->next < from)
@@ -77,7 +78,7 @@ static void want(struct range *range, uint64_t from, uint64_t end, int is_same)
     range->end = end;
 }
 
-/* Tell the thread how far the owner is. */
+/* Report to the thread how far the owner is. */
 void peercache_table_ahead_ask(struct ahead *ahead, const struct table *t)
 {
     uint64_t rows = t->rows_at + t->rows_used * sizeof(struct row) / PAGE_BYTES * PAGE_BYTES;
@@ -88,7 +89,8 @@ void peercache_table_ahead_ask(struct ahead *ahead, const struct table *t)
     want(&ahead->rows, rows, rows_end, 1);
     want(&ahead->index, index + (t->next_capacity ? t->moved * 8 : 0), index_end,
          index_end == ahead->index.end);
-    /* To wake it costs as much as a fault: not for each row of a message of one. */
+    /* Waking the thread costs as much as a page fault, so it is not done for every message of one
+     * row. */
     if (ahead->is_waiting && (ahead->rows.next + LOADED_BYTES <= ahead->rows.end ||
                               ahead->index.next < ahead->index.end)) {
         ahead->is_waiting = 0;
@@ -97,7 +99,8 @@ void peercache_table_ahead_ask(struct ahead *ahead, const struct table *t)
     pthread_mutex_unlock(&ahead->lock);
 }
 
-/* Begin to load memory ahead of the owner of a table in a file; NULL if there is no thread for it. */
+/* Start to load memory ahead of the owner of a table in a file; NULL if no thread could be started.
+ * */
 struct ahead *peercache_table_ahead_new(struct table *t)
 {
     struct ahead *ahead = calloc(1, sizeof(*ahead));
@@ -113,7 +116,7 @@ struct ahead *peercache_table_ahead_new(struct table *t)
     pthread_cond_init(&ahead->asked, NULL);
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    /* Signals are the business of Python's threads. */
+    /* Python's threads handle signals. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     failed = pthread_create(&ahead->thread, &attributes, load, ahead);
@@ -127,7 +130,8 @@ struct ahead *peercache_table_ahead_new(struct table *t)
     return ahead;
 }
 
-/* End the thread, before the table is freed. A fork has none, and leaves the memory alone. */
+/* End the thread, before the table is freed. A forked process does not have it, and leaves the
+ * memory alone. */
 void peercache_table_ahead_end(struct ahead *ahead)
 {
     if (ahead->process != getpid())

@@ -1,4 +1,4 @@
-/* What a directory table takes, lets go of and tells, in batches of packed records. */
+/* How a directory table adds, removes and returns records, in batches of packed records. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,7 +6,7 @@
 
 /* Return the row of a holder's record as `find`.
  *
- * A free slot at the end of the first walk says that no row has this key: of an equal key earlier in
+ * A free slot at the end of the first walk means that no row has this key: of an equal key earlier in
  * the batch the walk ended at the same slot, and its row, or one before it, has taken that. */
 static uint32_t found(const struct table *t, const struct place *place, const uint8_t *key,
                       int64_t entry, uint32_t *born)
@@ -16,7 +16,8 @@ static uint32_t found(const struct table *t, const struct place *place, const ui
     return peercache_rows_find(t, place->tag, key, entry, born);
 }
 
-/* Hash the next keys, and load their slots: they come while the ones before are taken. */
+/* Hash the next keys and prefetch their slots: they arrive while the keys before them are
+ * processed. */
 static void load(const struct table *t, const char *packed, uint64_t count, uint64_t begin,
                  struct place (*both)[BATCH])
 {
@@ -67,9 +68,9 @@ static void take(struct table *t, int64_t entry, const char *packed, uint64_t co
     }
 }
 
-/* Take packed records that are newer than those held of a holder. `change` says how many are new;
- * all are refused if there is no room. Returns whether a growth is under way; -1 for what no caller
- * may say. */
+/* Add a holder's packed records that are newer than those held. `change` receives how many are new;
+ * all are refused if there is no room. Returns whether a growth is under way; -1 for invalid
+ * arguments. */
 int peercache_table_put(struct table *t, int64_t entry, const char *packed, uint64_t bytes,
                         struct change *change)
 {
@@ -85,7 +86,7 @@ int peercache_table_put(struct table *t, int64_t entry, const char *packed, uint
     return peercache_table_is_growing(t);
 }
 
-/* Let go of each record of a holder that is not newer than its drop. Returns as `put`. */
+/* Remove each record of a holder that is not newer than its drop. Returns as `put`. */
 int peercache_table_drop(struct table *t, int64_t entry, const char *packed, uint64_t bytes,
                          struct change *change)
 {
@@ -107,7 +108,8 @@ int peercache_table_drop(struct table *t, int64_t entry, const char *packed, uin
 
             memcpy(&drop, first + at * sizeof(drop), sizeof(drop));
             number = peercache_rows_find(t, tags[at], drop.key, entry, NULL);
-            /* A page may have been committed again since: only its own record may go. */
+            /* The page may have been committed again since: only the record of that commit may be
+             * removed. */
             if (number && row_at(t, number)->generation <= drop.generation) {
                 peercache_rows_remove(t, number, tags[at]);
                 change->gone++;
@@ -118,8 +120,8 @@ int peercache_table_drop(struct table *t, int64_t entry, const char *packed, uin
     return peercache_table_is_growing(t);
 }
 
-/* Make these records the whole of some buckets of a holder; records of other buckets are passed
- * over. Returns as `put`; without room nothing changes. */
+/* Replace the content of some buckets of a holder by these records; records of other buckets are
+ * ignored. Returns as `put`; without room nothing changes. */
 int peercache_table_replace(struct table *t, int64_t entry, const uint8_t *buckets,
                             uint64_t buckets_count, const char *packed, uint64_t bytes,
                             struct change *change)
@@ -154,7 +156,7 @@ int peercache_table_replace(struct table *t, int64_t entry, const uint8_t *bucke
     return peercache_table_is_growing(t);
 }
 
-static void tell(const struct table *t, const struct row *row, char *into)
+static void write_record(const struct table *t, const struct row *row, char *into)
 {
     struct record record = {
         .holder = holder_at(t, row->word & HOLDER_BITS)->identity,
@@ -173,13 +175,13 @@ static int by_birth(const void *left, const void *right)
 {
     const struct row *one = *(const struct row *const *)left;
     const struct row *other = *(const struct row *const *)right;
-    /* They are distinguished however often the count has begun again. */
+    /* They are distinguished, however often the counter has wrapped around. */
     int32_t later = (int32_t)((uint32_t)(one->word >> 32) - (uint32_t)(other->word >> 32));
 
     return (later > 0) - (later < 0);
 }
 
-/* Collect the served rows of a key, oldest first; return how many. */
+/* Collect the served rows of a key, oldest first; return their number. */
 static uint64_t listed(const struct table *t, uint32_t tag, const uint8_t *key,
                        const struct row **rows)
 {
@@ -210,8 +212,8 @@ static uint64_t listed(const struct table *t, uint32_t tag, const uint8_t *key,
 }
 
 /* Write the served records of some keys to `into`, in key order, of at most `holders_max` holders a
- * key: an asker begins at a place of its own. Returns how many there are, of which `records_max`
- * were written; -1 for what no caller may say. */
+ * key: each asker begins at a different holder. Returns how many there are; at most `records_max`
+ * were written; -1 for invalid arguments. */
 int64_t peercache_table_locate(const struct table *t, const uint8_t *keys, uint64_t bytes,
                                uint64_t asker, uint64_t holders_max, char *into,
                                uint64_t records_max)
@@ -229,18 +231,18 @@ int64_t peercache_table_locate(const struct table *t, const uint8_t *keys, uint6
         for (uint64_t at = 0; at < part; at++) {
             uint64_t holders = listed(t, tags[at], keys + (begin + at) * KEY_BYTES, rows);
             uint64_t first = holders > holders_max ? asker % holders : 0;
-            uint64_t told = holders > holders_max ? holders_max : holders;
+            uint64_t listed_max = holders > holders_max ? holders_max : holders;
 
-            for (uint64_t next = 0; next < told; next++, found++)
+            for (uint64_t next = 0; next < listed_max; next++, found++)
                 if (found < records_max)
-                    tell(t, rows[(first + next) % holders], into + found * sizeof(struct record));
+                    write_record(t, rows[(first + next) % holders], into + found * sizeof(struct record));
         }
     }
     return found;
 }
 
-/* Write who holds some keys to `into`, of at most `holders_max` holders a key as above; there is room
- * for so many of each key. Returns how many were written; -1 for what no caller may say. */
+/* Write the holders of some keys to `into`, at most `holders_max` a key as above; `into` has room
+ * for that many of each key. Returns how many were written; -1 for invalid arguments. */
 int64_t peercache_table_overlap(const struct table *t, const uint8_t *keys, uint64_t bytes,
                                 uint64_t asker, uint64_t holders_max, struct held *into)
 {
@@ -257,9 +259,9 @@ int64_t peercache_table_overlap(const struct table *t, const uint8_t *keys, uint
         for (uint64_t at = 0; at < part; at++) {
             uint64_t holders = listed(t, tags[at], keys + (begin + at) * KEY_BYTES, rows);
             uint64_t first = holders > holders_max ? asker % holders : 0;
-            uint64_t told = holders > holders_max ? holders_max : holders;
+            uint64_t listed_max = holders > holders_max ? holders_max : holders;
 
-            for (uint64_t next = 0; next < told; next++) {
+            for (uint64_t next = 0; next < listed_max; next++) {
                 const struct row *row = rows[(first + next) % holders];
                 uint64_t entry = row->word & HOLDER_BITS;
 
@@ -275,7 +277,8 @@ int64_t peercache_table_overlap(const struct table *t, const uint8_t *keys, uint
     return found;
 }
 
-/* Say of each packed record whether this very one is held of a holder: key, place, generation. */
+/* Check for each packed record whether exactly this record of a holder is held: key, place,
+ * generation. */
 int peercache_table_has(const struct table *t, int64_t entry, const char *packed, uint64_t bytes,
                         uint8_t *held)
 {
@@ -296,8 +299,8 @@ int peercache_table_has(const struct table *t, int64_t entry, const char *packed
     return 0;
 }
 
-/* Write a holder's records of the buckets from `first` to `last`; returns how many there are, of
- * which `records_max` were written; -1 for what no caller may say. */
+/* Write a holder's records of the buckets from `first` to `last`; returns how many there are, at
+ * most `records_max` were written; -1 for invalid arguments. */
 int64_t peercache_table_read(const struct table *t, int64_t entry, uint32_t first, uint32_t last,
                              char *into, uint64_t records_max)
 {
@@ -309,11 +312,11 @@ int64_t peercache_table_read(const struct table *t, int64_t entry, uint32_t firs
     for (uint32_t bucket = first; bucket <= last; bucket++)
         for (uint32_t row = holder->first[bucket]; row; row = row_at(t, row)->next, found++)
             if (found < records_max)
-                tell(t, row_at(t, row), into + found * sizeof(struct record));
+                write_record(t, row_at(t, row), into + found * sizeof(struct record));
     return found;
 }
 
-/* Tell how many records are held of a holder in each bucket, and the XOR of their digests. */
+/* Return how many records of a holder are held in each bucket, and the XOR of their digests. */
 int64_t peercache_table_content(const struct table *t, int64_t entry, uint32_t *counts,
                                 uint64_t *digests)
 {

@@ -1,14 +1,14 @@
 /* How a directory table finds the rows of a batch's keys, and the slots for new ones.
  *
- * What a batch will need is loaded before it is looked at: memory answers after as long as the work
- * for some ten keys takes, and answers many questions at a time.
+ * The memory that a batch needs is prefetched: one access takes as long as the work for about ten
+ * keys, and many accesses can be in flight at a time.
  */
 #include <stdint.h>
 #include <string.h>
 
 #include "_table.h"
 
-/* Load what the first look at a key will need. */
+/* Prefetch what the first look at a key needs. */
 static void prefetch_slots(const struct table *t, uint32_t tag)
 {
     for (unsigned which = 0; which < 2; which++)
@@ -16,7 +16,7 @@ static void prefetch_slots(const struct table *t, uint32_t tag)
             const uint64_t *home = slots_of(t, which) + home_of(&t->index[which], tag);
 
             __builtin_prefetch(home);
-            __builtin_prefetch(home + LOOKED_AT - 1); /* mostly in the next line */
+            __builtin_prefetch(home + LOOKED_AT - 1); /* usually in the next cache line */
         }
 }
 
@@ -36,7 +36,7 @@ static void prefetch_row(const struct table *t, uint32_t tag)
     }
 }
 
-/* Hash a batch's next keys, `stride` bytes apart, and load what finding them will need. */
+/* Hash a batch's next keys, `stride` bytes apart, and prefetch what finding them needs. */
 void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_t stride,
                              uint32_t *tags, uint64_t count)
 {
@@ -50,16 +50,17 @@ void peercache_rows_approach(const struct table *t, const uint8_t *keys, uint64_
 
 typedef int32_t four __attribute__((vector_size(16)));
 
-/* What the next slots of a probe are: a bit for each that is empty, free, or of the tag. A slot that
- * names no row has a tag, too, and one after the first empty slot is no part of the probe: a row of
- * the tag is then looked for once more, as one in a thousand million keys is. */
+/* The next slots of a probe: one bit for each that is empty, free, or has the tag. A slot that
+ * names no row has a tag, too, and a slot after the first empty one is not part of the probe: then
+ * a row with the tag is looked for once more, which happens for one key in a thousand million. */
 struct look {
     uint32_t count, empty, vacant, same;
 };
 
 /* Look at the next slots of a probe: LOOKED_AT of them, or one where the index ends; from there the
- * probe goes on at its beginning, empty or not. No branch a slot: how far a probe goes is as random
- * as the hash, and each wrong guess costs the processor as much as all of this. */
+ * probe continues at its beginning, empty or not. There is no branch for each slot: the length of a
+ * probe is as random as the hash, and each mispredicted branch costs the processor as much as all
+ * of this. */
 static inline struct look look_at(const struct index *index, const uint64_t *slots, uint64_t at,
                                   uint32_t tag)
 {
@@ -74,7 +75,7 @@ static inline struct look look_at(const struct index *index, const uint64_t *slo
             .vacant = !is_named(slots[at]),
             .same = slots[at] >> 32 == tag,
         };
-    /* A slot is two of four: a row's number with bit `each`, and a tag with bit 16 + `each`. */
+    /* A slot is two of four words: a row number at bit `each`, and a tag at bit 16 + `each`. */
     for (int32_t each = 0; each < LOOKED_AT; each += 2) {
         const four bit = {1 << each, 1 << (16 + each), 2 << each, 2 << (16 + each)};
         four two;
@@ -95,8 +96,8 @@ static inline struct look look_at(const struct index *index, const uint64_t *slo
     };
 }
 
-/* Look at the first slots from a tag's home on. Returns whether they say that no row of the index has
- * the tag; `free` is then the first slot that a new one may take. */
+/* Look at the first slots from a tag's home on. Returns whether they show that no row of the index
+ * has the tag; `free` is then the first slot that a new one may take. */
 static inline int is_absent(const struct index *index, const uint64_t *slots, uint32_t tag,
                             uint64_t *free)
 {
@@ -114,7 +115,7 @@ static uint64_t free_for(const struct table *t, uint32_t tag)
     uint64_t free = NO_SLOT;
 
     for (unsigned turn = 0; turn < 2; turn++) {
-        unsigned which = turn ? (unsigned)t->current : !t->current; /* the current one last */
+        unsigned which = turn ? (unsigned)t->current : !t->current; /* the current index last */
         const struct index *index = &t->index[which];
         const uint64_t *slots = slots_of(t, which);
         struct look look;
@@ -137,7 +138,7 @@ static uint64_t free_for(const struct table *t, uint32_t tag)
     return free;
 }
 
-/* Load the slots after those of the first look: few probes go on for longer. */
+/* Prefetch the slots after those of the first look: few probes are longer. */
 static void prefetch_next(const struct table *t, uint32_t tag)
 {
     for (unsigned which = 0; which < 2; which++)
@@ -149,7 +150,7 @@ static void prefetch_next(const struct table *t, uint32_t tag)
         }
 }
 
-/* Hash the keys of a batch, and load what `place` will look at. */
+/* Hash the keys of a batch, and prefetch what `place` will look at. */
 void peercache_rows_load(const struct table *t, const uint8_t *keys, uint64_t stride,
                          struct place *places, uint64_t count)
 {
@@ -159,7 +160,7 @@ void peercache_rows_load(const struct table *t, const uint8_t *keys, uint64_t st
     }
 }
 
-/* Say of each key of a batch where a row of it may be named. */
+/* Find for each key of a batch the slots where a row of it may be named. */
 void peercache_rows_place(const struct table *t, struct place *places, uint64_t count)
 {
     const struct index *index = &t->index[t->current], *old = &t->index[!t->current];
@@ -182,8 +183,8 @@ void peercache_rows_place(const struct table *t, struct place *places, uint64_t 
         places[others[each]].free = free_for(t, places[others[each]].tag);
 }
 
-/* Return the row of a holder's record, 0 if there is none. `born`, if it is wanted and the holder
- * has an earlier entry that ended and is not swept yet, becomes that record's. */
+/* Return the row of a holder's record, 0 if it has none. If `born` is not NULL and the holder has
+ * an earlier entry that has ended and is not swept yet, `born` is set to that record's. */
 uint32_t peercache_rows_find(const struct table *t, uint32_t tag, const uint8_t *key, int64_t entry,
                              uint32_t *born)
 {

@@ -1,7 +1,7 @@
-/* The memory of a directory table: a file of its own, or private memory where there is none.
+/* The memory of a directory table: a file of its own, or private memory if it has no file.
  *
- * It is set aside in pieces before it is touched: a full file system is a refused batch, and never a
- * bus error. What readers may look into is given back only while none is in a batch.
+ * It is allocated in pieces before it is touched: on a full file system a batch is refused, and no
+ * bus error occurs. Memory that readers may access is released only while no reader is in a batch.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -13,8 +13,8 @@
 
 #include "_table.h"
 
-/* Make a part of an area usable, whole pages of it. Returns whether it is. Not with huge pages: a
- * virtual machine may take 6 ms to find one, and each would be a stop. */
+/* Allocate whole pages of a part of an area. Returns whether that succeeded. Huge pages are not
+ * used: a virtual machine may take 6 ms to find one, and the owner would wait for each. */
 int peercache_table_usable(struct table *t, uint64_t at, uint64_t bytes)
 {
     int done;
@@ -27,9 +27,9 @@ int peercache_table_usable(struct table *t, uint64_t at, uint64_t bytes)
     return done == 0;
 }
 
-/* Return whether no reader of the table is in a batch, and none begins one before `let_readers`. A
- * reader that is stopped keeps memory from being given back: its next access would have no memory,
- * which is a bus error where the file system is full. */
+/* Return whether no reader of the table is in a batch; then none begins one before `let_readers`. A
+ * paused reader keeps memory from being released: its next access would find no memory, which is a
+ * bus error if the file system is full. */
 static int keep_readers_out(const struct table *t)
 {
     struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
@@ -45,13 +45,14 @@ static void let_readers(const struct table *t)
         fcntl(t->file, F_OFD_SETLK, &whole);
 }
 
-/* Give pages back: they are as if never used. Returns whether they are. */
+/* Release pages, as if they had never been used. Returns whether that succeeded. */
 int peercache_table_give_back(struct table *t, uint64_t at, uint64_t bytes)
 {
     int done;
 
     if (t->file < 0)
-        /* Mapped again, not only emptied: hosts that count promised memory count it no longer. */
+        /* The range is mapped again, not only emptied: a host that accounts for committed memory
+         * then no longer counts it. */
         return mmap((char *)t + at, bytes, PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
     if (!keep_readers_out(t))
@@ -69,8 +70,8 @@ uint64_t peercache_table_slots_for(uint64_t rows)
 }
 
 /* Return an empty table of at most `rows_max` rows whose first index has `slots` slots; NULL with
- * errno if its memory cannot be had. `seed` must be secret: who knows it can make keys collide.
- * `file`: an empty file to lay it out in, -1 for private memory. */
+ * errno if its memory cannot be allocated. `seed` must be secret: an attacker that knows it can
+ * make keys collide. `file`: an empty file for the table, -1 for private memory. */
 struct table *peercache_table_new(const uint64_t *seed, uint64_t rows_max, uint64_t slots, int file,
                                   uint64_t incarnation)
 {
@@ -102,7 +103,7 @@ struct table *peercache_table_new(const uint64_t *seed, uint64_t rows_max, uint6
         return NULL;
     if (file >= 0)
         plan.file = fcntl(file, F_DUPFD_CLOEXEC, 0);
-    /* It is asked of the plan's file: the header has no memory yet. */
+    /* The file comes from the plan: the header has no memory yet. */
     if ((file >= 0 && (plan.file < 0 || posix_fallocate(file, 0, PAGE_BYTES))) ||
         (file < 0 && mprotect(t, PAGE_BYTES, PROT_READ | PROT_WRITE))) {
         munmap(t, plan.bytes);
@@ -122,7 +123,7 @@ struct table *peercache_table_new(const uint64_t *seed, uint64_t rows_max, uint6
     return t;
 }
 
-/* Give all memory of a table back; what a reader has mapped stays for it. */
+/* Release all memory of a table; a reader keeps what it has mapped. */
 void peercache_table_free(struct table *t)
 {
     int file = t->file;

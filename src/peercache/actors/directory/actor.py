@@ -9,16 +9,16 @@ Sends   Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDif
         RequestSummary, RequestFreshSummary and VerifyRecords, to holders; Committed and Removed, to
         the client of a commit or a removal.
 Keeps   only a holder's own records are taken from it, in the order of its stream's numbers; no
-        answer names a node that the view has not, or has dead or left; a record gives way only to a
-        newer one of its holder, to a delete that is not older, or to a repair: no other node's word
-        removes it. A stream goes on after a number that its holder never sent. Its table has
-        authority only while it lacks nothing that it owns of a live holder.
+        answer names a node that is not in the view, or is dead or has left there; a record is
+        replaced only by a newer one of its holder, by a delete that is not older, or by a repair:
+        no other node can remove it. A forged number does not end a holder's stream. The table has
+        authority only while it has all records of live holders that this node owns.
 Limits  RECORDS_MAX in all and each member's share of them; UNKNOWN_HOLDERS_MAX,
-        UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDERS_TOLD_MAX, LOOKUP_KEYS_MAX, LOCATED_MAX,
+        UNKNOWN_RECORDS_MAX, UNKNOWN_S, HOLDERS_NAMED_MAX, LOOKUP_KEYS_MAX, LOCATED_MAX,
         DISPUTES_MAX, SWEEP_KEYS_MAX, GROWTH_SLOTS_MAX, ROWS_MAX.
 
-The directory is a hint: whatever is wrong here costs a miss, or a read that its generation check
-refuses, until the holder's next summary repairs it.
+The directory is a hint: an error here costs a miss, or a read that fails its generation check,
+until the holder's next summary repairs it.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from peercache.wire.messages.directory import (
 from peercache.wire.messages.session import Refused
 
 UNKNOWN_HOLDERS_MAX = 64
-"""Holders that the view does not know yet: a burst of joins whose records came before the view."""
+"""Holders that are not in the view yet: in a burst of joins, records may arrive before the view."""
 
 UNKNOWN_RECORDS_MAX = 4096
-"""Records kept for each of those: 320 KB. What is refused comes with the first summary after."""
+"""Records kept for each of those: 320 KB. Refused ones come again with the first summary."""
 
 UNKNOWN_S = 60.0
 """How long they are kept: ten times what a view needs to spread."""
@@ -90,16 +90,16 @@ RECORDS_MAX = 2**24
 """Records kept for all other members together: about 1.3 GB, and 16 TB in pages of 1 MiB."""
 
 SHARE_MEMBERS_MIN = 4
-"""One member's share of RECORDS_MAX is twice an even one among the members, and at most a half:
-members that publish without end leave the others theirs."""
+"""One member may use twice its even share of RECORDS_MAX, and at most half of it: members that
+publish without end do not displace the records of others."""
 
 STREAM_GAP_MAX = 2**16
-"""How far a late summary may be behind: far more messages than are ever under way in one stream. A
-number that is further ahead of a summary was never sent by the holder."""
+"""How far a delayed summary may be behind: far more messages than are ever in flight in one stream.
+If the number held is further ahead of a summary, the holder never sent that number."""
 
 STREAM_LATE_S = 3.0
-"""How long all summaries of a holder may be behind the number held, before it counts as false: a
-message that was overtaken is not late for so long."""
+"""How long all summaries of a holder may be behind the number held, before that number counts as
+forged: reordered messages are not delayed for so long."""
 
 DISPUTES_MAX = 4096
 """ReportStale records that are passed on to their holders in DISPUTES_S; further ones are dropped:
@@ -107,21 +107,21 @@ the holder's summaries repair as well."""
 
 DISPUTES_S = 1.0
 
-HOLDERS_TOLD_MAX = 8
-"""Holders named for one page: a ninth copy adds no bandwidth, and costs a slot in every answer."""
+HOLDERS_NAMED_MAX = 8
+"""Holders returned for one page: a ninth copy adds no bandwidth, and takes room in answers."""
 
 LOOKUP_KEYS_MAX = 2048
 """Keys of one Lookup; a longer one is refused."""
 
 LOCATED_MAX = 4096
-"""Records in one answer: 224 KiB. A question of 512 keys is answered with every holder that may be
-told; a longer one with fewer, the same number for each key, if they are too many."""
+"""Records in one answer: 224 KiB. A lookup of 512 keys is answered with all holders up to
+HOLDERS_NAMED_MAX a key. A longer one may be answered with fewer, the same number for each key."""
 
 SWEEP_KEYS_MAX = 1024
 """Keys of ended holders that one tick sweeps: about half a millisecond."""
 
 SWEEP_EVERY_S = 0.01
-"""Pause between two sweeps, in which questions are answered."""
+"""Pause between two sweeps, in which lookups are answered."""
 
 GROWTH_SLOTS_MAX = 2**17
 """Slots of the table's index that one tick moves while it grows: about 1 ms."""
@@ -136,9 +136,9 @@ class DirectoryShard:
     metrics: Metrics | None = None
     records_max: int = RECORDS_MAX
     seed: bytes = bytes(SEED_BYTES)
-    """What keys are hashed with. A node has one of its own, which no peer can find out."""
+    """The seed of the hash of keys. Each node has its own, which no peer can find out."""
     table_file: int = -1
-    """Descriptor of the file that the table shall be in; -1 for private memory."""
+    """Descriptor of the file for the table; -1 for private memory."""
     clock: Callable[[], float] | None = None
     """CLOCK_MONOTONIC, with which readers compare the table's tick; None: the actors' time."""
     tick_s: float = TICK_S
@@ -149,25 +149,25 @@ class DirectoryShard:
     _states: dict[int, int] = attrs.field(factory=dict, init=False)
     """The view: the state of each member."""
     _unknown: dict[int, float] = attrs.field(factory=dict, init=False)
-    """Holders that no view has named, oldest first, and since when."""
+    """Holders that no view has named, and since when, oldest first."""
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
-    """The last stream number of members that are dead or left, should one refute."""
+    """The last stream number of members that are dead or have left, in case one refutes."""
     authority: ShardAuthority = attrs.field(init=False)
     _own: OwnRecords = attrs.field(init=False)
     _tick_at: float = attrs.field(default=math.inf, init=False)
     _disputed: dict[bytes, None] = attrs.field(factory=dict, init=False)
-    """What was passed on to holders lately: key, holder, offset and generation of each record."""
+    """What was recently passed on to holders: key, holder, offset and generation of each record."""
     _disputed_until: float = attrs.field(default=-math.inf, init=False)
     _sweeping: deque[int] = attrs.field(factory=deque, init=False)
     """The table's entries of holders that ended."""
     _sweep_at: float = attrs.field(default=math.inf, init=False)
-    """When the next part of a sweep, or of the table's growth, is due."""
+    """When the next step of a sweep, or of the table's growth, is due."""
     _count: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Serve the own pool's records from the start, whatever a view says of this node."""
+        """Serve the own pool's records from the start, in whatever state a view has this node."""
         self._table = DirectoryTable(
-            self.seed, told_max=LOCATED_MAX, rows_max=ROWS_MAX,
+            self.seed, answer_max=LOCATED_MAX, rows_max=ROWS_MAX,
             file=self.table_file, incarnation=self.incarnation, loads_ahead=self.table_file >= 0,
         )  # fmt: skip
         self.authority = ShardAuthority(
@@ -178,7 +178,7 @@ class DirectoryShard:
         self._held[self.incarnation] = own
         self._own = OwnRecords(own)
         if self.metrics is not None:
-            # Computed when it is read: messages cost nothing for it.
+            # Computed on access, so that it adds no cost to messages.
             self.metrics.directory_records.set_function(lambda: self._count)
 
     @property
@@ -188,11 +188,11 @@ class DirectoryShard:
 
     @property
     def table(self) -> DirectoryTable:
-        """The table, for those who read it beside this actor."""
+        """The table, for readers other than this actor."""
         return self._table
 
     def on_message(self, sender: Origin, message: DirectoryMessage, now: float) -> list[Effect]:
-        """Answer a question, or take what a holder, a reader, the pool or the view says."""
+        """Answer a lookup, or apply a message from a holder, a reader, the pool or membership."""
         self._notice_stall(now)
         match message:
             case Lookup(request, keys):
@@ -226,13 +226,13 @@ class DirectoryShard:
                     return [TellPlacement(committed)]
                 return [Send(origin, committed)]
             case RemovalDone(origin, removed):
-                # Clients of this host may remember where the pages were.
+                # Clients of this host may have cached the locations of the pages.
                 self.table.count_removal()
                 return [Send(origin, removed)]
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Drop holders that no view names; sweep and grow the table, a bounded part of each."""
+        """Drop holders that no view names; do a bounded step of the table's sweep and growth."""
         for holder, since in list(self._unknown.items()):
             if since + UNKNOWN_S > now:
                 break
@@ -258,17 +258,17 @@ class DirectoryShard:
         return wanted
 
     def deadline(self) -> float:
-        """Return when the table has work again, or the oldest unknown holder is given up."""
+        """Return when the table has work again, or when the oldest unknown holder is dropped."""
         oldest = next(iter(self._unknown.values()), math.inf)
         return min(self._sweep_at, oldest + UNKNOWN_S, self._tick_at, self._own.retry_at)
 
     def check(self) -> None:
-        """Assert the invariants that cost nothing to look at."""
+        """Assert the invariants that are cheap to check."""
         assert self.incarnation in self._serving, "the own pool is always served"
         assert len(self._unknown) <= UNKNOWN_HOLDERS_MAX, "too many unknown holders"
         assert len(self._serving) + len(self._unknown) == len(self._held), "a holder in no state"
         has_work = bool(self._sweeping) or self._table.is_growing
-        # Messages do parts of a growth, too: the time may find it done.
+        # Messages advance a growth, too: it may be finished before its next tick.
         assert not has_work or self._sweep_at < math.inf, "a sweep or a growth without a time"
         assert self._count >= 0, "fewer records than none"
 
@@ -276,14 +276,14 @@ class DirectoryShard:
 
     def _locate(self, keys: bytes, asker: int) -> bytes:
         """Return the packed records of these keys, in key order."""
-        count, found = self._table.locate(keys, asker, HOLDERS_TOLD_MAX)
+        count, found = self._table.locate(keys, asker, HOLDERS_NAMED_MAX)
         if count > LOCATED_MAX:
             fewer = LOCATED_MAX // (len(keys) // KEY_BYTES)
             _, found = self._table.locate(keys, asker, fewer)
         return found
 
     def _notice_stall(self, now: float) -> None:
-        """Doubt everything if this process was paused for longer than its readers put up with."""
+        """Doubt all holders if this process was paused for longer than readers tolerate."""
         if now - self._tick_at > TICK_AGE_MAX_S - self.tick_s:
             self.authority.doubt_all(now)
             self._tick_at = now
@@ -296,7 +296,7 @@ class DirectoryShard:
         effects: list[Effect] = []
         for holder, packed in _by_holder(disputed):
             held = self._held.get(holder)
-            # The own pool has told this shard already.
+            # The own pool has reported this to the shard already.
             if held is None or holder == self.incarnation or holder not in self._serving:
                 continue
             doubted: list[bytes] = []
@@ -324,9 +324,9 @@ class DirectoryShard:
             self._refuse("not_a_member", _items(message))
             return []
         if message.number <= held.number:
-            # A repeated or late message: applied now, it could bring back what was deleted since.
-            # Whether an earlier one than the last was ever applied is not remembered, so it is not
-            # acknowledged either; the summary tells.
+            # A repeated or delayed message: applied now, it could bring back what was deleted
+            # since. The shard does not remember whether a message before the last one was applied,
+            # so it does not acknowledge it either; the summary shows what is missing.
             return self._acknowledge(sender, held, message.number)
         if not self._has_room(holder, held, message):
             self._refuse("too_many", _items(message))
@@ -342,12 +342,13 @@ class DirectoryShard:
                 change = held.replace(buckets, self._own_words(holder, packed))
         self._note(change, now)
         if change.refused:
-            # This host has no memory for them. The holder must not count on what is not here.
+            # This host has no memory for the records. The holder must not rely on records that are
+            # not here.
             self._refuse("too_many", change.refused)
             held.is_whole = False
             self.authority.note_differing(holder, now)
             return []
-        # A gap is no reason to refuse: each change is safe by itself, and the summary finds what
+        # A gap is no reason to refuse: each change is safe by itself, and the summary reveals what
         # was lost.
         if held.is_whole and message.number != held.number + 1:
             held.is_whole = False
@@ -356,26 +357,26 @@ class DirectoryShard:
         return self._acknowledge(sender, held, message.number)
 
     def _compare(self, sender: Origin, summary: Summary, now: float) -> list[Effect]:
-        """Tell a holder whether its summary is what is held of it."""
+        """Report to a holder whether its summary matches the records held."""
         holder = sender.identity
         held = self._holdings_of(holder, now)
         if held is None or holder in self._unknown:
             return []
         if summary.number < held.number:
             if not _is_false_number(held, summary.number, now):
-                return []  # A late summary speaks of what has changed since.
+                return []  # A late summary describes an earlier state.
             held.number = summary.number
             self.authority.note_false_number(holder, held.number)
         held.late_since = math.inf
         content = held.content
         if content.count == summary.count and content.digest() == summary.digest:
-            # Whatever was lost on the way is of no interest any more, and must not come late.
+            # Messages that were lost are not needed any more, and must not be applied late.
             held.number = summary.number
-            held.heard_at = now
+            held.matched_at = now
             is_fresh = summary.number >= self.authority.least(holder)
             if isinstance(summary, HandedOver) and is_fresh:
-                # Only this ends a doubt: a holder that began its stream again may match all the
-                # time while it still hands over, once a repair has removed what it told before.
+                # Only this ends the doubt: a holder that has restarted its stream may match while
+                # it still hands over, because a repair has removed what it published before.
                 held.is_whole, held.complete = True, summary.ring
             self.authority.note_matching(holder, now)
             return [Send(sender, SummaryMatches(summary.number))]
@@ -384,14 +385,15 @@ class DirectoryShard:
         return [Send(sender, SummaryDiffers(summary.number, content.buckets.tobytes()))]
 
     def _acknowledge(self, sender: Origin, held: Holdings, number: int) -> list[Effect]:
-        # What is not served is not published: no answer names a holder that no view has named.
+        # Its records are not served, so they do not count as published: no answer names a holder
+        # that no view has named.
         is_known = number == held.number and sender.identity in self._serving
         return [Send(sender, Acknowledged(number))] if is_known else []
 
     def _holdings_of(self, holder: int, now: float) -> Holdings | None:
-        """Return what is held of a holder, from now on if need be; None if it may not be."""
+        """Return the holdings of a holder, new ones if needed; None if it must have none."""
         if holder == self.incarnation:
-            return None  # The own pool speaks by RecordsChanged; this is an attacker.
+            return None  # The own pool sends RecordsChanged; this is an attacker.
         held = self._held.get(holder)
         if held is not None:
             return held
@@ -399,7 +401,7 @@ class DirectoryShard:
         if state is None and len(self._unknown) >= UNKNOWN_HOLDERS_MAX:
             return None
         if state not in (None, ALIVE, SUSPECT):
-            return None  # Dead until the view says otherwise; then its summary brings all of it.
+            return None  # Dead until the view has it alive; then its summary brings all records.
         held = self._begun(holder, is_served=state is not None)
         if held is None:
             return None
@@ -413,7 +415,7 @@ class DirectoryShard:
         return held
 
     def _begun(self, holder: int, *, is_served: bool) -> Holdings | None:
-        """Return new holdings of a holder; None if the table has no room for one more."""
+        """Return new holdings of a holder; None if the table has no room for another holder."""
         entry = self._table.begin(holder, is_served=is_served)
         if entry is None:
             return None
@@ -426,7 +428,7 @@ class DirectoryShard:
             return True
         more = _items(message)
         if self._count + more <= min(self._share_of(holder), self.records_max):
-            return True  # Even if all records were this holder's.
+            return True  # Enough even if all records were this holder's.
         if isinstance(message, Repair):
             more -= held.count_in(message.buckets)
         others = self._count - self._held[self.incarnation].count
@@ -441,7 +443,7 @@ class DirectoryShard:
         return 2 * self.records_max // max(SHARE_MEMBERS_MIN, len(self._serving))
 
     def _own_words(self, holder: int, packed: bytes) -> bytes:
-        """Return the records whose holder is the sender: only a holder speaks for its pool."""
+        """Return the records that name the sender as holder: only a holder may publish its pool."""
         if records.are_of(packed, holder):
             return packed
         theirs = records.from_bytes(packed)
@@ -474,7 +476,7 @@ class DirectoryShard:
         self._ended = {h: number for h, number in self._ended.items() if h in self._states}
         for holder, held in self._held.items():
             if self._states.get(holder) == SUSPECT:
-                # What it has sent may be lost with it; it says so itself when it is back.
+                # What it has sent may be lost; it reports that itself when it is back.
                 held.is_whole = False
         self.authority.look_at_all(now)
 
@@ -493,13 +495,13 @@ class DirectoryShard:
         while self._sweeping and budget > 0:
             swept = self._table.sweep(self._sweeping[0], budget)
             if swept < budget:
-                # None is left. Should the holder have refuted meanwhile, its new records have
-                # another entry.
+                # No record is left. If the holder has refuted in the meantime, its new records are
+                # in another entry.
                 self._sweeping.popleft()
             budget -= swept
 
     def _note(self, change: Change, now: float) -> Change:
-        """Count what a batch has changed, and see to the table's growth."""
+        """Count what a batch has changed, and schedule the table's growth."""
         self._count += change.fresh - change.gone
         if self._table.is_growing and self._sweep_at == math.inf:
             self._sweep_at = now + SWEEP_EVERY_S
@@ -507,9 +509,9 @@ class DirectoryShard:
 
 
 def _is_false_number(held: Holdings, number: int, now: float) -> bool:
-    """Return whether a holder whose summary has this lower number never sent the number held.
+    """Return whether the number held is forged: the holder's summary has this lower number.
 
-    Another process may have sent it in the holder's name: a stream must not end by that.
+    Another process may have sent it in the holder's name: that must not end the stream.
     """
     if held.number - number > STREAM_GAP_MAX:
         return True
@@ -526,8 +528,8 @@ def _items(message: StreamMessage) -> int:
 
 def _by_holder(packed: bytes) -> list[tuple[int, bytes]]:
     """Return packed records as one (holder, packed records) a holder, in order of appearance."""
-    # Row by row: to look through all rows for each holder would take a minute of a message in which
-    # every record names another one.
+    # In one pass: a scan of all rows for each holder would take a minute if every record of a
+    # message names a different holder.
     parts: dict[int, list[bytes]] = {}
     for index, holder in enumerate(records.from_bytes(packed)["holder"].tolist()):
         row = packed[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]

@@ -1,18 +1,20 @@
-"""Holdings: what a shard has of each holder and of the own pool, and whether that is all it owns.
+"""Holdings: the records that a shard has of each holder and of the own pool, and whether they are
+complete.
 
-`Holdings` is the receiving end of a record stream. The own pool tells each change once, so what the
-table refuses is kept in `OwnRecords` and put again.
+`Holdings` is the receiving end of a record stream. The own pool reports each change once, so
+`OwnRecords` keeps what the table refuses, and puts it again.
 
-Authority: only while a shard has all that it should own of every live holder, an absent key is no
-page. A holder is *in sync* for a ring while it has told all that this
-node owns of it on that ring, a summary has matched, each message since then has followed the one
-before, and the view has the holder alive. Authority needs all holders of the ring and all records
-of the own pool, and goes with the first doubt. What readers of the table see of it is one word and
-a time.
+Authority: an absent key means that no page exists only while the shard has all records that it
+should own of every live holder. A holder is *in sync* for a ring while four things hold: it has
+published all of its records that this node owns on that ring, a summary has matched, each message
+since then has followed the one before, and the view has the holder alive. Authority needs all
+holders of the ring and all records of the own pool, and is lost with the first doubt. Readers of
+the table see it as one word and a time.
 
-After this process was paused, a summary counts only if the holder made it later than that: one
-that waited in a socket says nothing of what the holder stored meanwhile, and told this node in
-vain. The owner asks for a number that no earlier message of the stream can have.
+After this process was paused, a summary counts only if the holder made it later than that: a
+summary that waited in a socket does not cover what the holder stored, and tried to publish, in the
+meantime. So the owner asks for a summary with a number that no earlier message of the stream can
+have.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ from peercache.model.reads import TICK_AGE_MAX_S
 from peercache.model.records import DOUBTED_NUMBERS, NUMBERS_AHEAD_MAX, Content
 
 NAME_BYTES = 40
-"""The first bytes of a record: key, holder, offset and generation. They name one commit."""
+"""The first bytes of a record: key, holder, offset and generation. They identify one commit."""
 
 
 @attrs.define(eq=False)
 class Holdings:
-    """The records of one holder, which are in the shard's table.
+    """The records of one holder; the shard's table stores them.
 
     number:  the number of the last message of the stream that was applied.
-    late_since: since when all summaries have had lower numbers; inf if the last one had not.
+    late_since: since when all summaries have had lower numbers; inf if the last one did not.
     is_whole:  the holder has handed over, and each message since then has followed the one before.
-    complete:  the version of the ring on which the holder has told all that this node owns of it.
-    heard_at:  when a summary matched last.
+    complete:  the version of the ring for which the holder has published all that this node owns of
+               it.
+    matched_at:  when a summary last matched.
     """
 
     table: DirectoryTable
@@ -52,22 +55,22 @@ class Holdings:
     late_since: float = math.inf
     is_whole: bool = False
     complete: bytes = b""
-    heard_at: float = -math.inf
+    matched_at: float = -math.inf
 
     def put(self, packed: bytes) -> Change:
-        """Take the records that are newer than those held."""
+        """Add the records that are newer than those held."""
         return self.table.put(self.entry, packed)
 
     def drop(self, packed: bytes) -> Change:
-        """Let go of each record that is not newer than its drop."""
+        """Remove each record that is not newer than its drop."""
         return self.table.drop(self.entry, packed)
 
     def replace(self, buckets: bytes, packed: bytes) -> Change:
-        """Make these records the whole of these buckets; pass over records of other buckets."""
+        """Replace the content of these buckets; ignore records of other buckets."""
         return self.table.replace(self.entry, buckets, packed)
 
     def has(self, packed: bytes) -> list[bool]:
-        """Return of each record whether this very one is in force: its key, place, generation."""
+        """Return for each record whether this very one is in force: key, place and generation."""
         return self.table.has(self.entry, packed)
 
     def records(self, bucket: int | None = None) -> bytes:
@@ -81,7 +84,7 @@ class Holdings:
 
     @property
     def count(self) -> int:
-        """How many records there are."""
+        """The number of records."""
         return self.table.count(self.entry)
 
     @property
@@ -92,7 +95,7 @@ class Holdings:
 
 
 RETRY_S = 0.25
-"""Pause before records without memory are put again: a full file system is full for longer."""
+"""Pause before refused records are put again: a full file system stays full for longer."""
 
 RETRIED_MAX = 1024
 """Records that are put again at once: a third of a millisecond."""
@@ -101,20 +104,20 @@ RETRIED_MAX = 1024
 @final
 @attrs.define(eq=False)
 class OwnRecords:
-    """The records of the own pool. retry_at: when to put again what is late; inf for never."""
+    """The records of the own pool. retry_at: when to retry refused ones; inf for none."""
 
     held: Holdings
     retry_at: float = math.inf
     _late: dict[bytes, tuple[int, bytes]] = attrs.field(factory=dict)
-    """By key: generation and record of pages that the table lacks; the pool has all of them."""
+    """By key: generation and record of pages that the pool has and the table lacks."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the table lacks none of them."""
+        """Whether the table has all of them."""
         return not self._late
 
     def change(self, changed: RecordsChanged, now: float) -> Iterator[Change]:
-        """Take what the pool says; yield what the table says of it."""
+        """Apply a change of the pool; yield each change of the table."""
         put = self.held.put(changed.records.tobytes())
         yield put
         if put.refused:
@@ -129,7 +132,7 @@ class OwnRecords:
             self._forget(changed)
 
     def retry(self, now: float) -> Change:
-        """Put some of the late records again."""
+        """Put some of the refused records again."""
         some = list(islice(self._late, RETRIED_MAX))
         put = self.held.put(b"".join(self._late[key][1] for key in some))
         if not put.refused:
@@ -155,24 +158,24 @@ class OwnRecords:
 
 
 TICK_S = 0.025
-"""Between two ticks: a busy loop may be late by twice as much again before readers ask."""
+"""Between two ticks. A busy loop may be late by twice this before readers ask the node instead."""
 
 BEHIND_S = 30.0
-"""How long an owner says that it is behind because of one holder: one that differs without end
-must not double all questions."""
+"""How long an owner reports that it is behind because of one holder: a holder that always differs
+must not double all lookups."""
 
 WANTED_FIRST_S = 0.25
 WANTED_MAX_S = 4.0
-"""Pauses between two questions to a holder that is in doubt, the first and the longest. Most come
-into sync by themselves: a holder tells when it has handed over."""
+"""Pauses between two requests to a holder that is in doubt, the first and the longest. Most come
+into sync by themselves: a holder reports when it has handed over."""
 
-HEARD_MAX_S = 5.0
-HEARD_MEMBER_S = 0.4
-"""How long no summary of a holder may have come, and so much for each member: in a large cluster
-summaries are rare. A holder that cannot reach this node, though others reach both, is in doubt, and
-where no member reaches this node it has no authority by when they have it dead."""
+SUMMARY_AGE_MAX_S = 5.0
+SUMMARY_AGE_MEMBER_S = 0.4
+"""After how long without a summary a holder is in doubt, plus this much for each member: in a large
+cluster summaries are rare. A holder that cannot reach this node, though others reach both, is in
+doubt, and if no member reaches this node, it loses authority before they hold it dead."""
 
-HEARD_LOOK_S = 1.0
+SUMMARY_LOOK_S = 1.0
 
 assert TICK_AGE_MAX_S > 2 * TICK_S, "one late tick would take all authority"
 
@@ -180,7 +183,7 @@ assert TICK_AGE_MAX_S > 2 * TICK_S, "one late tick would take all authority"
 @final
 @attrs.define(eq=False, kw_only=True)
 class ShardAuthority:
-    """Which holders are in sync. It looks at holdings and the view, and changes neither."""
+    """Tracks which holders are in sync. It reads holdings and the view, and changes neither."""
 
     incarnation: int
     table: DirectoryTable
@@ -192,18 +195,18 @@ class ShardAuthority:
     """The other members of the ring."""
     _in_sync: set[int] = attrs.field(factory=set)
     _behind: dict[int, float] = attrs.field(factory=dict)
-    """Holders of which this shard lacks records, the own pool among them, and since when."""
+    """Holders, the own pool included, of which this shard lacks records, and since when."""
     _wanted: dict[int, tuple[float, float]] = attrs.field(factory=dict)
-    """When to ask a holder in doubt for a summary, and the pause before the next time."""
+    """When to ask a holder in doubt for a summary, and the pause before the next request."""
     _least: dict[int, int] = attrs.field(factory=dict)
-    """By holder of before the last own stall: the least number of a hand-over that counts."""
+    """By holder from before the last own stall: the lowest number of a hand-over that counts."""
     _has_stalled: bool = False
     _granted: bytes = b""
-    _heard_look_at: float = 0.0
+    _summaries_look_at: float = 0.0
 
     @property
     def ring(self) -> bytes:
-        """The version of the ring for which an absent key is no page; b"" for none."""
+        """The version of the ring for which an absent key means no page; b"" for no authority."""
         return self._granted
 
     @property
@@ -216,7 +219,7 @@ class ShardAuthority:
         return any(now - since < BEHIND_S for since in self._behind.values())
 
     def turn(self, ring: HashRing, now: float) -> None:
-        """Follow a ring: every holder must say that it has handed over what is owned on it."""
+        """Follow a ring: every holder must report that it has handed over its records."""
         before, self._ring = self._members, ring.version
         self._members = frozenset(ring.members) - {self.incarnation}
         self._in_sync.clear()
@@ -228,7 +231,7 @@ class ShardAuthority:
         self._decide()
 
     def look(self, holder: int, now: float) -> None:
-        """Judge a holder again, of which something was heard."""
+        """Judge a holder again, after a message from it."""
         if holder in self._members:
             self._judge(holder, now)
             self._decide()
@@ -241,12 +244,12 @@ class ShardAuthority:
         self._decide()
 
     def note_differing(self, holder: int, now: float) -> None:
-        """Note that records of a holder are missing, whether or not the ring has it."""
+        """Note that records of a holder are missing, whether or not the holder is on the ring."""
         self._behind.setdefault(holder, now)
         self.look(holder, now)
 
     def note_matching(self, holder: int, now: float) -> None:
-        """Note that all of a holder is there that it has told."""
+        """Note that all records that a holder has published are here."""
         if holder not in self._members:
             self._behind.pop(holder, None)
         self.look(holder, now)
@@ -262,15 +265,16 @@ class ShardAuthority:
         self._decide()
 
     def forget(self, holder: int) -> None:
-        """Note that nothing is held of a holder any more: the view has none such that lives."""
+        """Note that nothing of a holder is held any more: it is not alive in the view."""
         self._behind.pop(holder, None)
 
     def doubt_all(self, now: float) -> None:
-        """Ask all holders: this process was paused, and they may have stopped to wait for it."""
+        """Ask all holders: this process was paused, and they may have given up waiting for it."""
         self._has_stalled = True
         for holder, held in self.held.items():
             held.is_whole = False
-            # Also above what was asked for before: that answer may be in the socket by now.
+            # Also higher than the number of the last request: its answer may be in the socket by
+            # now.
             number = max(held.number, self._least.get(holder, 0))
             self._least[holder] = number + DOUBTED_NUMBERS
         for holder in sorted(self._members):
@@ -278,24 +282,24 @@ class ShardAuthority:
         self.look_at_all(now)
 
     def note_false_number(self, holder: int, number: int) -> None:
-        """Note that a stream is at this number, and not at the much higher one that was held."""
+        """Note that a stream is at this number, not at the much higher one that was held."""
         if self.least(holder) > number + NUMBERS_AHEAD_MAX:
             self._least[holder] = number + DOUBTED_NUMBERS
 
     def least(self, holder: int) -> int:
-        """Return the least number of a hand-over that counts, 0 for any."""
+        """Return the lowest number of a hand-over that counts, 0 for any."""
         # A holder that came later may have sent its first hand-over while this process was paused.
         return self._least.get(holder, DOUBTED_NUMBERS if self._has_stalled else 0)
 
     def due(self, now: float) -> list[int]:
         """Return the holders to ask for a summary now."""
-        if now >= self._heard_look_at:
-            self._heard_look_at = now + HEARD_LOOK_S
+        if now >= self._summaries_look_at:
+            self._summaries_look_at = now + SUMMARY_LOOK_S
             self.look_at_all(now)
         asked = []
         for holder, (at, pause_s) in self._wanted.items():
             held = self.held.get(holder)
-            # A holder whose records are whole tells by itself when it has handed over.
+            # A holder with complete records reports by itself when it has handed over.
             if at <= now and not (held is not None and held.is_whole):
                 asked.append(holder)
                 self._wanted[holder] = (now + pause_s, min(2 * pause_s, WANTED_MAX_S))
@@ -303,8 +307,8 @@ class ShardAuthority:
 
     def _judge(self, holder: int, now: float) -> None:
         held = self.held.get(holder)
-        heard_s = max(HEARD_MAX_S, HEARD_MEMBER_S * len(self._members))
-        if held is not None and now - held.heard_at > heard_s:
+        age_s = max(SUMMARY_AGE_MAX_S, SUMMARY_AGE_MEMBER_S * len(self._members))
+        if held is not None and now - held.matched_at > age_s:
             held.is_whole = False
         if (
             held is not None

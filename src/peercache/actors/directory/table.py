@@ -1,9 +1,10 @@
-"""The packed table of a shard's records: who holds which pages, 64 bytes a record and its index.
+"""The packed table of a shard's records: which holders have which pages. A record takes 64 bytes
+and its index entry.
 
 Owns the memory of the table, a file or private (`_table_memory.c`, `_table_ahead.c`), which
 `_table.c`, `_table_finding.c` and `_table_batches.c` work on. Each method is one compiled call a
-batch. The table knows no streams and no view: a holder is an entry with records that answers name
-or not.
+batch. The table does not know streams or the view: a holder is an entry with records, and answers
+name it or not.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from peercache.model.process import ForkGuard
 from peercache.model.records import BUCKETS, RECORD_BYTES
 
 ROWS_MAX = 2**27
-"""Most records of a table, the own pool's included: 8.6 GB, and the links of a row have no bit
-more. Address space is reserved for all of them, memory is not."""
+"""Most records of a table, the own pool's included: 8.6 GB, and the links of a row have no more
+bits. Address space is reserved for all of them, but no memory."""
 
 SLOTS_MIN = 4096
 """Slots of a new table's index: 32 KiB. An index is never smaller."""
@@ -30,7 +31,7 @@ SLOTS_MIN = 4096
 SEED_BYTES = 16
 
 RING_VERSION_BYTES = 8
-"""Of `HashRing.version`; no ring has the version of zeros, which stands for none."""
+"""Length of `HashRing.version`. The version of zeros stands for no ring; no ring has it."""
 
 _BYTES_AT = 24
 """Where `bytes` is in the header (`memory/_table_layout.h`)."""
@@ -44,7 +45,8 @@ _BYTES = (ctypes.c_char_p, ctypes.c_uint64)
 
 
 def _call(name: str, result: Any, *arguments: Any) -> Any:
-    # A call takes microseconds, the longest a millisecond: to get the GIL back may take five.
+    # The calls keep the GIL: a call takes microseconds, at most a millisecond, while getting the
+    # GIL back may take five.
     return function(f"peercache_table_{name}", result, *arguments, keeps_gil=True)
 
 
@@ -84,7 +86,7 @@ _ahead_end = _call("ahead_end", None, ctypes.c_void_p)
 
 
 class Change(NamedTuple):
-    """What a batch has done: records that are new, those that are gone, those without a place."""
+    """What a batch has changed: records that are new, that were removed, and that found no room."""
 
     fresh: int
     gone: int
@@ -94,12 +96,12 @@ class Change(NamedTuple):
 class Figures(NamedTuple):
     """What a table holds.
 
-    epoch:   changes with each growth, when it begins and when its old index counts no longer.
-    records: those that are held, of holders that ended included.
+    epoch:   changes when a growth begins, and when its old index is no longer used.
+    records: the records held, those of ended holders included.
     slots:   of the index, and of the one that it grows from.
     size_bytes: memory that the table may occupy.
-    authority:  the version of the ring that was granted last, as a number; 0 for none.
-    tick_ns:    the last tick.
+    authority:  the version of the ring that was last granted, as a number; 0 after a revocation.
+    tick_ns:    time of the last tick.
     """
 
     epoch: int
@@ -114,24 +116,25 @@ class Figures(NamedTuple):
 class DirectoryTable:
     """The records of some holders, by key and by holder.
 
-    Entries are small numbers that `begin` gives. What a caller may not say (an entry that is not
-    in use, bytes that are no whole records) raises ValueError and changes nothing.
+    Entries are small numbers that `begin` gives. Invalid arguments (an entry that is not in use,
+    bytes that are not whole records) raise ValueError and change nothing.
     """
 
     def __init__(
-        self, seed: bytes, *, told_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN,
+        self, seed: bytes, *, answer_max: int, rows_max: int = ROWS_MAX, slots_min: int = SLOTS_MIN,
         file: int = -1, incarnation: int = 0, loads_ahead: bool = False,
     ) -> None:  # fmt: skip
         """Reserve address space; raise MemoryError if there is none.
 
-        seed:     SEED_BYTES that no peer knows: with them keys can be made that collide.
-        told_max: most records of one answer.
-        file:     descriptor of an empty file that the table shall be in, so that other processes
-                  can read it; -1 for private memory, which a file without room becomes, too
+        seed:     SEED_BYTES that no peer knows: an attacker could use them to make keys that
+                  collide.
+        answer_max: most records of one answer.
+        file:     descriptor of an empty file for the table, so that other processes can read it; -1
+                  for private memory. Private memory is also used if the file has no room
                   (`is_shared`). The caller may close it afterwards.
-        incarnation: the owner's, so that a reader knows whose table it is.
-        loads_ahead: whether a thread loads the file's memory before it is used
-            (`_table_ahead.c`). What the table holds and says is the same without.
+        incarnation: the owner's, so that a reader can verify the owner.
+        loads_ahead: whether a thread loads the file's memory before it is used (`_table_ahead.c`).
+            It does not change what the table holds or returns.
         """
         if len(seed) != SEED_BYTES:
             raise ValueError(f"{len(seed)} bytes of a seed, {SEED_BYTES} are needed")
@@ -140,7 +143,8 @@ class DirectoryTable:
             rows = rows_max
             table = _new(seed, rows, slots_min, each, incarnation)
             while not table and rows > slots_min:
-                # A limit of the address space (`ulimit -v`), or of the size of files, leaves less.
+                # A limit of the address space (`ulimit -v`) or of the file size does not allow that
+                # much.
                 rows //= 2
                 table = _new(seed, rows, slots_min, each, incarnation)
             if table:
@@ -150,10 +154,11 @@ class DirectoryTable:
             raise MemoryError(f"no address space for a directory of {rows_max} records")
         self._table = table
         self._ahead: int | None = _ahead_new(table) if loads_ahead and self.is_shared else None
-        # Not when the interpreter ends: a node's thread may still tick, and the memory goes anyhow.
+        # Not at interpreter exit: a node's thread may still call `tick`, and the kernel frees the
+        # memory anyway.
         weakref.finalize(self, _let_go, table, self._ahead, ForkGuard()).atexit = False
-        self._told_max = told_max
-        self._told = (ctypes.c_char * (told_max * RECORD_BYTES))()
+        self._answer_max = answer_max
+        self._answer = (ctypes.c_char * (answer_max * RECORD_BYTES))()
         self._change = (ctypes.c_uint64 * 3)()
         self._is_growing = False
 
@@ -164,24 +169,25 @@ class DirectoryTable:
 
     @property
     def is_growing(self) -> bool:
-        """Whether `tend` has work, as the last change left it."""
+        """Whether `tend` has work, as of the last change."""
         return self._is_growing
 
     # --- holders ----------------------------------------------------------------------------------
 
     def begin(self, holder: int, *, is_served: bool) -> int | None:
-        """Give a holder an entry without records; None if there are too many."""
+        """Give a holder an entry without records; None if the table has too many."""
         entry: int = _begin(self._table, holder, is_served)
         return None if entry < 0 else entry
 
     def serve(self, entry: int, *, is_served: bool) -> None:
-        """Return whether answers name this holder, from now on."""
+        """Set whether answers name this holder from now on."""
         _check(_serve(self._table, entry, is_served))
 
     def sweep(self, entry: int, records_max: int) -> int:
-        """Remove so many records of a holder that ended; return how many there were.
+        """Remove up to `records_max` records of a holder that ended; return how many were removed.
 
-        Fewer than `records_max`: none is left, and the entry may be given to another holder.
+        If that is fewer than `records_max`, no record is left, and the entry may be given to
+        another holder.
         """
         swept: int = _check(_sweep(self._table, entry, records_max))
         self._is_growing = self.tend(0)
@@ -209,46 +215,47 @@ class DirectoryTable:
     # --- batches ----------------------------------------------------------------------------------
 
     def put(self, entry: int, packed: bytes) -> Change:
-        """Take the records that are newer than those held; all or none are refused."""
+        """Take the records that are newer than those held; refuse either all or none."""
         return self._changed(_put(self._table, entry, packed, len(packed), self._change))
 
     def drop(self, entry: int, packed: bytes) -> Change:
-        """Let go of each record that is not newer than its drop."""
+        """Remove each record that is not newer than its drop."""
         return self._changed(_drop(self._table, entry, packed, len(packed), self._change))
 
     def replace(self, entry: int, buckets: bytes, packed: bytes) -> Change:
-        """Make these records the whole of these buckets; pass over records of other buckets."""
+        """Replace the content of these buckets; ignore records of other buckets."""
         done = _replace(
             self._table, entry, buckets, len(buckets), packed, len(packed), self._change
         )
         return self._changed(done)
 
     def has(self, entry: int, packed: bytes) -> list[bool]:
-        """Return of each record whether this very one is held: its key, place and generation."""
+        """Return for each record whether this very one is held: key, place and generation."""
         held = np.empty(len(packed) // RECORD_BYTES, np.bool_)
         _check(_has(self._table, entry, packed, len(packed), held.ctypes.data))
-        told: list[bool] = held.tolist()
-        return told
+        answer: list[bool] = held.tolist()
+        return answer
 
     def locate(self, keys: bytes, asker: int, holders_max: int) -> tuple[int, bytes]:
-        """Return how many served records these keys have, and the first `told_max` of them.
+        """Return how many served records these keys have, and the first `answer_max` of them.
 
-        They come in key order, those of one key oldest first, of at most `holders_max` holders: an
-        asker begins at a place that its number gives, so that no copy is read by all.
+        They come in key order, those of one key oldest first, of at most `holders_max` holders:
+        each asker begins at a holder that depends on its number, so that askers spread over the
+        copies.
         """
-        told = self._told
+        answer = self._answer
         count = _check(
-            _locate(self._table, keys, len(keys), asker, holders_max, told, self._told_max)
+            _locate(self._table, keys, len(keys), asker, holders_max, answer, self._answer_max)
         )
-        return count, memoryview(told)[: min(count, self._told_max) * RECORD_BYTES].tobytes()
+        return count, memoryview(answer)[: min(count, self._answer_max) * RECORD_BYTES].tobytes()
 
     def overlap(
         self, keys: bytes, asker: int, holders_max: int
     ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
         """Return the served holders of these keys, and the flags of their records.
 
-        flags: (holders, keys) uint8; 0 where a holder has no record of a key.
-        Of a key with more than `holders_max` holders so many are told, chosen as `locate` does.
+        flags: (holders, keys) uint8; 0 where a holder has no record of a key. For a key with more
+        than `holders_max` holders, that many are returned, chosen as `locate` does.
         """
         pages = len(keys) // KEY_BYTES
         held: npt.NDArray[np.void] = np.empty(pages * holders_max, _HELD)
@@ -266,25 +273,26 @@ class DirectoryTable:
     # --- authority --------------------------------------------------------------------------------
 
     def grant(self, ring: bytes) -> None:
-        """Let readers take an absent key as absent, for keys that this node owns on this ring.
+        """Allow readers to treat a missing key as absent, for keys that this node owns on this
+        ring.
 
-        ring: the version of the ring, for which this table lacks no record of a live holder. It
-        stands until `revoke`, and counts while `tick` is called often.
+        ring: the version of the ring for which this table has all records of live holders. The
+              grant holds until `revoke`, as long as `tick` is called often enough.
         """
         if len(ring) != RING_VERSION_BYTES:
             raise ValueError(f"{len(ring)} bytes of a ring's version, {RING_VERSION_BYTES} it has")
         _authorise(self._table, int.from_bytes(ring, "little"))
 
     def revoke(self) -> None:
-        """Take back what `grant` has said: an absent key may be a record that this table lacks."""
+        """Undo `grant`: the table may lack the record of a key that exists."""
         _authorise(self._table, 0)
 
     def tick(self, now_s: float) -> None:
-        """Say that the owner is at work. now_s: seconds of CLOCK_MONOTONIC, the host's."""
+        """Publish that the owner is active. now_s: seconds of the host's CLOCK_MONOTONIC."""
         _tick(self._table, int(now_s * 1e9))
 
     def count_removal(self) -> None:
-        """Say that pages were removed, to readers that remember where they were."""
+        """Notify readers that have cached locations that pages were removed."""
         _count_removal(self._table)
 
     @property
@@ -296,7 +304,7 @@ class DirectoryTable:
     # --- growth -----------------------------------------------------------------------------------
 
     def tend(self, slots_max: int) -> bool:
-        """Do a bounded part of a growth that is under way; return whether it goes on."""
+        """Do a bounded step of a growth that is under way; return whether it is unfinished."""
         self._is_growing = bool(_tend(self._table, slots_max))
         self._load_ahead()
         return self._is_growing
@@ -319,7 +327,7 @@ class DirectoryTable:
 
 def _let_go(table: int, ahead: int | None, fork: ForkGuard) -> None:
     if fork.is_child:
-        return  # A shared table is not there any more (`memory.kernel`).
+        return  # The shared table does not exist any more (`memory.kernel`).
     if ahead is not None:
         _ahead_end(ahead)
     _free(table)
@@ -327,5 +335,5 @@ def _let_go(table: int, ahead: int | None, fork: ForkGuard) -> None:
 
 def _check(result: int) -> int:
     if result < 0:
-        raise ValueError("no such entry, or no whole records")
+        raise ValueError("no such entry, or not whole records")
     return result

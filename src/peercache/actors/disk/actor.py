@@ -1,15 +1,16 @@
-"""Disk: which pages of this node are on its disk, and their ways there and back.
+"""Disk: which pages of this node are on its disk, and how they are written and loaded.
 
 Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
         loads in flight.
 Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
         from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of the pool,
-        NamespaceNamed, from the node; the facts of the page store (`actors.ports`).
+        NamespaceNamed, from the node; the results of the page store (`actors.ports`).
 Sends   PagesSpilled, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
         which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
         promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
-Keeps   the pool learns of each page that comes to the disk or leaves it, in that order. A page that
-        was removed is not told again. A place that the store may still write to stays taken.
+Keeps   the pool is notified of each page that is added to the disk or removed from it, in that
+        order. A removed page is never reported as on disk. A place that the store may still write
+        to stays allocated.
 Limits  the bytes that wait to be written; those of `spills` and `open_index`.
 
 Without a disk, before it is open and after it has ended, no page is on disk.
@@ -68,11 +69,11 @@ from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove
 
-TELL_S: Final = 0.05
-"""Pause between two parts of what is told after opening or ending, at the rate of `tell_rate`."""
+REPORT_S: Final = 0.05
+"""Pause between two batches of reports after opening or ending, at the rate of `report_rate`."""
 
 LOOK_S: Final = 1.0
-"""How often figures are shown, ages are looked at, and retries are due."""
+"""How often figures are updated, ages are checked, and retries are due."""
 
 LOOK_AHEAD_S: Final = 0.1
 """How often, with `write_policy = on_evict`, the pool is asked for its eviction candidates."""
@@ -81,17 +82,17 @@ AHEAD_FRACTION: Final = 0.75
 """How full the pool may be before its coldest pages are written."""
 
 NOTE_USE_S: Final = 10.0
-"""How old the order of use is that a restart begins with."""
+"""Maximum age of the recorded order of use, with which a restart begins."""
 
 REOPEN_S: Final = 10.0
-"""Back-off of a retry: of a file system that was full, and of pages that could not be written."""
+"""Back-off before a retry, after a full file system or pages that could not be written."""
 
 SEQUENCES_A_SECOND_BITS: Final = 20
-"""An index that is made from slots takes what this life wrote for newer than all before it, unless
-more than 2**20 pages a second were written."""
+"""Sequences of one run of the node are above those of all earlier runs, so that an index that is
+rebuilt from slots has the right order, unless more than 2**20 pages a second were written."""
 
 REMOVE_TIMEOUT_S: Final = 0.1
-"""How long the answer to a removal waits until a restart does not bring the pages back."""
+"""How long a removal waits for the disk, so that a restart does not bring the pages back."""
 
 
 @final
@@ -100,13 +101,13 @@ class DiskTier:
     """The disk actor of one node. Does no I/O: the page store performs its effects.
 
     writes_through: pages are written after their commit; else when the pool is about to evict them.
-    tell_rate:      records a second that are told after opening.
-    quotas:         which namespaces are guaranteed which part of the disk.
+    report_rate:      records a second that are reported after opening.
+    quotas:         the part of the disk that each namespace is guaranteed.
     """
 
     writes_through: bool = True
     queue_bytes_max: int
-    tell_rate: int
+    report_rate: int
     ttl_s: float = 0.0
     spill_delay_s: float = 0.0
     metrics: Metrics | None = None
@@ -117,13 +118,13 @@ class DiskTier:
     _flush: Flush = attrs.field(init=False)
     _is_behind: bool = False
     """Whether pages were stored before the disk was open."""
-    _untold: bytes = b""
-    """Keys of pages that was there at the start, hottest first, or that are to be withdrawn."""
-    _tell_at: float = inf
+    _unreported: bytes = b""
+    """Keys of pages to report: those found at the start, hottest first, or those to withdraw."""
+    _report_at: float = inf
     _looks_at: float = inf
     _ahead_at: float = inf
     _written_ahead: dict[int, None] = attrs.field(factory=dict)
-    """Generations of pages that were among the coldest the last time, and queued."""
+    """Generations of pages that were among the coldest at the last check, and were queued."""
     _note_at: float = inf
     _reopen_at: float = inf
     _noted_clock: int = 0
@@ -144,11 +145,11 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a disk just now."""
+        """Return whether a disk is open."""
         return self.index is not None
 
     def on_message(self, sender: Origin, message: DiskMessage, now: float) -> list[Effect]:  # noqa: ARG002 - all messages come from this node
-        """Take one message; the effects must be performed in the order of the list."""
+        """Handle one message; the effects must be performed in the order of the list."""
         effects = self._apply(message, now)
         if self.is_open:
             self._flush.feed(now)
@@ -203,25 +204,25 @@ class DiskTier:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer removals whose timeout is over, tell what is untold, look after the disk."""
+        """Answer removals whose timeout has passed, send pending reports, maintain the disk."""
         effects = self._removals.expire(now)
-        if self._tell_at <= now:
-            effects += self._tell(now)
+        if self._report_at <= now:
+            effects += self._report(now)
         if self.is_open:
             effects += self._look_after(now)
             effects += self.spills.pump(now)
         return effects
 
     def deadline(self) -> float:
-        """Return when a removal's timeout is over, or the disk must be looked after."""
-        due = min(self._tell_at, self._removals.deadline())
+        """Return when a removal's timeout passes, or the disk needs maintenance."""
+        due = min(self._report_at, self._removals.deadline())
         if not self.is_open:
             return due
         return min(due, self.spills.deadline(), self._looks_at, self._ahead_at)
 
     @property
     def trouble(self) -> str:
-        """Return why an open disk does not take pages, "" if it does."""
+        """Return why an open disk does not accept pages, "" if it does."""
         return self.spills.trouble if self.is_open else ""
 
     def flush_left(self) -> int | None:
@@ -229,7 +230,7 @@ class DiskTier:
         return self._flush.left()
 
     def check(self) -> None:
-        """Assert the sums, in constant time."""
+        """Assert the totals, in constant time."""
         assert 0 <= self.spills.waiting_bytes <= self.queue_bytes_max, "the queue is too long"
         assert len(self._removals) <= ANSWERS_MAX, "too many removals wait"
         if self.index is not None:
@@ -247,15 +248,16 @@ class DiskTier:
     # --- beginning and end ------------------------------------------------------------------------
 
     def _open(self, indexed: DiskIndexed, now: float) -> list[Effect]:
-        """Take what is there; it is told little by little, hottest first."""
+        """Adopt the pages on disk; they are reported in batches, hottest first."""
         opened, index = indexed.opened, indexed.index
         assert isinstance(index, DiskIndex), "the index is made by indexed_of"
         self.open_index.open(index, unix_s=opened.unix_s, now=now)
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
-        # A slot that was evicted and never written again is in no index, and may have a higher one.
+        # A slot that was evicted and never rewritten is in no index, and may have a higher
+        # sequence.
         self.spills.begin(max(newest, opened.unix_s << SEQUENCES_A_SECOND_BITS))
-        self._untold = np.ascontiguousarray(opened.entries["key"][::-1]).tobytes()
-        self._tell_at = now
+        self._unreported = np.ascontiguousarray(opened.entries["key"][::-1]).tobytes()
+        self._report_at = now
         self._looks_at = now
         self._note_at = now + NOTE_USE_S
         self._reopen_at = now + REOPEN_S
@@ -264,26 +266,26 @@ class DiskTier:
             self._ahead_at = now
         # Pages that clients stored meanwhile were not written.
         behind = self._flush.ask() if self.writes_through and self._is_behind else []
-        # The pool was notified of none of these pages, so only their rows go.
+        # The pool was not notified of any of these pages, so only their rows are deleted.
         return [*self.open_index.rows_gone(self._early.take(index).places), *behind]
 
     def _ended(self, ended: DiskEnded, now: float) -> list[Effect]:
-        """Go on without a disk: pages that were on it only are found no longer."""
+        """Continue without a disk: pages that were only on it are no longer found."""
         index, self.open_index.index = self.index, None
         if index is not None:
-            self._untold = index.entries(index.hottest_first())["key"].tobytes()
-            self._tell_at = now
+            self._unreported = index.entries(index.hottest_first())["key"].tobytes()
+            self._report_at = now
         self.spills.stop()
         self._flush.stop()
         self._early.stop()
         self._show()
         return [TellPromote(ended), *self._removals.expire(inf)]
 
-    def _tell(self, now: float) -> list[Effect]:
-        """Notify the pool of a part of what is untold: that it is on disk, or is so no longer."""
-        size = KEY_BYTES * max(1, int(self.tell_rate * TELL_S))
-        part, self._untold = self._untold[:size], self._untold[size:]
-        self._tell_at = now + TELL_S if self._untold else inf
+    def _report(self, now: float) -> list[Effect]:
+        """Notify the pool of a batch of pages that are on disk, or no longer are."""
+        size = KEY_BYTES * max(1, int(self.report_rate * REPORT_S))
+        part, self._unreported = self._unreported[:size], self._unreported[size:]
+        self._report_at = now + REPORT_S if self._unreported else inf
         if self.index is None:
             return [TellPool(PagesForgotten(part))] if part else []
         entries = self.index.find(part)
@@ -291,7 +293,7 @@ class DiskTier:
         keys = np.frombuffer(part, KEY)[there].tobytes()
         return self.open_index.spilled(keys, self.index.lengths(entries[there]))
 
-    # --- looking after the disk -------------------------------------------------------------------
+    # --- maintenance of the disk ------------------------------------------------------------------
 
     def _look_after(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -313,10 +315,10 @@ class DiskTier:
         return effects
 
     def _write_ahead(self, coldest: PagesColdest, now: float) -> None:
-        """Write those of the coldest pages that were not written yet, once while they stay such.
+        """Write the coldest pages that were not written yet, once while they are among the coldest.
 
-        Those that failed are tried again after REOPEN_S. Where the disk has no room for all of
-        them they push each other out, and would be written again and again.
+        Those that failed are tried again after REOPEN_S. If the disk has no room for all of them,
+        they evict each other, and would be written again and again.
         """
         before, self._written_ahead = self._written_ahead, {}
         for stored in coldest.groups:
@@ -338,7 +340,7 @@ class DiskTier:
         return self.open_index.forgotten(gone)
 
     def _note_use(self, now: float) -> list[Effect]:
-        """Let the store note what was used since the last time, coldest first."""
+        """Have the store record the pages used since the last time, coldest first."""
         index = self.index
         if self._note_at > now or index is None:
             return []
@@ -357,17 +359,17 @@ class DiskTier:
                 self.metrics.disk_bytes.labels(state).set(figures.get(f"disk_bytes_{state}", 0))
             self.metrics.disk_bytes.labels("waiting").set(figures["disk_bytes_waiting"])
 
-    # --- what the pool tells ----------------------------------------------------------------------
+    # --- messages of the pool ---------------------------------------------------------------------
 
     def _demoted(self, keys: bytes) -> list[Effect]:
-        """Make pages hot that left memory: they were used while they were there."""
+        """Mark pages that left memory as hot: they were used while they were in memory."""
         if self.index is not None:
             entries = self.index.find(keys)
             self.index.touch(entries[entries >= 0])
         return []
 
     def _find(self, sought: PagesSought) -> list[Effect]:
-        """Tell the promote actor which pages are on disk."""
+        """Report to the promote actor which pages are on disk."""
         count = len(sought.keys) // KEY_BYTES
         lengths, namespaces = np.zeros(count, np.int64), np.zeros(count, TAG)
         if self.index is not None:
@@ -378,7 +380,7 @@ class DiskTier:
         return [TellPromote(PagesFound(sought.number, sought.resident, lengths, namespaces))]
 
     def _remove(self, removed: PagesRemoved, now: float) -> list[Effect]:
-        """Remove pages from disk, and notify the client of how many went in all."""
+        """Remove pages from disk, and report to the client how many were removed in total."""
         message, index = removed.message, self.index
         count, until = len(removed.keys) // KEY_BYTES, now + REMOVE_TIMEOUT_S
         if index is None:

@@ -1,23 +1,23 @@
-"""The index of a disk in memory: which page is where, and which pages go for new ones.
+"""The index of a disk, in memory: where each page is, and which pages are evicted for new ones.
 
-An *entry* is a page on disk or on its way there, and is named by a number that stays its own as
-long as the entry lives. It is WRITING, then HELD; what is removed while it is *pinned* (a write or
-a load is under way) is ENDED: its key is gone, its place is not given out before the last unpin.
+An *entry* is a page on disk or on its way there, and has a number that does not change during its
+life. It is WRITING, then HELD; what is removed while it is *pinned* (a write or a load is under
+way) is ENDED: its key is removed, and its place is not reused before the last unpin.
 
 Room for new pages comes from empty slots, then from the least recently touched entries of the same
-slot size, or, where those of another size are much colder, from a whole slab of that size.
-Everything works on batches: numpy arrays, about 80 bytes an entry, no object a page. Pure: no I/O,
-no clock of its own; age is counted in touches.
+slot size, or, if entries of another size are much colder, from a whole slab of that size.
+Everything works on batches: numpy arrays, about 80 bytes an entry, no Python object per page. Pure:
+no I/O, no clock of its own; age is counted in touches.
 
 A batch's life: `begin` → Spill → `finish` (written) or `abandon` (not). A load: `pin` → Load →
-`unpin`. A call that is late keeps its pin until it has ended.
+`unpin`. A call past its deadline keeps its pin until it has ended.
 
 Eviction: to find the coldest entry costs time that grows with the entries, so one search finds many
 and keeps them in a queue, coldest first. An entry that was touched meanwhile is skipped: all
 entries outside the queue are younger than all in it, so the order is exact. A tenant
-(`actors.tenants`) evicts its own pages, unless others are over their quotas and it is within its
-own, or of a higher priority: then theirs, the lowest priority first. Pages of a tenant within its
-quota go for its own pages only.
+(`actors.tenants`) evicts its own pages. If it is within its quota, or has a higher priority, it
+first evicts pages of tenants that are over their quotas, the lowest priority first. Pages of a
+tenant within its quota are evicted only for its own pages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FREE, WRITING, HELD, ENDED = 0, 1, 2, 3
 
 ROWS_STEP_MIN: Final = 1024
 ROWS_STEP_DIVISOR: Final = 8
-"""The array grows by an eighth: at most so much of it is empty."""
+"""The array grows by an eighth, so at most that part of it is empty."""
 
 FIELDS: Final = np.dtype(
     [
@@ -59,10 +59,10 @@ FIELDS: Final = np.dtype(
 
 @final
 class EntryRows:
-    """Rows by number. `rows` is another array after `new`: keep no view of it."""
+    """Rows by number. `new` may replace the array `rows`: keep no view of it."""
 
     def __init__(self, slab_bytes: int) -> None:
-        """Start with none."""
+        """Start with no rows."""
         self.rows: npt.NDArray[np.void] = np.zeros(0, FIELDS)
         self.end = 0
         """Numbers below were given out at least once."""
@@ -84,7 +84,7 @@ class EntryRows:
         return np.concatenate((old, np.arange(begin, self.end)))
 
     def free(self, entries: I64) -> None:
-        """Let these numbers be given out again."""
+        """Make these numbers available for new rows."""
         self.rows["state"][entries] = FREE
         count = self._spare_count + len(entries)
         if count > len(self._spare):
@@ -95,12 +95,12 @@ class EntryRows:
         self._spare_count = count
 
     def held(self) -> I64:
-        """Return every HELD entry, in no order that means something."""
+        """Return every HELD entry, in arbitrary order."""
         return np.flatnonzero(self.rows["state"][: self.end] == HELD)
 
     def can_go(self, entries: I64) -> npt.NDArray[np.bool_]:
-        """Return which are HELD and not pinned."""
-        # Field by field: whole rows are 50 bytes each, to look at two of them.
+        """Return which of them can be evicted: HELD and not pinned."""
+        # Field by field: a copy of whole rows would take 50 bytes each, for two fields.
         states, pins = self.rows["state"][entries], self.rows["pins"][entries]
         free: npt.NDArray[np.bool_] = (states == HELD) & (pins == 0)
         return free
@@ -124,21 +124,21 @@ class EntryRows:
         return int(slot_blocks(self.rows["length"][entries]).sum()) * BLOCK_BYTES
 
     def page_bytes(self, entries: I64) -> int:
-        """Return what their pages come to."""
+        """Return the total length of their pages."""
         return int(self.rows["length"][entries].sum(dtype=np.int64))
 
 
 QUEUE_DIVISOR: Final = 16
 QUEUE_MIN: Final = 256
-"""A queue has a sixteenth of a slot size's entries: each eviction costs the same few steps."""
+"""A queue has a sixteenth of a slot size's entries: each eviction then costs the same few steps."""
 
 DONORS_MAX: Final = 64
-"""Slabs looked at closely then."""
+"""Slabs that are examined closely for one eviction."""
 
 
 @attrs.define(eq=False)
 class _Queue:
-    """The coldest entries of a slot size as they were, coldest first."""
+    """The coldest entries of a slot size when the queue was filled, coldest first."""
 
     entries: I64 = attrs.field(factory=lambda: np.empty(0, np.int64))
     touched: U64 = attrs.field(factory=lambda: np.empty(0, np.uint64))
@@ -151,7 +151,7 @@ class EvictionQueues:
     """Chooses the entries to evict; changes neither entries nor slabs."""
 
     def __init__(self, entries: EntryRows, slabs: SlabAllocator) -> None:
-        """Choose among these."""
+        """Choose among these entries and slabs."""
         self._entries = entries
         self._slabs = slabs
         self._slab_touched = np.zeros(len(slabs.slabs), np.uint64)
@@ -160,20 +160,20 @@ class EvictionQueues:
         self._queues: dict[tuple[Tenant, int], _Queue] = {}
 
     def note_touch(self, entries: I64, stamps: U64) -> None:
-        """Note touches, whose stamps ascend."""
-        # The last of equal indices is the one that stays, and the newest.
+        """Record touches; their stamps ascend."""
+        # Of equal indices numpy keeps the last value, which is the newest.
         self._slab_touched[self._entries.slabs_of(entries)] = stamps
 
     def share_between(self, tenants: Tenants) -> None:
-        """Choose among the pages of these tenants from now on."""
+        """Take the quotas and priorities of these tenants into account from now on."""
         self._tenants = tenants
         self._queues.clear()
 
     def choose(self, blocks: int, count: int, clock: int, tenant: Tenant) -> I64:
-        """Return the entries to evict for `count` slots of a size; none if none can go.
+        """Return the entries to evict for `count` slots of a size; empty if none can be evicted.
 
-        They are up to `count` entries of that size, or all of one slab of another. tenant: whose
-        pages shall be there.
+        They are up to `count` entries of that size, or all of one slab of another. tenant: the
+        owner of the new pages.
         """
         self._forget_sizes_without_slabs(blocks)
         for debtor in self._debtors(tenant, blocks):
@@ -183,7 +183,7 @@ class EvictionQueues:
                 return found
         own = self._coldest_of(blocks, count, tenant)
         if not len(own):
-            # This size has nothing that can go: without a donor it could fail forever.
+            # Nothing of this size can be evicted: without a donor it could fail forever.
             donors = self._donors(blocks, tenant)
             return donors[0].live_rows() if donors else own
         queue = self._queues[tenant, blocks]
@@ -193,7 +193,7 @@ class EvictionQueues:
             limit = clock - COLDER_FACTOR * (clock - oldest)
             slab = self._giving_slab(blocks, limit, tenant)
             if slab is not None:
-                queue.at = 0  # those just found stay in line
+                queue.at = 0  # those just found stay queued
                 return slab.live_rows()
         return own
 
@@ -204,7 +204,7 @@ class EvictionQueues:
                 upto = queue.at + count
                 entries, touched = queue.entries[queue.at : upto], queue.touched[queue.at : upto]
                 queue.at = upto
-                # A touch since then, or another page in this entry, has another stamp.
+                # A later touch, or another page in this entry, has changed the stamp.
                 same = self._entries.rows["touched"][entries] == touched
                 can_go = same & self._entries.can_go(entries) & self._frees_room(entries)
                 if can_go.any():
@@ -230,13 +230,13 @@ class EvictionQueues:
         queue.at = 0
 
     def _frees_room(self, entries: I64) -> npt.NDArray[np.bool_]:
-        """Return which entries are in slabs that take new pages."""
+        """Return which entries are in slabs that accept new pages."""
         slabs = self._slabs.slabs
         numbers = self._entries.slabs_of(entries).tolist()
         return np.array([not slabs[number].closed for number in numbers], np.bool_)
 
     def _debtors(self, tenant: Tenant, blocks: int) -> list[Tenant]:
-        """Return the tenants that have to give to this one, the lowest priority first."""
+        """Return the tenants that must give room to this one, the lowest priority first."""
         if not self._tenants.are_several:
             return []
         is_due = tenant.may_have(blocks * BLOCK_BYTES)
@@ -250,20 +250,21 @@ class EvictionQueues:
         return sorted(over, key=lambda other: other.priority)
 
     def _donors(self, blocks: int, tenant: Tenant) -> list[Slab]:
-        """Return slabs of other slot sizes that could be taken whole, the coldest first."""
+        """Return slabs of other slot sizes that could be evicted whole, the coldest first."""
         others = [
             slab
             for slab in self._slabs.slabs
             if slab.blocks not in (UNBOUND, blocks) and not slab.closed
         ]
         if self._tenants.are_several:
-            # Else the coldest ones, of a tenant within its quota, hide those that can go.
+            # Otherwise the coldest slabs, of a tenant within its quota, hide those that can be
+            # evicted.
             others = self._without_kept(others, tenant)
         others.sort(key=lambda slab: int(self._slab_touched[slab.number]))
         return [slab for slab in others[:DONORS_MAX] if self._can_go(slab, tenant)]
 
     def _without_kept(self, slabs: list[Slab], tenant: Tenant) -> list[Slab]:
-        """Leave out the slabs of which one page, looked at in each, says that they cannot go."""
+        """Leave out slabs that cannot be evicted, judging by one page of each."""
         rows = np.array([slab.rows.max() for slab in slabs], np.int64)
         numbers = np.full(len(slabs), len(self._tenants.all()))
         named = rows >= 0
@@ -277,22 +278,22 @@ class EvictionQueues:
 
     def _can_go(self, slab: Slab, tenant: Tenant) -> bool:
         rows = slab.live_rows()
-        # A slot that was promised a moment ago, in this very batch, has no row yet.
+        # A slot that was promised earlier in this batch has no row yet.
         is_free = len(rows) == slab.taken and bool(self._entries.can_go(rows).all())
         return is_free and (not self._tenants.are_several or self._may_lose(slab, rows, tenant))
 
     def _may_lose(self, slab: Slab, rows: I64, tenant: Tenant) -> bool:
-        """Return whether each tenant in a slab is this one, or can spare what it has there."""
+        """Return whether each tenant with pages in a slab is this one, or can spare them."""
         tenants = self._tenants.all()
         numbers = self._tenants.numbers(self._entries.rows["namespace"][rows])
         pages = zip(*np.unique(numbers, return_counts=True), strict=True)
         return all(_spares(tenants[number], slab, int(count), tenant) for number, count in pages)
 
     def _giving_slab(self, blocks: int, limit: int, tenant: Tenant) -> Slab | None:
-        """Return the slab of another size that should give rather than this size its own pages.
+        """Return the slab of another size to evict instead of pages of this size, if any.
 
-        The coldest of tenants that have to give to this one, whatever its age; else one whose
-        entries were touched before `limit`, on average.
+        The coldest slab of tenants that must give room to this one, of any age; otherwise a slab
+        with entries that were touched before `limit`, on average.
         """
         debtors = self._debtors(tenant, blocks)
         if limit <= 0 and not debtors:
@@ -307,7 +308,7 @@ class EvictionQueues:
         return None
 
     def _priority_in(self, slab: Slab, debtors: list[Tenant]) -> int | None:
-        """Return the highest priority in a slab, None unless all of it is of these tenants."""
+        """Return the highest priority in a slab; None unless all its pages are of these tenants."""
         tenants = self._tenants.all()
         rows = self._entries.rows["namespace"][slab.live_rows()]
         owners = [tenants[number] for number in np.unique(self._tenants.numbers(rows)).tolist()]
@@ -321,7 +322,7 @@ class EvictionQueues:
 
 
 def _spares(owner: Tenant, slab: Slab, pages: int, tenant: Tenant) -> bool:
-    """Return whether a tenant gives so many pages of a slab to another one, or to itself."""
+    """Return whether a tenant can give this many pages of a slab to another one, or to itself."""
     if owner is tenant:
         return True
     slot_bytes = slab.blocks * BLOCK_BYTES
@@ -338,7 +339,8 @@ class Gone:
 
     keys:       n packed keys; the pool is notified of them.
     namespaces: (n,) TAG, of their pages.
-    places:     whose index rows go: of pages that had been written. A pinned entry keeps its place.
+    places:     index rows to delete, of pages that had been written. A pinned entry keeps its
+                place.
     """
 
     keys: bytes
@@ -355,10 +357,10 @@ class Gone:
 class Begun:
     """What `begin` found room for.
 
-    entries: (n,) int64: the new entry of each page, -1 where there is none: it is there already,
-             named twice, too large, or there is no room.
+    entries: (n,) int64: the new entry of each page, or -1: the page is on disk already, named
+             twice, too large, or there is no room.
     places:  (n,) uint64, of the entries that are not -1.
-    gone:    the entries that were evicted; Forget comes before the Spill of this batch.
+    gone:    the entries that were evicted; their Forget must precede the Spill of this batch.
     """
 
     entries: I64
@@ -371,12 +373,12 @@ class DiskIndex:
     """The index and allocator of one store."""
 
     def __init__(self, *, capacity_bytes: int, slab_bytes: int) -> None:
-        """Start empty. capacity_bytes: whole slabs of it are used; DiskOpened tells both."""
+        """Start empty. capacity_bytes: whole slabs of it are used; DiskOpened has both values."""
         self._slabs = SlabAllocator(slab_count=capacity_bytes // slab_bytes, slab_bytes=slab_bytes)
         self._keys = KeyTable()
         self._entries = EntryRows(slab_bytes)
         self.tenants = Tenants(whole=self._slabs.capacity_bytes)
-        """Whose pages these are, in bytes of their slots."""
+        """The owners of the pages, counted in bytes of their slots."""
         self._eviction = EvictionQueues(self._entries, self._slabs)
         self._held_bytes = 0
         self._held_count = 0
@@ -394,7 +396,7 @@ class DiskIndex:
         return self._slabs.capacity_bytes
 
     def share_between(self, tenants: Tenants) -> None:
-        """Divide the disk between tenants; a pass over all entries, as a tenant first appears."""
+        """Divide the disk between tenants; scans all entries, when a tenant first appears."""
         self.tenants = tenants
         self._eviction.share_between(tenants)
         for tenant in tenants.all():
@@ -409,14 +411,14 @@ class DiskIndex:
         return max(0, blocks * BLOCK_BYTES) if self._slabs.slabs else 0
 
     def fits(self, lengths: U64) -> npt.NDArray[np.bool_]:
-        """Return which pages could be here at all, if there were nothing else."""
+        """Return which pages would fit into an empty store."""
         fitting: npt.NDArray[np.bool_] = (lengths > 0) & self._slabs.fits(slot_blocks(lengths))
         return fitting
 
     # --- looking ---------------------------------------------------------------------------------
 
     def find(self, keys: bytes) -> I64:
-        """Return the HELD entry of each packed key, -1 where there is none."""
+        """Return the HELD entry of each packed key, or -1."""
         entries = self._keys.find(halves_of(keys))
         there = np.flatnonzero(entries >= 0)
         entries[there[self._state(entries[there]) != HELD]] = NO_ROW
@@ -428,11 +430,11 @@ class DiskIndex:
         return found
 
     def live(self, keys: bytes) -> I64:
-        """Return the entry of each packed key, HELD or being written, -1 where there is none."""
+        """Return the entry of each packed key, HELD or being written, or -1."""
         return self._keys.find(halves_of(keys))
 
     def entries(self, entries: I64) -> npt.NDArray[np.void]:
-        """Return entries as rows of DISK_ENTRY (`used` is 0: age is kept in touches)."""
+        """Return entries as rows of DISK_ENTRY (`used` is 0: age is counted in touches)."""
         rows = self._entries.rows[entries]
         found = np.zeros(len(entries), DISK_ENTRY)
         for name in ("place", "sequence", "namespace", "length", "written"):
@@ -442,7 +444,7 @@ class DiskIndex:
         return found
 
     def rows(self, entries: I64) -> npt.NDArray[np.void]:
-        """Return entries as they are kept (`entries.FIELDS`): a fifth of the time of `entries`."""
+        """Return entries as stored (`entries.FIELDS`), in a fifth of the time of `entries`."""
         return self._entries.rows[entries]
 
     def lengths(self, entries: I64) -> I64:
@@ -451,7 +453,7 @@ class DiskIndex:
         return lengths
 
     def is_held(self, entries: I64) -> npt.NDArray[np.bool_]:
-        """Return which of these entries (pinned by the caller, so that they live) are HELD."""
+        """Return which of these entries are HELD. The caller has pinned them, so they exist."""
         held: npt.NDArray[np.bool_] = self._state(entries) == HELD
         return held
 
@@ -464,7 +466,7 @@ class DiskIndex:
         return self._entries.coldest(self._entries.held(), len(self))[::-1]
 
     def touched_since(self, clock: int) -> I64:
-        """Return the HELD entries that were touched after `clock` showed this, coldest first."""
+        """Return the HELD entries that were touched after this value of `clock`, coldest first."""
         rows = self._entries.rows[: self._entries.end]
         recent = np.flatnonzero((rows["state"] == HELD) & (rows["touched"] > np.uint64(clock)))
         return recent[np.argsort(rows["touched"][recent], kind="stable")]
@@ -472,7 +474,7 @@ class DiskIndex:
     def of_namespaces(self, namespaces: Sequence[Tag]) -> I64:
         """Return the entries of some namespaces, those being written included.
 
-        As `model.keys.covers` says.
+        As `model.keys.covers` defines it.
         """
         rows = self._entries.rows[: self._entries.end]
         live = (rows["state"] == HELD) | (rows["state"] == WRITING)
@@ -488,7 +490,7 @@ class DiskIndex:
         return np.flatnonzero(live & is_theirs)
 
     def are_of_space(self, entries: I64, namespace: Tag) -> npt.NDArray[np.bool_]:
-        """Return which entries are of the space of a namespace's tag: a get of it finds them."""
+        """Return which entries belong to a namespace, so that a get in it finds them."""
         spaces = self._entries.rows["namespace"]["space"][entries]
         are_theirs: npt.NDArray[np.bool_] = spaces == np.uint64(space_of(namespace))
         return are_theirs
@@ -528,10 +530,11 @@ class DiskIndex:
         return Begun(entries, places, _together(gone))
 
     def finish(self, entries: I64) -> tuple[npt.NDArray[np.bool_], U64]:
-        """Unpin entries that were written: they are HELD, and the hottest, the last one most.
+        """Unpin entries that were written: they become HELD and the hottest entries, the last one
+        the hottest.
 
-        Return which are; and the places of the others, which were removed meanwhile: the store has
-        rows of them. Their keys may have entries again.
+        Return which of them are HELD, and the places of the others, which were removed in the
+        meantime: the store has rows of them, and their keys may have new entries.
         """
         live = self._state(entries) == WRITING
         held, ended = entries[live], entries[~live]
@@ -550,19 +553,19 @@ class DiskIndex:
         self.unpin(entries)
 
     def refuse(self, entries: I64) -> None:
-        """Abandon entries whose slabs the file system has no room for: closed until `reopen`."""
+        """Abandon entries in slabs without room in the file system; close those until `reopen`."""
         for number in np.unique(self._entries.slabs_of(entries)).tolist():
             self._slabs.close(self._slabs.slabs[number])
         self.abandon(entries)
 
     def reopen(self) -> None:
-        """Give out places of closed slabs again: the file system may have room now."""
+        """Allocate places of closed slabs again: the file system may have room now."""
         self._slabs.reopen()
 
-    # --- what is there --------------------------------------------------------------------------
+    # --- entries ---------------------------------------------------------------------------------
 
     def load(self, entries: npt.NDArray[np.void]) -> None:
-        """Take what DiskOpened tells, coldest first; only an empty index does."""
+        """Load the entries of DiskOpened, coldest first, into an empty index."""
         assert not self._entries.end, "an index is loaded once, and first"
         rows = self._new(entries["place"])
         for name in ("sequence", "namespace", "length", "written"):
@@ -578,7 +581,7 @@ class DiskIndex:
         self.touch(rows)
 
     def touch(self, entries: I64) -> None:
-        """Make HELD entries the hottest, the last one most."""
+        """Make HELD entries the hottest, the last one the hottest."""
         count = len(entries)
         stamps = np.arange(self.clock + 1, self.clock + 1 + count, dtype=np.uint64)
         self._entries.rows["touched"][entries] = stamps
@@ -600,11 +603,11 @@ class DiskIndex:
         self._free(ended)
 
     def remove(self, entries: I64) -> Gone:
-        """End entries, HELD or WRITING, each named once. Pinned ones keep their places for now."""
+        """End entries, HELD or WRITING, each named once. Pinned ones keep their places."""
         state = self._state(entries)
         entries = entries[(state == HELD) | (state == WRITING)]
         keys, namespaces = self._keys.keys_of(entries), self._entries.rows["namespace"][entries]
-        # Only what was written has a row; the row of a page that is being written goes later.
+        # Only a written page has a row; the row of a page that is being written is deleted later.
         places = self._entries.rows["place"][entries[self._state(entries) == HELD]]
         self._end(entries)
         self._free(entries[self._entries.rows["pins"][entries] == 0])
@@ -632,7 +635,7 @@ class DiskIndex:
         }
 
     def check(self) -> None:
-        """Assert the sums, in time that does not grow with the index."""
+        """Assert the totals, in time that does not grow with the index."""
         taken = self._slabs.taken_bytes
         assert 0 <= self._held_bytes <= taken, f"{self._held_bytes} bytes held of {taken}"
         assert taken <= self._slabs.capacity_bytes, f"{taken} bytes taken"
@@ -641,7 +644,7 @@ class DiskIndex:
         assert self._held_bytes <= charged <= taken, f"{charged} bytes of tenants in {taken}"
         assert 0 <= self._held_count <= len(self._keys), f"{self._held_count} entries held"
 
-    # --- below -----------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _alike(
         self, wanted: npt.NDArray[np.bool_], blocks: I64, namespaces: Tags
@@ -657,7 +660,7 @@ class DiskIndex:
                 yield tenants[number], size, np.flatnonzero(theirs & (blocks == size))
 
     def _charge(self, entries: I64, sign: int) -> None:
-        """Note what these entries take, or take no longer."""
+        """Charge the tenants for these entries, or credit them."""
         if not self.tenants.are_several:
             self.tenants.others.taken += sign * self._entries.slot_bytes(entries)
             return
@@ -668,7 +671,7 @@ class DiskIndex:
             tenants[number].taken += sign * taken
 
     def _room(self, blocks: int, count: int, gone: list[Gone], tenant: Tenant) -> U64:
-        """Return up to `count` places, ascending, evicting what must go."""
+        """Return up to `count` places, ascending, evicting as much as needed."""
         found = [self._slabs.take(blocks, count)]
         missing = count - len(found[0])
         while missing:

@@ -27,7 +27,7 @@ _MULTIPLIER: Final = np.uint64(_FACTOR)
 _WORD: Final = 2**64 - 1
 
 FEW_KEYS: Final = 16
-"""So many keys are found one by one: a microsecond each, where numpy takes 30 to begin with."""
+"""Up to this many keys are found one by one: a microsecond each, while numpy takes 30 to start."""
 
 
 def halves_of(keys: bytes) -> Halves:
@@ -37,7 +37,7 @@ def halves_of(keys: bytes) -> Halves:
 
 @final
 class KeyTable:
-    """Which row a key has. A key is in at most once, a row has at most one key."""
+    """Which row a key has. A key occurs at most once, and a row has at most one key."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -59,11 +59,11 @@ class KeyTable:
             self._keys = grown
 
     def keys_of(self, rows: I64) -> bytes:
-        """Return the packed keys of rows; a row keeps its key until it gets another."""
+        """Return the packed keys of rows; a row keeps its key until it is given another."""
         return self._keys[rows].tobytes()
 
     def find(self, keys: Halves) -> I64:
-        """Return the row of each key, NO_ROW where there is none."""
+        """Return the row of each key, NO_ROW if it has none."""
         if len(keys) <= FEW_KEYS:
             return np.array([self._find_one(*halves) for halves in keys.tolist()], np.int64)
         rows = self._heads[self._chains(keys)]
@@ -79,7 +79,7 @@ class KeyTable:
         return found
 
     def add(self, rows: I64, keys: Halves) -> None:
-        """Give each row its key; neither a key nor a row may be in already, or be named twice."""
+        """Give each row its key; no key or row may be in the table already, or be named twice."""
         self._keys[rows] = keys
         self._count += len(rows)
         if self._count > len(self._heads):
@@ -88,11 +88,12 @@ class KeyTable:
             self._link(rows, keys)
 
     def remove(self, rows: I64) -> None:
-        """Take rows out that are in."""
+        """Remove rows, all of which must be in the table."""
         self._count -= len(rows)
         chains = self._chains(self._keys[rows])
         while len(rows):
-            # One row of each chain at a time, so that no two of a round are neighbours.
+            # One row of each chain at a time, so that no two rows of a round are neighbours in a
+            # chain.
             _, first = np.unique(chains, return_index=True)
             self._unlink(rows[first], chains[first])
             keep = np.ones(len(rows), np.bool_)
@@ -100,7 +101,7 @@ class KeyTable:
             rows, chains = rows[keep], chains[keep]
 
     def _find_one(self, first: int, second: int) -> int:
-        """Return the row of the key of these halves: `_chains` and `find`, in plain numbers."""
+        """Return the row of the key of these halves: the same as `find`, in plain integers."""
         mixed = (first ^ (second * _FACTOR & _WORD)) * _FACTOR & _WORD
         row = self._heads.item(mixed >> (65 - len(self._heads).bit_length()))
         while row >= 0 and self._keys[row].tolist() != [first, second]:
@@ -114,7 +115,7 @@ class KeyTable:
         return chains
 
     def _link(self, rows: I64, keys: Halves) -> None:
-        """Put rows at the beginnings of their chains, those of one chain behind each other."""
+        """Insert rows at the heads of their chains, those of one chain one after another."""
         if not len(rows):
             return
         chains = self._chains(keys)
@@ -145,7 +146,7 @@ class KeyTable:
             rows, before = rows[~found], following[~found].astype(np.int64)
 
     def _widen(self, added: I64) -> None:
-        """Double the heads until each has a key or less, and link everything again."""
+        """Double the heads until there are at most as many keys, and link everything again."""
         linked = [added]
         rows = self._heads[self._heads >= 0].astype(np.int64)
         while len(rows):

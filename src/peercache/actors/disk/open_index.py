@@ -1,12 +1,12 @@
-"""The index of an open disk, and what follows from its changes: index rows go, the pool is
-notified.
+"""The index of an open disk, and the consequences of its changes: index rows are deleted, and the
+pool is notified.
 
-Removals: answers wait until the disk has forgotten. Nothing is written to a disk before it is open,
-so the order of early removals does not matter: all of them are one look-up and one removal when it
-opens, however many messages they came in.
+Removals: answers wait until the disk has deleted the rows. Nothing is written to a disk before it
+is open, so the order of early removals does not matter: when it opens, all of them take one look-up
+and one removal, however many messages there were.
 
 Loads: an entry is pinned as long as its page is loaded into a slot that the promote actor has
-reserved, so its place is not given out meanwhile.
+reserved, so its place is not reused in the meantime.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NAMES_MAX: Final = 1024
 @final
 @attrs.define(eq=False)
 class OpenIndex:
-    """What all parts of the disk actor share.
+    """State that all parts of the disk actor share.
 
     index: None before the store is open, and after it has ended.
     """
@@ -67,13 +67,13 @@ class OpenIndex:
     quotas: tuple[QuotaRule, ...] = ()
     index: DiskIndex | None = None
     _names: dict[str, None] = attrs.field(factory=dict)
-    """Namespaces whose names are known, the latest ones."""
+    """The latest namespaces with known names."""
     _tenant_metrics: TenantMetrics | None = None
     _jobs: int = 0
     _unix_s: float = 0.0
 
     def open(self, index: DiskIndex, *, unix_s: int, now: float) -> None:
-        """Begin; unix_s: the wall clock's time at `now`."""
+        """Start with an open disk. unix_s: the wall clock's time at `now`."""
         self.index = index
         self._unix_s = unix_s - now
         tenants = Tenants(self.quotas, whole=index.capacity_bytes, disk=True)
@@ -100,7 +100,7 @@ class OpenIndex:
         return int(self._unix_s + now)
 
     def next_job(self) -> int:
-        """Return a number that no other job of the store had."""
+        """Return a number that no other job of the store has had."""
         self._jobs += 1
         return self._jobs
 
@@ -109,54 +109,56 @@ class OpenIndex:
         return [TellPool(PagesSpilled(keys, lengths))] if keys else []
 
     def forgotten(self, gone: Gone, *, job: int = 0) -> list[Effect]:
-        """Delete the rows of entries that are gone, and notify the pool. job: for ForgetDone."""
+        """Delete the rows of ended entries, and notify the pool. job: the number in ForgetDone."""
         effects = self.rows_gone(gone.places, job=job)
         if gone.keys:
             effects.append(TellPool(PagesForgotten(gone.keys)))
         return effects
 
     def rows_gone(self, places: U64, *, job: int = 0) -> list[Effect]:
-        """Delete the rows of these places. job: for ForgetDone."""
+        """Delete the rows of these places. job: the number in ForgetDone."""
         if not len(places) and not job:
             return []
         cuts = range(PLACES_A_FORGET_MAX, len(places), PLACES_A_FORGET_MAX)
         parts = np.split(places, list(cuts))
-        # The store keeps their order, so the last one tells when all rows are gone.
+        # The store keeps their order, so when the last one is done, all rows are deleted.
         return [*(Forget(part) for part in parts[:-1]), Forget(parts[-1], job)]
 
     def count_evicted(self, gone: Gone) -> None:
-        """Count pages that left the disk to make room."""
+        """Count pages that were evicted from the disk to make room."""
         self.count_lost("evicted", gone.count)
         if gone.count and self.index is not None and self._tenant_metrics is not None:
             self._tenant_metrics.count_evicted(self.index.tenants.counted(gone.namespaces))
 
     def count_lost(self, reason: str, count: int) -> None:
-        """Count pages that left the disk."""
+        """Count pages that were lost from the disk, by reason."""
         if count and self.metrics is not None:
             self.metrics.disk_pages_lost.labels(reason).inc(count)
 
 
 def indexed_of(opened: DiskOpened) -> DiskIndexed:
-    """Make the index of what is on disk; takes seconds, so a thread calls it, not the loop."""
+    """Build the index of what is on disk; takes seconds, so it runs in a thread, not in the
+    loop.
+    """
     index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
     index.load(opened.entries)
     return DiskIndexed(opened, index)
 
 
 ANSWERS_MAX: Final = 1024
-"""Removals that wait at once; those beyond are answered at once."""
+"""Removals that may wait at once; further ones are answered immediately."""
 
 KEYS_MAX: Final = 2**18
-"""Pages of early removals, repeated or not: 4 MiB. Those beyond are lost."""
+"""Pages of early removals, repeated or not: 4 MiB. Further ones are dropped."""
 
 NAMESPACES_MAX: Final = 1024
-"""Namespaces of early clears, each counted once: more than the models of a node."""
+"""Namespaces of early clears, each counted once: more than a node has models."""
 
 
 @final
 @attrs.frozen(eq=False)
 class PendingRemoval:
-    """A removal whose index rows are being deleted. count: the pages that it removed."""
+    """A removal that waits for its index rows to be deleted. count: the pages that it removed."""
 
     origin: Origin
     message: Remove | Clear
@@ -164,7 +166,7 @@ class PendingRemoval:
     until: float
 
     def answer(self) -> Effect:
-        """Have the client answered, behind what the pool has still to publish."""
+        """Answer the client, after what the pool has still to publish."""
         removed = Removed(self.message.request, self.count)
         return TellPool(RemovalDone(self.origin, removed, self.message.timeout_s))
 
@@ -177,7 +179,7 @@ class PendingRemovals:
     _pending: dict[int, PendingRemoval] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return how many removals wait."""
         return len(self._pending)
 
     def add(self, job: int, removal: PendingRemoval) -> None:
@@ -185,17 +187,17 @@ class PendingRemovals:
         self._pending[job] = removal
 
     def done(self, job: int) -> list[Effect]:
-        """Answer the removal of this job, unless its timeout was over before."""
+        """Answer the removal of this job, unless its timeout has passed already."""
         removal = self._pending.pop(job, None)
         return [] if removal is None else [removal.answer()]
 
     def expire(self, now: float) -> list[Effect]:
-        """Answer the removals whose timeout is over."""
+        """Answer the removals whose timeout has passed."""
         over = [job for job, removal in self._pending.items() if removal.until <= now]
         return [self._pending.pop(job).answer() for job in over]
 
     def deadline(self) -> float:
-        """Return when the oldest timeout is over; inf without removals."""
+        """Return when the next timeout passes; inf without removals."""
         oldest = next(iter(self._pending.values()), None)
         return inf if oldest is None else oldest.until
 
@@ -203,7 +205,7 @@ class PendingRemovals:
 @final
 @attrs.define(eq=False)
 class EarlyRemovals:
-    """The removals from before the disk is open; none once it is, or has ended."""
+    """Removals that arrive before the disk is open; empty once it is open, or has ended."""
 
     _keys: dict[Tag, bytearray] = attrs.field(factory=dict)
     _keys_bytes: int = 0
@@ -211,7 +213,7 @@ class EarlyRemovals:
     _is_over: bool = False
 
     def add(self, message: Remove | Clear) -> None:
-        """Keep what is to go, as much of it as there is room for."""
+        """Keep what must be removed, as far as there is room."""
         if self._is_over:
             return
         if isinstance(message, Remove):
@@ -223,7 +225,7 @@ class EarlyRemovals:
             self._namespaces[message.namespace] = None
 
     def take(self, index: DiskIndex) -> Gone:
-        """End the entries of an index that was just loaded."""
+        """End the removed entries of an index that was just loaded."""
         gone = [index.of_namespaces(list(self._namespaces))]
         for namespace, keys in self._keys.items():
             written = index.find(bytes(keys))
@@ -245,13 +247,15 @@ LOST: Final = (
     (DISK_FAILED, "failed"),
     (DISK_REPLACED, "overwritten"),
 )
-"""Outcomes after which a page is on disk no longer, and the reasons that metrics give."""
+"""Outcomes after which a page is no longer on disk, and their reasons in metrics."""
 
 
 @final
 @attrs.define(eq=False)
 class _Load:
-    """A job of the store. positions: of its pages in the RequestLoad; outcomes: of all of that."""
+    """A job of the store. positions: of its pages in the RequestLoad; outcomes: those of all
+    pages.
+    """
 
     wanted: int
     positions: I64
@@ -282,7 +286,7 @@ class DiskLoads:
         for at in np.flatnonzero(entries < 0).tolist():
             outcomes[at] = DISK_DAMAGED
         there = np.flatnonzero(entries >= 0)
-        # A page that was stored again in another length stays DISK_UNTRIED.
+        # A page that was stored again with another length stays DISK_UNTRIED.
         chosen = there[index.lengths(entries[there]) == wanted.lengths[there]]
         if not len(chosen):
             return [_answer(wanted.job, outcomes)]
@@ -302,34 +306,32 @@ class DiskLoads:
         return [load]
 
     def done(self, done: LoadDone) -> list[Effect]:
-        """Take the outcome of a job: damaged pages leave the disk, the promote actor is
-        notified.
-        """
+        """Handle the outcome of a job: remove damaged pages from disk, notify the promote actor."""
         load, index = self._loads[done.job], self.open_index.index
         effects: list[Effect] = []
-        said = np.frombuffer(done.outcomes, np.uint8).copy()
+        results = np.frombuffer(done.outcomes, np.uint8).copy()
         if index is None:
-            said[said == DISK_DONE] = DISK_UNTRIED
+            results[results == DISK_DONE] = DISK_UNTRIED
         else:
             # A page that was removed while it was loaded must not come back.
-            said[(said == DISK_DONE) & ~index.is_held(load.entries)] = DISK_UNTRIED
+            results[(results == DISK_DONE) & ~index.is_held(load.entries)] = DISK_UNTRIED
             for outcome, reason in LOST:
-                wrong = load.entries[said == outcome]
+                wrong = load.entries[results == outcome]
                 self.open_index.count_lost(reason, len(wrong))
                 if len(wrong):
                     effects += self.open_index.forgotten(index.remove(wrong))
         checksums = np.zeros(len(load.outcomes), np.uint64)
         checksums[load.positions] = done.checksums
-        for at, outcome in zip(load.positions.tolist(), said.tolist(), strict=True):
+        for at, outcome in zip(load.positions.tolist(), results.tolist(), strict=True):
             load.outcomes[at] = outcome
-        load.late = dict.fromkeys(np.flatnonzero(said == DISK_LATE).tolist())
+        load.late = dict.fromkeys(np.flatnonzero(results == DISK_LATE).tolist())
         effects.append(_answer(load.wanted, load.outcomes, checksums))
         if not load.late:
             self._release(done.job)
         return effects
 
     def late_ended(self, job: int, indices: tuple[int, ...]) -> list[Effect]:
-        """Tell the promote actor of slots that are written to no longer."""
+        """Notify the promote actor of slots that are no longer written to."""
         load = self._loads.get(job)
         ended = [at for at in indices if load is not None and at in load.late]
         if load is None or not ended:

@@ -23,22 +23,22 @@ BLOCK_BYTES: Final = 4096
 """What direct I/O is aligned to: the sector size of every disk, or a multiple of it."""
 
 SIZES_A_DOUBLING_BITS: Final = 4
-"""16 sizes a doubling: at most 1/16 of a slot is left over, and at most 20 x 16 sizes exist."""
+"""16 sizes per doubling: at most 1/16 of a slot is unused, and at most 20 x 16 sizes exist."""
 
 SLAB_BYTES_MAX: Final = 256 * 2**20
-"""Unless there would be too many. 65,535 blocks for slots: exactly 255 pages of 1 MiB."""
+"""Slabs are larger only if there would be too many. 65,535 blocks for slots: 255 pages of 1 MiB."""
 
 SLABS_MAX: Final = 4096
-"""The slabs of a very large store are larger instead: each is a file, and is looked at at start."""
+"""A very large store has larger slabs instead: each slab is a file that is opened at start."""
 
 SLABS_ABOUT: Final = 16
-"""A small store still has so many slabs, so that some sizes of page can live side by side."""
+"""A small store still has this many slabs, so that pages of several sizes fit at the same time."""
 
 SLAB_BYTES_MIN: Final = 2**20
 
 EMPTY: Final = -1
 PROMISED: Final = -2
-"""A slot that was taken, and whose row is not named yet."""
+"""A slot that is taken, but has no row yet."""
 
 UNBOUND: Final = 0
 
@@ -54,7 +54,7 @@ def slot_blocks(lengths: U64) -> I64:
 
 @lru_cache(1024)
 def slot_blocks_of(length: int) -> int:
-    """Return the same for one page; most pages have one of a few lengths."""
+    """Return the same for one page. Cached, because most pages have one of a few lengths."""
     return int(slot_blocks(np.array([length], np.uint64))[0])
 
 
@@ -68,7 +68,7 @@ def slab_bytes_for(capacity_bytes: int) -> int:
 
 
 def slots_in(slab_bytes: int, blocks: int) -> int:
-    """Return how many slots of so many blocks a slab has, behind its own block."""
+    """Return how many slots of this many blocks a slab has, after its own block."""
     return (slab_bytes // BLOCK_BYTES - 1) // blocks
 
 
@@ -83,10 +83,10 @@ class Slab:
     """The row of each slot; EMPTY, or PROMISED."""
     taken: int = 0
     closed: bool = False
-    """Nothing new goes here: the file system had no room for it."""
+    """No new pages are put here: the file system had no room."""
 
     def live_rows(self) -> I64:
-        """Return the rows of what is here."""
+        """Return the rows of the pages in this slab."""
         rows: I64 = self.rows[self.rows >= 0].astype(np.int64)
         return rows
 
@@ -103,7 +103,7 @@ class SlotSize:
 
 @final
 class SlabAllocator:
-    """Gives out places: byte offsets of slots in the store."""
+    """Allocates places: byte offsets of slots in the store."""
 
     def __init__(self, *, slab_count: int, slab_bytes: int) -> None:
         """Start with every slab empty."""
@@ -121,7 +121,7 @@ class SlabAllocator:
         return blocks <= (self.slab_bytes // BLOCK_BYTES - 1)
 
     def slots_of(self, slab: Slab, places: U64) -> I64:
-        """Return which slots of this slab the places are."""
+        """Return the slot numbers of these places in this slab."""
         within = places.astype(np.int64) - slab.number * self.slab_bytes - BLOCK_BYTES
         return within // (slab.blocks * BLOCK_BYTES)
 
@@ -147,7 +147,7 @@ class SlabAllocator:
         return np.concatenate(found) if found else np.empty(0, np.uint64)
 
     def bind(self, blocks: int) -> bool:
-        """Bind the first empty slab to a slot size; False if there is none."""
+        """Bind the first empty slab to a slot size; False if no slab is empty."""
         while self._unbound:
             slab = self.slabs[heapq.heappop(self._unbound)]
             if not slab.closed and slab.blocks == UNBOUND:
@@ -156,7 +156,7 @@ class SlabAllocator:
         return False
 
     def put(self, places: U64, rows: I64) -> None:
-        """Say which row is at each taken place."""
+        """Set the row of each taken place."""
         for slab, group in self.by_slab(places):
             slab.rows[self.slots_of(slab, places[group])] = rows[group]
 
@@ -169,7 +169,7 @@ class SlabAllocator:
             self._count(slab, -len(slots))
 
     def load(self, places: U64, blocks: I64, rows: I64) -> None:
-        """Put what was there at start; each slab has slots of one size, none named twice."""
+        """Load the pages found at start; each slab has slots of one size, none named twice."""
         for slab, group in self.by_slab(places):
             self._bind(slab, int(blocks[group[0]]))
             slots = self.slots_of(slab, places[group])
@@ -179,7 +179,7 @@ class SlabAllocator:
         self._unbound = [slab.number for slab in self.slabs if slab.blocks == UNBOUND]
 
     def close(self, slab: Slab) -> None:
-        """Give out no more places of a slab."""
+        """Allocate no more places of a slab."""
         slab.closed = True
         if slab.blocks != UNBOUND:
             self.sizes[slab.blocks].with_room.pop(slab.number, None)

@@ -1,13 +1,14 @@
 """Spills: pages on their way from the pool to the disk.
 
-A page waits in a queue that is bounded in bytes and drops pages beyond: a disk that is slower than
-its writers costs pages on disk, never memory and never time. Nothing is pinned in the pool
-meanwhile. Before a job takes places, the pool is asked which of its pages are still in memory; the
-store reads the pool as any reader does, so a page that is evicted later is not written either.
+A page waits in a queue that is bounded in bytes and drops pages beyond that: if the disk is slower
+than its writers, pages are missing on disk, but no memory and no time is lost. Nothing is pinned in
+the pool in the meantime. Before a job takes places, the pool is asked which of its pages are still
+in memory; the store reads the pool as any reader does, so a page that is evicted later is not
+written either.
 
 Before a graceful stop every page that is only in memory is written, hottest first, as far as time
-allows. And pages that were stored before the disk was open are written once it is. The pages beyond
-the queue's bytes wait in a `Flush`, of which only their records are kept.
+allows. And pages that were stored before the disk was open are written once it is. Pages beyond the
+queue's bytes wait in a `Flush`, which keeps only their records.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SPILL_PAGES_MAX: Final = 1024
 """Of one job, where pages are small."""
 
 SPILLS_MAX: Final = 4
-"""Jobs at once: while the disk writes one, the next ones are pending."""
+"""Jobs at once: while the disk writes one, the next ones are submitted already."""
 
 SPILL_S: Final = 10.0
 """How long a job may take: a slow disk writes all jobs at once in a second or two."""
@@ -61,10 +62,10 @@ DROPPED: Final = {
     DISK_LATE: "late",
     DISK_UNTRIED: "late",
 }
-"""Why a page was not written, by the store's outcome; all others are "failed"."""
+"""Why a page was not written, by the store's outcome; other outcomes count as "failed"."""
 
 MAY_BE_TRIED_AGAIN: Final = ("full", "no_room", "late", "failed")
-"""Reasons that may be gone at a retry, if the page is in memory then."""
+"""Reasons after which a retry may succeed, if the page is still in memory."""
 
 
 @final
@@ -80,32 +81,32 @@ class _Job:
 class Spills:
     """The pages that wait to be written, and those that are being written.
 
-    delay_s: how long a page waits at least: its commit is published and answered first, by the same
-             processors.
+    delay_s: the least time that a page waits: its commit is published and answered first, by the
+             same processors.
     """
 
     open_index: OpenIndex
     queue_bytes_max: int
     delay_s: float = 0.0
     _waiting: deque[tuple[float, Records, int]] = attrs.field(factory=deque)
-    """Since when it waits, records, and their namespace; oldest first."""
+    """Start of the wait, records, and their namespace; oldest first."""
     _waiting_bytes: int = 0
     _asked: dict[int, tuple[Records, Tags]] = attrs.field(factory=dict)
-    """Pages of which the pool is asked whether they are in memory, and their namespaces."""
+    """Pages, with their namespaces, for which the pool was asked whether they are in memory."""
     _questions: int = 0
     _jobs: dict[int, _Job] = attrs.field(factory=dict)
     _late: dict[tuple[int, int], int] = attrs.field(factory=dict)
     """By job and index: the entries of pages that may still be written."""
     trouble: str = ""
-    """Why the last pages were not written, "" where they were."""
+    """Why the last pages were not written, "" if they were."""
     has_failed: bool = False
-    """Whether a page was not written that may be at a retry; the retry resets it."""
+    """Whether a page was not written for which a retry may succeed; the retry resets it."""
     _sequence: int = 0
-    """The last write sequence: rising over restarts too."""
+    """The last write sequence; it increases across restarts."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Return how much waits in the queue."""
+        """Return how many bytes wait in the queue."""
         return self._waiting_bytes
 
     @property
@@ -121,16 +122,16 @@ class Spills:
         return waiting + asked + sum(len(job.entries) for job in self._jobs.values())
 
     def fitting(self, records: Records) -> int:
-        """Return how many of these pages, from the first one on, the queue has room for."""
+        """Return how many of these pages, counted from the first one, fit into the queue."""
         sizes = np.cumsum(records["length"].astype(np.int64))
         return int((sizes <= self.queue_bytes_max - self._waiting_bytes).sum())
 
     def begin(self, newest_sequence: int) -> None:
-        """Number what is written after what is there."""
+        """Start to number writes after the newest sequence on disk."""
         self._sequence = newest_sequence
 
     def note_stored(self, stored: PagesStored) -> list[Effect]:
-        """Notify the pool of which of the pages that it stored are on disk already.
+        """Report to the pool which of the pages that it stored are on disk already.
 
         A page of another length is deleted from disk: the newest counts.
         """
@@ -151,7 +152,7 @@ class Spills:
         return [*effects, *self.open_index.forgotten(gone)]
 
     def add(self, stored: PagesStored, now: float) -> list[int]:
-        """Queue pages, as many of them as there is room for; return their generations."""
+        """Queue as many pages as there is room for; return their generations."""
         index, records = self.open_index.index, stored.records
         if index is None:
             return []
@@ -166,7 +167,7 @@ class Spills:
         return queued
 
     def pump(self, now: float) -> list[Effect]:
-        """Ask the pool about the pages of the next jobs, as many as may be in flight."""
+        """Ask the pool about the pages of the next jobs, up to the limit of jobs in flight."""
         effects: list[Effect] = []
         while self.deadline() <= now:
             records, tags = self._take(now)
@@ -177,14 +178,14 @@ class Spills:
         return effects
 
     def deadline(self) -> float:
-        """Return when the next job may begin; inf if there is none, or too many are in flight."""
+        """Return when the next job may begin; inf if nothing waits, or too many are in flight."""
         if not self._waiting or len(self._jobs) + len(self._asked) >= SPILLS_MAX:
             return inf
         return self._waiting[0][0] + self.delay_s
 
     def begin_resident(self, answer: Resident, now: float) -> list[Effect]:
         """Begin a job with the pages that are still in memory."""
-        # The disk may have ended meanwhile.
+        # The disk may have ended in the meantime.
         records, tags = self._asked.pop(answer.number, (None, None))
         if records is None or tags is None:
             return []
@@ -203,7 +204,8 @@ class Spills:
         for state in np.unique(states[states != DISK_DONE]).tolist():
             self._drop(DROPPED.get(state, "failed"), int((states == state).sum()))
         effects = self._finish(index, job, np.flatnonzero(states == DISK_DONE))
-        # The pool was notified of none of pages that were not written, and the store has no rows.
+        # The pool was not notified of pages that were not written, and the store has no rows of
+        # them.
         index.refuse(job.entries[states == DISK_FULL])
         index.abandon(job.entries[(states == DISK_CHANGED) | (states == DISK_UNTRIED)])
         has_failed = np.isin(states, [DISK_DONE, *DROPPED], invert=True)
@@ -223,7 +225,7 @@ class Spills:
             self.trouble = ""
 
     def late_ended(self, number: int, indices: tuple[int, ...]) -> None:
-        """Free the places that a late call may have written to until now."""
+        """Free the places that a call past its deadline may have written to until now."""
         ended = [self._late.pop((number, at), None) for at in indices]
         entries = [entry for entry in ended if entry is not None]
         if self.open_index.index is not None and entries:
@@ -275,7 +277,7 @@ class Spills:
         self._drop("no_room", fitting - len(chosen))
         if not len(chosen):
             return effects
-        # In order of their places: neighbours are written by one call.
+        # Sorted by place, so that one call writes neighbours.
         order = np.argsort(begun.places, kind="stable")
         chosen = chosen[order]
         job, entries = shared.next_job(), begun.entries[chosen]
@@ -289,9 +291,7 @@ class Spills:
         return [*effects, spill]
 
     def _finish(self, index: DiskIndex, job: _Job, written: I64) -> list[Effect]:
-        """Notify the pool of pages that are on disk now; drop the rows of those removed
-        meanwhile.
-        """
+        """Notify the pool of pages that are on disk now; drop the rows of those removed since."""
         is_held, places = index.finish(job.entries[written])
         held = written[is_held]
         lengths = job.lengths[held]
@@ -308,7 +308,7 @@ class Spills:
 
 
 PART_PAGES: Final = 4096
-"""Pages that are handed over to the spills at a time: below a millisecond of the loop."""
+"""Pages that are handed to the spills at a time: less than a millisecond of the loop."""
 
 
 @final
@@ -330,7 +330,7 @@ class Flush:
         return [TellPool(RequestHeld())]
 
     def take(self, held: PagesHeld) -> None:
-        """Take the answer."""
+        """Handle the answer."""
         self._questions -= 1
         for group in held.groups:
             for begin in range(0, len(group.records), PART_PAGES):
@@ -338,14 +338,14 @@ class Flush:
                 self._parts.append(PagesStored(part, group.namespace))
 
     def feed(self, now: float) -> None:
-        """Hand over as many pages as the queue of spills has room for."""
+        """Hand over pages as long as the queue of spills has room."""
         while self._parts:
             part = self._parts[0]
             count = self._spills.fitting(part.records)
             if not count:
                 if not self._spills.is_idle:
                     return
-                # Larger than the whole queue: the spills count it as dropped.
+                # It is larger than the whole queue: the spills count it as dropped.
                 count = 1
             self._spills.add(PagesStored(part.records[:count], part.namespace), now)
             self._parts.popleft()
@@ -353,7 +353,7 @@ class Flush:
                 self._parts.appendleft(PagesStored(part.records[count:], part.namespace))
 
     def left(self) -> int | None:
-        """Return how many pages of a final flush are not written yet; None before that is known."""
+        """Return how many pages of a final flush are not written yet; None until that is known."""
         if self._questions or not self.is_final:
             return None
         return sum(len(part.records) for part in self._parts) + self._spills.pages_left

@@ -4,17 +4,18 @@ Owns    this node's view, its own entry in it, and the failure detector's clocks
 Takes   Join, Heartbeat, HeartbeatSeen, ShareView, RequestView, RequestViewChanges, CompareView;
         PeerAnswered and AddressesFound from the node; a tick four times a heartbeat.
 Sends   Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
-        ShareView in answer, CompareView to peers whose view is another one, ShareView to
-        candidates; ViewChanged to ring and directory, Republish to the publisher.
-Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that says
+        ShareView in answer, CompareView to peers with a different view, ShareView to candidates;
+        ViewChanged to ring and directory, Republish to the publisher.
+Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that states
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
-        each by its own clock. A member heard lately is not dead, whatever other nodes say: they
-        tell it, so that it can refute. A dead incarnation comes back only by its own counter.
-        A node becomes a member when it has answered at its own address; what others say of it
-        before is an address to try. Only masters are believed about others, and about their end
-        none that was dead itself a moment ago. Peers get the entries in which their view differs,
-        and no more: a peer whose view this node had lately is told what has changed since. A
-        message costs what it changes, not the view.
+        each by its own clock. A member that has sent a message recently is not dead, whatever other
+        nodes report: they notify it, so that it can refute. A dead incarnation comes back only by
+        its own counter. A node becomes a member when it has answered at its own address; before
+        that, reports about it are only addresses to try. Only masters are trusted about third
+        nodes, and a master that was dead itself a moment ago is not trusted about their end. Peers
+        get only the entries in which their view differs: a peer with an earlier view of this node
+        gets the changes since. The cost of a message depends on what it changes, not on the size of
+        the view.
 Limits  MEMBERS_MAX entries of a view; the limits of `candidates` and `gossip`; LEAVE_MAX goodbyes.
 """
 
@@ -61,24 +62,24 @@ from peercache.wire.messages.membership import (
 )
 
 TICKS_PER_BEAT = 4
-"""Turns in a heartbeat: how finely silence is judged, how soon a new master learns of this node."""
+"""Ticks in a heartbeat: the resolution of silence, and of notices to a new master."""
 
 DIAL_MAX_S = 5.0
 """Longest back-off, or three heartbeats if that is less: partitions heal in ten seconds."""
 
 LEAVE_MAX = 256
-"""Goodbyes said when leaving, masters first; the other nodes hear it from a master."""
+"""Goodbyes sent when leaving, masters first; the other nodes are notified by a master."""
 
 WANTING_MAX = 1024
-"""Newcomers remembered that asked for the view: they get it when they have answered."""
+"""Remembered newcomers that asked for the view: they get it when they have answered."""
 
 REPUBLISH_GAP_S = 30.0
-"""Least time between two Republish: a peer that loses this node again and again floods no node."""
+"""Least time between two Republish: a peer that loses this node again and again causes no flood."""
 
 
 @final
 class Membership:
-    """One node's part in keeping the view. Never awaits; time and randomness are handed in."""
+    """One node's part in keeping the view. Never awaits; time and randomness are parameters."""
 
     def __init__(
         self,
@@ -124,10 +125,10 @@ class Membership:
         self._exchange = ViewExchange(turn_s=self._turn_s, heartbeat_s=heartbeat_s)
         self._places = Places()
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
-        # When another node last showed that this one is a member for it.
+        # When another node last showed that it holds this one for a member.
         self._held_at = -math.inf
         self._republish_owed = False
-        # The highest counter with which this node was dead for another.
+        # The highest counter with which another node held this one dead.
         self._dead_at = -1
         self._republish_from = -math.inf
 
@@ -138,14 +139,14 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """The entry of this node, with the counter that it has reached."""
+        """The entry of this node, with its current counter."""
         return self._me
 
     @property
     def is_joined(self) -> bool:
-        """Whether a live member has shown lately that this node is one for it too.
+        """Whether a live member has shown recently that it holds this node for a member.
 
-        A node may know members that never reached it: those do not hold it for one.
+        A node may know members that never reached it: those do not hold it for a member.
         """
         return len(self._view.live()) > 1 and self._ran_at - self._held_at < self._dead_s
 
@@ -154,33 +155,35 @@ class Membership:
         return self._view.get(incarnation)
 
     def masters(self) -> tuple[Member, ...]:
-        """Return the active masters, in their order."""
+        """Return the active masters, in the order of their ranks."""
         return self._masters
 
     def dialled(self) -> frozenset[str]:
-        """Return the addresses at which this node looks for members now."""
+        """Return the addresses that this node is dialling to find members."""
         return self._candidates.dialled
 
     def start(self, now: float) -> list[Effect]:
-        """Tell the other actors that this node is alone, and dial every discovery address."""
+        """Notify the other actors that this node is alone, and dial every discovery address."""
         self._ran_at = now
         self._turn_at = now + self._turn_s
         self._beat_at = self._shares_until = now + self._heartbeat_s
-        return [*self._announcing.tell(self._view, now), *self._dial(now)]
+        return [*self._announcing.announce(self._view, now), *self._dial(now)]
 
     def leave(self, now: float) -> list[Effect]:
-        """Send goodbye. Final for this incarnation: afterwards it hears and says nothing."""
+        """Send goodbye. Final for this incarnation: it sends nothing and ignores messages
+        afterwards.
+        """
         if self._me.state == LEFT:
             return []
         self._me = attrs.evolve(self._me, state=LEFT, counter=self._me.counter + 1)
         masters = [m.incarnation for m in self._masters if m.incarnation != self._me.incarnation]
         others = [m.incarnation for m in self._view.live() if m.incarnation not in masters]
         goodbye = ShareView(0, (self._me,))
-        told = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
-        return [*self._merge([self._me], now), *[Send(i, goodbye) for i in told]]
+        sent = [i for i in masters + others if i != self._me.incarnation][:LEAVE_MAX]
+        return [*self._merge([self._me], now), *[Send(i, goodbye) for i in sent]]
 
     def move(self, now: float, *, control: str, data: str, head_rank: int) -> list[Effect]:
-        """Notify the others of another address, or head rank, of this node."""
+        """Notify the others of a new address, or head rank, of this node."""
         if self._me.state == LEFT:
             return []
         self._me = attrs.evolve(
@@ -190,7 +193,7 @@ class Membership:
         return [*self._merge([self._me], now), *self._beat(now), *self._join_heads()]
 
     def on_message(self, sender: Origin, message: MembershipMessage, now: float) -> list[Effect]:
-        """Take a message of a node, or the RequestView of a client."""
+        """Handle a message of a node, or the RequestView of a client."""
         if self._me.state == LEFT or sender.identity == self._me.incarnation:
             return []
         self._notice_pause(now)
@@ -221,11 +224,11 @@ class Membership:
         if self._me.state == LEFT:
             return []
         self._notice_pause(now)
-        told = self._announcing.tell(self._view, now) if now >= self._announcing.due else []
+        sent = self._announcing.announce(self._view, now) if now >= self._announcing.due else []
         if now < min(self._turn_at, self._beat_at):
-            return told
+            return sent
         self._turn_at = now + self._turn_s
-        effects = [*told, *self._judge(now), *self._forget(now)]
+        effects = [*sent, *self._judge(now), *self._forget(now)]
         if now >= self._shares_until:
             self._claims.forget(now, view=self._view)
             self._exchange.next_beat()
@@ -236,7 +239,7 @@ class Membership:
         return [*effects, *self._republish(now)]
 
     def deadline(self) -> float:
-        """Return when the next turn is due."""
+        """Return when the next tick is due."""
         if self._me.state == LEFT:
             return math.inf
         return min(self._turn_at, self._beat_at, self._announcing.due)
@@ -246,7 +249,7 @@ class Membership:
         assert self._view.get(self._me.incarnation) is self._me, "the own entry is not in the view"
         assert self._masters or self._me.state == LEFT, "a living node knows at least itself"
         assert len(self._view) <= MEMBERS_MAX, f"a view of {len(self._view)}"
-        assert len(self._detector) < len(self._view), "clocks of members that are gone"
+        assert len(self._detector) < len(self._view), "clocks of members that are not in the view"
         assert len(self._exchange) <= MEMBERS_MAX, f"{len(self._exchange)} peers in one heartbeat"
 
     # --- messages ---------------------------------------------------------------------------------
@@ -270,29 +273,29 @@ class Membership:
         known = self._view.get(member.incarnation)
         effects = self._meet(member, now)
         if known is not None and member.counter > known.counter:
-            effects += self._tell_masters([member])
+            effects += self._notify_masters([member])
         if known is not None and not is_live(known):
-            effects += self._tell_end(sender, known)
+            effects += self._report_end(sender, known)
         self._held_at = now
         effects += [*self._catch_up(sender, digest, now), *self._greet(sender)]
         return [*effects, *self._compare(sender.identity, digest, now)]
 
     def _on_compared(self, sender: Origin, buckets: bytes) -> list[Effect]:
-        """Tell a member in what this view differs from its own."""
+        """Send a member the entries in which this view differs from its own."""
         if sender.identity not in self._view:
             return []
         differing = [member for member in self._view.differing(buckets) if member is not self._me]
-        # The own entry says whose the others are, and may be what differs.
+        # The own entry identifies the sender of the others, and may itself be what differs.
         return self._share(sender, (self._me, *differing))
 
     def _on_answered(self, address: str, member: Member, now: float) -> list[Effect]:
-        """Take a member that has answered at an address that this node dialled."""
+        """Handle the answer of a member at an address that this node dialled."""
         self._candidates.answered(address, now)
         incarnation = member.incarnation
         if incarnation == self._me.incarnation or member.state != ALIVE:
             return self._try_candidates(now)
         if member.control != address and address not in self._heads:
-            # Only its own address shows that others reach it there.
+            # Only an answer at its own address shows that others reach it there.
             if incarnation not in self._view:
                 self._candidates.name(member.control, incarnation, now)
             return self._try_candidates(now)
@@ -311,7 +314,7 @@ class Membership:
     def _look_for(
         self, addresses: list[str], source: int, now: float, *, is_own: bool = False
     ) -> list[Effect]:
-        """Try addresses that a peer has named, a few at a time."""
+        """Dial addresses that a peer has named, a few at a time."""
         for address in addresses:
             if address != self._me.control:
                 self._candidates.name(address, source, now, is_own=is_own)
@@ -328,46 +331,47 @@ class Membership:
             live_at=self._places.live_at,
         )  # fmt: skip
         effects = self._merge(known, now)
-        self._hear(member.incarnation, now)
+        self._note_message(member.incarnation, now)
         return effects
 
     def _on_seen(self, sender: Origin, digest: bytes, now: float) -> list[Effect]:
         if sender.identity not in self._view:
             return []
-        self._hear(sender.identity, now)
+        self._note_message(sender.identity, now)
         self._held_at = now
         return self._compare(sender.identity, digest, now)
 
     def _greet(self, sender: Origin) -> list[Effect]:
-        """Tell a member the digest of this view, or that it is held dead, so that it refutes."""
+        """Send a member the digest of this view, or that it is held dead, so that it refutes."""
         known = self._view.get(sender.identity)
         if known is None or is_live(known):
             return [Send(_reply_target(sender), HeartbeatSeen(self._view.digest()))]
-        # Its answer comes before its refutation: what a master of another side says of this one's
-        # members is not believed until then, and it must have learned of them by then.
-        told = self._share(sender, (self._me, known))
-        return [*self._ask(sender), *told]
+        # Its answer comes before its refutation: until then a master of the other side of a
+        # partition is not trusted about members of this side, and by then it must have learned of
+        # them.
+        sent = self._share(sender, (self._me, known))
+        return [*self._ask(sender), *sent]
 
-    def _tell_end(self, sender: Origin, before: Member) -> list[Effect]:
-        """Tell a member that lives again that it was dead here: its records have been dropped."""
+    def _report_end(self, sender: Origin, before: Member) -> list[Effect]:
+        """Notify a member that is alive again that it was dead here: its records were dropped."""
         lives = self._view.get(sender.identity)
         is_back = lives is not None and is_live(lives)
         return self._share(sender, (self._me, before)) if is_back else []
 
     def _catch_up(self, sender: Origin, digest: bytes, now: float) -> list[Effect]:
-        """Tell a member whose view is one that this node had lately what has changed since."""
+        """Send the changes since to a member with a recent earlier view of this node."""
         changed = (self._log.since(digest) if self._log.was(digest, now) else None) or []
         entries = [self._view.get(incarnation) for incarnation in changed]
         others = tuple([entry for entry in entries if entry not in (None, self._me)])
         return self._share(sender, (self._me, *others)) if changed else []
 
     def _compare(self, peer: int, digest: bytes, now: float) -> list[Effect]:
-        """Ask a member whose view is another one in what it differs, when its turn comes."""
+        """Ask a member with a different view for the differences, when its turn comes."""
         known = self._view.get(peer)
         if digest == self._view.digest() or known is None or not is_live(known):
             return []
         if self._log.was(digest, now):
-            return []  # It is behind: it is told, or asks itself.
+            return []  # It is behind: it is sent the changes, or asks itself.
         self._exchange.differs(peer, digest)
         return self._ask_next(now)
 
@@ -401,7 +405,7 @@ class Membership:
             view=self._view,
             tombstones=self._tombstones,
             live_at=self._places.live_at,
-            heard_lately=lambda one: self._detector.heard_within(one, now, self._suspect_s),
+            seen_recently=lambda one: self._detector.seen_within(one, now, self._suspect_s),
             is_master=sender.identity in masters,
             is_back=self._detector.back_within(sender.identity, now, self._suspect_s),
         )
@@ -411,44 +415,46 @@ class Membership:
         refuted = self._refute(of_me)
         self._note_end(of_me)
         effects = self._merge([*judged.merged, self._me], now)
-        self._hear(sender.identity, now)
+        self._note_message(sender.identity, now)
         for entry in judged.doubted:
-            # The member refutes, and its sender takes the entry back. This node cannot refute it.
+            # The member refutes, and the sender corrects the entry. This node cannot refute it.
             effects += self._share(Origin(entry.incarnation), (self._me, entry))
         if refuted:
             effects += self._beat(now)
             if sender.identity not in masters:
                 effects += self._share(sender, (self._me,))
         effects += self._republish(now)
-        # After a partition each side has what the other lacks.
+        # After a partition each side has entries that the other lacks.
         if before.state in (DEAD, LEFT):
-            effects += [*self._tell_end(sender, before), *self._greet(sender)]
+            effects += [*self._report_end(sender, before), *self._greet(sender)]
         effects += self._contradict(sender, judged.unmet, now)
         return [*effects, *self._look_for(judged.to_meet, sender.identity, now)]
 
     def _contradict(self, sender: Origin, unmet: list[Member], now: float) -> list[Effect]:
-        """As a master, tell a member which of those that it holds alive have not answered."""
+        """As a master, report to a member which of those that it holds alive have not answered."""
         if not any(master is self._me for master in self._masters):
             return []
         silent = self._claims.silent(unmet, now)
-        # What this node holds ended too is ended under that counter: else their views differ.
+        # If this node holds it ended too, it reports that counter: otherwise their views would
+        # differ.
         ended = [entry for entry in silent if entry.incarnation in self._view]
-        told = self._share(sender, (self._me, *silent)) if silent else []
-        return [*self._merge(ended, now), *told]
+        sent = self._share(sender, (self._me, *silent)) if silent else []
+        return [*self._merge(ended, now), *sent]
 
     def _refute(self, entry: Member | None) -> bool:
-        """Raise this node's counter above an entry about it that would win against its own."""
+        """Raise this node's counter above an entry about this node that would replace its own."""
         if entry is None or not is_newer(entry, self._me):
             return False
         if entry.counter > self._me.counter + COUNTER_JUMP_MAX:
-            return False  # No node believes it.
+            return False  # No node would trust it.
         self._me = attrs.evolve(self._me, counter=entry.counter + 1)
         return True
 
     def _note_end(self, entry: Member | None) -> None:
         """Publish all again: nodes that held this node dead have dropped its records.
 
-        They may tell so after it has refuted, as it had to refute a suspicion meanwhile.
+        Their notice may arrive after it has refuted, if it had to refute a suspicion in the
+        meantime.
         """
         if entry is None or is_live(entry) or not self._dead_at < entry.counter < self._me.counter:
             return
@@ -458,9 +464,7 @@ class Membership:
     # --- time -----------------------------------------------------------------------------------
 
     def _notice_pause(self, now: float) -> None:
-        """Start every clock again if this process was stopped: it received nothing from members
-        meanwhile.
-        """
+        """Start every clock again if this process was paused: it received nothing from members."""
         if now - self._ran_at > self._turn_s + self._heartbeat_s:
             self._detector.restart_all(now)
             self._held_at += now - self._ran_at
@@ -475,14 +479,14 @@ class Membership:
                 found.append(attrs.evolve(member, state=DEAD))
             elif member.state == ALIVE:
                 found.append(attrs.evolve(member, state=SUSPECT))
-                # Perhaps a successor answers there.
+                # A successor may answer there.
                 self._reconnect.lost(member.control, now)
-        return [*self._merge(found, now), *self._tell_masters(found)]
+        return [*self._merge(found, now), *self._notify_masters(found)]
 
-    def _tell_masters(self, news: list[Member]) -> list[Effect]:
-        """Notify the masters at once what they may doubt or have doubted: a member refutes in time.
+    def _notify_masters(self, news: list[Member]) -> list[Effect]:
+        """Notify the masters at once of what they may doubt, so that a member refutes in time.
 
-        Everything else they find when they compare views.
+        They find everything else when they compare views.
         """
         masters = [master for master in self._masters if news and master is not self._me]
         return [e for m in masters for e in self._share(Origin(m.incarnation), (self._me, *news))]
@@ -523,7 +527,7 @@ class Membership:
         return self._adopt(view, touched, now) if changed else []
 
     def _adopt(self, view: View, touched: Iterable[int], now: float) -> list[Effect]:
-        """Replace the view, and bring up to date what follows from the entries that differ."""
+        """Replace the view, and update all that depends on the entries that differ."""
         old, self._view = self._view, view
         pairs = [(old.get(one), view.get(one), one == self._me.incarnation) for one in touched]
         changed = [(before, after) for before, after, _ in pairs if before is not after]
@@ -548,21 +552,22 @@ class Membership:
     def _find_masters(self, now: float) -> None:
         masters = self._view.masters(self._max_masters)
         if [m.incarnation for m in masters] != [m.incarnation for m in self._masters]:
-            # A new master must learn of this node before it begins to count its silence.
+            # A new master must learn of this node before it starts to measure its silence.
             self._beat_at = min(self._beat_at, self._turn_at)
         self._masters = masters
         followed = self._view.live() if any(m is self._me for m in masters) else masters
         self._detector.judge([m.incarnation for m in followed if m is not self._me], now)
 
     def _follow(self, member: Member, before: Member | None, now: float) -> None:
-        """Note what the change of one entry means for clocks, tombstones and redialling."""
+        """Update clocks, tombstones and redialling after the change of one entry."""
         incarnation = member.incarnation
         if is_live(member):
             self._tombstones.lives(incarnation)
             if member.state == ALIVE:
                 self._reconnect.found(member.control)
             if before is None or member.counter > before.counter:
-                # Only a member raises its own counter: it lived lately, though unheard here.
+                # Only a member raises its own counter: it was alive recently, though this node got
+                # no message.
                 self._detector.restart(incarnation)
             if before is not None and not is_live(before):
                 self._detector.back(incarnation, now)
@@ -574,13 +579,13 @@ class Membership:
         elif member.control not in self._places.reached and member.control != self._me.control:
             self._reconnect.lost(member.control, now)
 
-    def _hear(self, incarnation: int, now: float) -> None:
+    def _note_message(self, incarnation: int, now: float) -> None:
         member = self._view.get(incarnation)
         if member is not None and is_live(member):
-            self._detector.heard(incarnation, now)
+            self._detector.seen(incarnation, now)
 
     def _share(self, to: Origin, members: tuple[Member, ...]) -> list[Effect]:
-        """Send these entries, the own one first, unless this peer has got SHARES_PER_BEAT."""
+        """Send these entries, the own one first, unless this peer already got SHARES_PER_BEAT."""
         if not self._exchange.may_share(to.identity):
             return []
         parts = parts_of_sender(self._me, members[1:])

@@ -1,16 +1,17 @@
-"""Addresses: where the members of the view are, and where others may be until they answer. Pure.
+"""Addresses: those of the members of the view, and those where other nodes may be. Pure.
 
-Candidates: what others say of a node that this one does not know is an address to try, and never a
-member: a peer may name thousands that do not exist. A few are dialled at a time, taking turns among
-those that named them, so that no peer's inventions keep out what another one names. Discovery may
-give thousands that are long dead, or none for hours. So a few of those are tried, too, in turn, the
-newest first, as long as no live member is known there: neither kind keeps the other out.
+Candidates: a report about a node that this one does not know is an address to try, never a member:
+a peer may name thousands that do not exist. A few are dialled at a time, taking turns among the
+peers that named them, so that forged addresses of one peer do not displace those of another.
+Discovery may return thousands that are long dead, or none for hours. So a few of those are tried,
+too, in turn, the newest first, as long as no live member is known there: neither kind displaces the
+other.
 
-Reconnect: addresses of `discovery_addr` are redialled without end, because a partition has no
-longest time. Those of members that were lost without a goodbye are redialled for LOST_S: later
-another cluster may have the address.
+Reconnect: addresses of `discovery_addr` are redialled forever, because a partition may last for any
+time. Those of members that were lost without a goodbye are redialled for LOST_S: later another
+cluster may have the address.
 
-Places are kept up entry by entry: a view of thousands changes thousands of times while its nodes
+Places are updated entry by entry: a view of thousands changes thousands of times while its nodes
 start.
 """
 
@@ -37,26 +38,26 @@ AGAIN_S = 5.0
 """How soon one that did not answer is tried again: partitions heal in ten seconds."""
 
 ALIAS_S = 60.0
-"""How soon one is tried again that has answered: its member has another address of its own, or has
-been lost since, and is redialled as such. Also the longest back-off for an address of
-`discovery_addr` whose member is known under another address."""
+"""How soon an address that has answered is tried again: its member has another address of its own,
+or has been lost since, and is redialled as such. Also the longest back-off for an address of
+`discovery_addr` if its member is known under another address."""
 
 LOOKS_MAX = 256
-"""Addresses looked at in one turn: some tens of microseconds."""
+"""Addresses examined in one turn: some tens of microseconds."""
 
 
 class FoundAddresses:
-    """The addresses of discovery, and when each is tried next."""
+    """The addresses that discovery returned, and when each is tried next."""
 
     def __init__(self, *, rng: random.Random) -> None:
-        """Start with none."""
+        """Start with no address."""
         self._rng = rng
         self._next_at: dict[str, float] = {}
         self._order: deque[str] = deque()
         self._tried: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """Return how many addresses discovery gives."""
+        """Return how many addresses discovery returned."""
         return len(self._next_at)
 
     @property
@@ -68,7 +69,7 @@ class FoundAddresses:
         """Try these addresses, and no others; those that are new come first."""
         given = dict.fromkeys(addresses)
         new = [address for address in given if address not in self._next_at]
-        # A thousand nodes that hear one answer try none of it in step.
+        # A thousand nodes that receive one answer do not dial it in step.
         self._rng.shuffle(new)
         kept = [address for address in self._order if address in given]
         self._order = deque([*new, *kept])
@@ -104,8 +105,8 @@ milliseconds and makes room."""
 
 AGAIN_MIN_S = 1.0
 AGAIN_MAX_S = 4.0
-"""Back-off of an address that did not answer, should it be named again. No more: a member that was
-cut off from this node alone is back within ten seconds, and AT_ONCE_MAX bounds what dials cost."""
+"""Back-off of an address that did not answer, if it is named again. No more: a member that was cut
+off from this node alone is back within ten seconds, and AT_ONCE_MAX bounds what dials cost."""
 
 OF_ONE_MAX = 16_384
 """Candidates that one peer names: the members of the largest cluster."""
@@ -114,7 +115,7 @@ WAITING_MAX = 32_768
 """Candidates that all peers name; further ones are dropped, and named again by honest peers."""
 
 FAILED_MAX = 16_384
-"""Addresses remembered that did not answer."""
+"""Remembered addresses that did not answer."""
 
 
 @attrs.define
@@ -132,7 +133,7 @@ class _Named:
     known: set[str] = attrs.field(factory=set)
 
     def draw(self, rng: random.Random) -> str:
-        """Take any of them: a thousand nodes that hear one list dial none of it in step."""
+        """Remove a random one: a thousand nodes that receive one list do not dial it in step."""
         at = rng.randrange(len(self.order))
         self.order[at], self.order[-1] = self.order[-1], self.order[at]
         address = self.order.pop()
@@ -144,9 +145,9 @@ class Candidates:
     """The addresses to try, by the peer that named them, and those that are being dialled."""
 
     def __init__(self, *, rng: random.Random) -> None:
-        """Start with none."""
+        """Start with no candidate."""
         self._rng = rng
-        self._waiting: dict[int, _Named] = {}  # the next peer's turn first
+        self._waiting: dict[int, _Named] = {}  # the peer that is next in turn first
         self._count = 0
         self._dialled: dict[str, float] = {}
         self._failed: dict[str, _Failed] = {}  # oldest first
@@ -162,9 +163,9 @@ class Candidates:
         return frozenset(self._dialled).union(self._found.tried)
 
     def name(self, address: str, source: int, now: float, *, is_own: bool = False) -> None:
-        """Try this address, which a peer has named; not again while it is known not to answer.
+        """Try this address, which a peer has named, unless it is known not to answer.
 
-        is_own: the peer says that it is there itself. Another may have been there, and failed.
+        is_own: the peer names its own address. Another process may have failed there before.
         """
         failed = self._failed.get(address)
         if address in self._dialled:
@@ -184,7 +185,7 @@ class Candidates:
             self._count += 1
 
     def found(self, addresses: Iterable[str], now: float) -> None:
-        """Try the addresses that discovery gives, and no longer those that it gave before."""
+        """Try the addresses that discovery returned, and no longer the earlier ones."""
         self._found.replace(addresses, now)
 
     def answered(self, address: str, now: float) -> None:
@@ -196,7 +197,7 @@ class Candidates:
     def due(self, now: float, *, reached: Container[str] = (), own: str = "") -> list[str]:
         """Return the addresses to dial now; give up those that did not answer in time.
 
-        reached, own: addresses of live members and of this node, which discovery may give too.
+        reached, own: addresses of live members and of this node, which discovery may return too.
         """
         for address in [one for one, until in self._dialled.items() if until <= now]:
             del self._dialled[address]
@@ -219,21 +220,21 @@ class Candidates:
     def _fail(self, address: str, now: float) -> None:
         before = self._failed.pop(address, None)
         delay_s = AGAIN_MIN_S if before is None else min(2 * before.delay_s, AGAIN_MAX_S)
-        # Nodes that heard the same gossip do not dial in step.
+        # Nodes that received the same gossip do not dial in step.
         self._failed[address] = _Failed(now, now + delay_s * self._rng.uniform(0.5, 1.0), delay_s)
         if len(self._failed) > FAILED_MAX:
             del self._failed[next(iter(self._failed))]
 
 
 LOST_MAX = 256
-"""Lost addresses remembered. One that answers is enough to heal: it knows the other members."""
+"""Remembered lost addresses. One that answers is enough to heal: it knows the other members."""
 
 LOST_S = 600.0
 """How long a lost address is redialled. Two sides of a longer partition find each other by
 `discovery_addr`."""
 
 REDIALS_PER_TURN = 2
-"""Lost addresses redialled at one time: a thousand nodes that lost a thousand do not flood."""
+"""Lost addresses redialled at a time, so that a thousand nodes cause no flood."""
 
 
 @attrs.define
@@ -271,24 +272,24 @@ class Reconnect:
         return tuple(self._heads)
 
     def is_own(self, control: str, head_rank: int) -> None:
-        """Dial this address no longer, nor the head of this rank: they are this node's."""
+        """Stop to dial this address and the head of this rank: they are this node's own."""
         for address, rank in self._discovery.items():
             if address == control or rank == head_rank:
                 self._heads.pop(address, None)
         self._lost.pop(control, None)
 
     def lost(self, address: str, now: float) -> None:
-        """Redial this address until `found`, for LOST_S; the one lost longest makes room."""
+        """Redial this address until `found`, for LOST_S; the one that was lost first makes room."""
         if address in self._heads or address in self._lost:
             return
         if len(self._lost) >= LOST_MAX:
             del self._lost[next(iter(self._lost))]
-        # All nodes notice the same loss at about the same time.
+        # All nodes notice a loss at about the same time.
         at = now + self._rng.uniform(0.0, self._first_s)
         self._lost[address] = _Redial(at, self._first_s, now + LOST_S)
 
     def found(self, address: str) -> None:
-        """Redial this address no longer: a live member is there, or the member sent goodbye."""
+        """Stop to redial this address: a live member is there, or the member sent goodbye."""
         self._lost.pop(address, None)
 
     def due(self, now: float, *, reached: Container[str], ranks: Container[int]) -> list[str]:
@@ -304,7 +305,7 @@ class Reconnect:
             if self._discovery[address] in ranks:
                 longest_s = ALIAS_S
             else:
-                # Its head may have been there under another address until just now.
+                # Its head may have been at another address until just now.
                 longest_s = self._longest_s
                 redial.at = min(redial.at, now + longest_s)
             if redial.at <= now:
@@ -330,11 +331,11 @@ _Key = TypeVar("_Key", str, int)
 
 @final
 class Places:
-    """What the entries of the other members say of places. All three are to be read only.
+    """The addresses and head ranks of the other members. Callers must only read the three fields.
 
     live_at: the incarnations that are alive or suspect at each control address.
-    reached: the control addresses of those that are alive; ranks: their head ranks. Each with how
-             many members it has.
+    reached: the control addresses of those that are alive; ranks: their head ranks. Each with its
+             number of members.
     """
 
     def __init__(self) -> None:

@@ -1,30 +1,31 @@
-"""Gossip: what this node sends of its view, what it merges of others', and who is silent. Pure.
+"""Gossip: what this node sends of its view, what it merges of others, and which members are silent.
+Pure.
 
 Log: a digest names the set of live entries. So "what changed since the view had this digest" is
-exact: a peer that has it needs those entries and no others. A digest that the log does not know, or
-from which too much has changed, is answered as ever: by comparing, or with the whole view, cut into
-messages of a bounded size.
+exact: a peer that has it needs those entries and no others. If the log does not know a digest, or
+too much has changed since, views are compared, or the whole view is sent in messages of a bounded
+size.
 
-Merge: how two entries merge is a law (`model/view.py`). Which entries to merge is judged here: a
-member heard lately is not dead, only the judges of a member end it, and none that comes back itself
-just now; a tombstone stays, and an address has one holder. Otherwise one node that was cut off, and
-comes back with a view full of dead members, would empty every view until the last of them has
-refuted.
+Merge: `model/view.py` defines how two entries merge. Which entries to merge is decided here: a
+member that sent a message recently is not dead; only the judges of a member end it, but not a judge
+that has just come back itself; a tombstone stays, and an address has one holder. Otherwise one node
+that was cut off, and comes back with a view full of dead members, would empty every view until the
+last of them has refuted.
 
-The failure detector keeps two clocks a member, because they answer two questions. *When was it
-heard?* is evidence, and only a message of the member sets it. *How long is it silent?* is
-suspicion, and starts again whenever this node could not have heard it: when it begins to judge the
-member, when another node shows that the member lived, when this process was stopped. Both are this
-host's clock.
+The failure detector keeps two clocks a member, because they answer two questions. *When did its
+last message arrive?* is evidence, and only a message of the member sets it. *How long is it
+silent?* is suspicion, and starts again whenever this node could not have received a message: when
+it begins to judge the member, when another node shows that the member was alive, when this process
+was paused. Both are measured by this host's clock.
 
-Claims are of nodes that members hold alive, and that have not answered a master. A member judges
-only the masters itself, and no master judges what it does not hold alive: a member that refutes to
-one node, and then is gone, would stay in that node's view.
+Claims are nodes that members hold alive, and that have not answered a master. A member judges only
+the masters itself, and no master judges a node that it does not hold alive: without claims, a
+member that refutes to one node, and then dies, would stay in that node's view.
 
 Tombstones: the entry of a member that ended, dead or left, stays in the view for FORGET_S, so that
 it wins against every view that still has the member alive. Then the entry leaves the view, and a
-tombstone keeps its last counter, on this node only. An entry with no higher counter is one of the
-same dead member.
+tombstone keeps its last counter, on this node only. An entry without a higher counter is an old one
+of the same dead member.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class FailureDetector:
 
     def __init__(self) -> None:
         """Judge no member."""
-        self._heard_at: dict[int, float] = {}
+        self._seen_at: dict[int, float] = {}
         self._silent_since: dict[int, float] = {}
         self._back_since: dict[int, float] = {}
 
     def __len__(self) -> int:
-        """Return how many members are remembered as heard."""
-        return len(self._heard_at)
+        """Return how many members have a recorded last message."""
+        return len(self._seen_at)
 
     def judge(self, incarnations: Iterable[int], now: float) -> None:
         """Judge exactly these from now on; members judged already keep their clocks."""
@@ -72,18 +73,18 @@ class FailureDetector:
         """Judge this one too; its clock goes on if it is judged already."""
         self._silent_since.setdefault(incarnation, now)
 
-    def heard(self, incarnation: int, now: float) -> None:
-        """Note a message of a live member."""
-        self._heard_at[incarnation] = now
+    def seen(self, incarnation: int, now: float) -> None:
+        """Record a message of a live member."""
+        self._seen_at[incarnation] = now
         if incarnation in self._silent_since:
             self._silent_since[incarnation] = now
 
-    def heard_within(self, incarnation: int, now: float, span_s: float) -> bool:
-        """Tell whether a message of this member came less than `span_s` ago."""
-        return now - self._heard_at.get(incarnation, -math.inf) < span_s
+    def seen_within(self, incarnation: int, now: float, span_s: float) -> bool:
+        """Return whether a message of this member arrived less than `span_s` ago."""
+        return now - self._seen_at.get(incarnation, -math.inf) < span_s
 
     def restart(self, incarnation: int) -> None:
-        """Start the clock of a member again at the next `judge`: it lived lately."""
+        """Start the clock of a member again at the next `judge`: it was alive recently."""
         self._silent_since.pop(incarnation, None)
 
     def restart_all(self, now: float) -> None:
@@ -91,17 +92,17 @@ class FailureDetector:
         self._silent_since = dict.fromkeys(self._silent_since, now)
 
     def ended(self, incarnation: int) -> None:
-        """Judge a member no longer that is dead or has left, and drop what was learned of it."""
-        self._heard_at.pop(incarnation, None)
+        """Stop to judge a member that is dead or has left, and drop its clocks."""
+        self._seen_at.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._back_since.pop(incarnation, None)
 
     def back(self, incarnation: int, now: float) -> None:
-        """Note that a member lives which this node has held dead."""
+        """Note that a member is alive that this node has held dead."""
         self._back_since[incarnation] = now
 
     def back_within(self, incarnation: int, now: float, span_s: float) -> bool:
-        """Tell whether this node held a member dead less than `span_s` ago."""
+        """Return whether this node held a member dead less than `span_s` ago."""
         return now - self._back_since.get(incarnation, -math.inf) < span_s
 
     def silent_for(self, span_s: float, now: float) -> list[tuple[int, float]]:
@@ -117,10 +118,10 @@ CLAIMED_MAX: Final = 1024
 
 @final
 class Claims:
-    """Since when each such node is claimed to be alive, and when last."""
+    """When each such node was first and last claimed to be alive."""
 
     def __init__(self, *, dead_s: float) -> None:
-        """Take a node for dead that has not answered for `dead_s`."""
+        """Consider a node dead that has not answered for `dead_s`."""
         self._dead_s = dead_s
         self._claimed: dict[int, tuple[float, float]] = {}
 
@@ -136,7 +137,7 @@ class Claims:
         return tuple(found)
 
     def forget(self, now: float, *, view: View) -> None:
-        """Forget what is claimed no longer, and what lives in this node's view by now."""
+        """Forget nodes that are no longer claimed, or are alive in this node's view by now."""
         self._claimed = {
             incarnation: (since, last)
             for incarnation, (since, last) in self._claimed.items()
@@ -152,7 +153,7 @@ FORGET_S = 300.0
 """How long an ended entry stays in the view: long after it has reached every node."""
 
 ENDED_MAX = 1024
-"""Ended entries kept in the view and shared with it; beyond, the oldest leave it early."""
+"""Ended entries kept in the view and shared with it; beyond that, the oldest leave it early."""
 
 TOMBSTONES_MAX = 65_536
 """Tombstones kept, of about 150 bytes. Without one an old view revives its member for `dead_s`: the
@@ -178,12 +179,12 @@ class Tombstones:
         self._counters.pop(incarnation, None)
 
     def lives(self, incarnation: int) -> None:
-        """Note that a member lives, by a counter higher than any known one."""
+        """Note that a member is alive, by a counter higher than any known one."""
         self._ended_at.pop(incarnation, None)
         self._counters.pop(incarnation, None)
 
     def holds(self, member: Member) -> bool:
-        """Tell whether a tombstone stands for this very entry or for a newer one."""
+        """Return whether a tombstone stands for this very entry or for a newer one."""
         return member.counter <= self._counters.get(member.incarnation, -1)
 
     def as_dead(self, member: Member) -> Member:
@@ -200,7 +201,7 @@ class Tombstones:
         return gone
 
     def set(self, member: Member) -> None:
-        """Keep the counter of an entry that leaves the view."""
+        """Record the counter of an entry that leaves the view."""
         del self._ended_at[member.incarnation]
         self._counters[member.incarnation] = member.counter
         if len(self._counters) > TOMBSTONES_MAX:
@@ -210,24 +211,24 @@ class Tombstones:
 LOG_MAX: Final = 1024
 """Changes remembered: those of a start of a thousand nodes, or of hours of a steady cluster."""
 
-TOLD_MAX: Final = 64
-"""Entries told as changes, 20 KB at most: beyond, views are compared."""
+CHANGES_SENT_MAX: Final = 64
+"""Entries sent as changes, 20 KB at most: beyond that, views are compared."""
 
 BEHIND_BEATS: Final = 3
-"""Heartbeats for which a peer counts as behind whose view this node had; then it may differ by more
-than what is told in heartbeats, and the views are compared."""
+"""Heartbeats for which a peer with an earlier view of this node counts as behind; afterwards it may
+differ by more than heartbeats report, and the views are compared."""
 
 
 @final
 class ViewLog:
-    """The last changes of a view, and where in them each digest was left."""
+    """The last changes of a view, and the position in them at which each digest ended."""
 
     def __init__(self, *, heartbeat_s: float) -> None:
-        """Know no change."""
+        """Start with no change."""
         self._recent_s = BEHIND_BEATS * heartbeat_s
         self._changes: deque[int] = deque()  # incarnations, oldest first
         self._forgotten = 0
-        self._left: dict[bytes, tuple[int, float]] = {}  # by digest: how many changes came before
+        self._left: dict[bytes, tuple[int, float]] = {}  # by digest: changes before its end
 
     def __len__(self) -> int:
         """Return how many changes are remembered."""
@@ -236,7 +237,7 @@ class ViewLog:
     def changed(self, before: bytes, after: bytes, touched: Iterable[int], now: float) -> None:
         """Note that these entries have changed, and the view's digest with them."""
         if before == after:
-            return  # Entries of the ended: no peer has to learn of them.
+            return  # Only ended entries changed: no peer has to learn of them.
         self._left.pop(before, None)
         self._left[before] = (self._forgotten + len(self._changes), now)
         self._changes.extend(touched)
@@ -247,7 +248,7 @@ class ViewLog:
             del self._left[next(iter(self._left))]
 
     def was(self, digest: bytes, now: float) -> bool:
-        """Tell whether the view had this digest lately: who has it still is behind this node."""
+        """Return whether the view had this digest recently: a peer that still has it is behind."""
         left = self._left.get(digest)
         return left is not None and now - left[1] < self._recent_s
 
@@ -255,10 +256,10 @@ class ViewLog:
         """Return the entries that changed since the view had this digest; None if not known."""
         left = self._left.get(digest)
         count = 0 if left is None else self._forgotten + len(self._changes) - left[0]
-        if not 0 < count <= 4 * TOLD_MAX:
+        if not 0 < count <= 4 * CHANGES_SENT_MAX:
             return None
         changed = dict.fromkeys(self._changes[at - count] for at in range(count))
-        return list(changed) if len(changed) <= TOLD_MAX else None
+        return list(changed) if len(changed) <= CHANGES_SENT_MAX else None
 
 
 PART_BYTES_MAX = 192 * 1024
@@ -268,7 +269,7 @@ PART_MEMBERS_MAX = 1024
 """Entries in one message: their decoding takes a few milliseconds."""
 
 MEMBER_BYTES_ABOUT = 80
-"""What an entry takes beside its texts: four numbers and the heads of all fields."""
+"""Size of an entry without its texts: four numbers and the heads of all fields."""
 
 
 def parts_of(members: Iterable[Member]) -> list[tuple[Member, ...]]:
@@ -286,7 +287,7 @@ def parts_of(members: Iterable[Member]) -> list[tuple[Member, ...]]:
 
 
 def parts_of_sender(me: Member, others: Iterable[Member]) -> list[tuple[Member, ...]]:
-    """Cut entries into parts that each begin with the sender's own: it says whose the others are.
+    """Cut entries into parts that each begin with the sender's own, which identifies the sender.
 
     Entries of one address stand together, so that a successor is seen with its predecessor.
     """
@@ -304,7 +305,7 @@ def part_asked(view: View, asked: RequestView) -> ShareView:
 
 
 def changes_asked(view: View, log: ViewLog, asked: RequestViewChanges) -> ReportViewChanges:
-    """Return what a client needs that holds an earlier view of this node's, or of an equal one."""
+    """Return the changes for a client with an earlier view of this node, or of an equal one."""
     digest = view.digest()
     if asked.digest == digest:
         return ReportViewChanges(asked.request, digest, digest, (), ())
@@ -318,23 +319,23 @@ def changes_asked(view: View, log: ViewLog, asked: RequestViewChanges) -> Report
 
 
 def bytes_of(member: Member) -> int:
-    """Return how many bytes an entry takes at most."""
+    """Return the most bytes that an entry takes."""
     texts = (member.host_name, member.control, member.data, member.boot_id, member.segment)
     length = sum([len(text.encode()) for text in (*texts, member.name)])
     return length + len(member.nonce) + MEMBER_BYTES_ABOUT
 
 
 COUNTER_JUMP_MAX = 2**16
-"""How far a member's counter may be ahead in another node's view: further than a member refutes
-while two sides do not hear each other. A counter at the end of its range could not be refuted."""
+"""How far a member's counter may be ahead in another node's view: further than a member raises it
+while two sides are partitioned. A counter at the end of its range could not be refuted."""
 
 
 @final
 @attrs.frozen
 class JudgedView:
-    """What follows from a view.
+    """What to do with the entries of a view.
 
-    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members that may well live.
+    merged:  entries to merge. doubted: DEAD or SUSPECT entries of members that may be alive.
     to_meet: addresses at which members may be that this node does not know, or holds dead.
     unmet:   the entries among them that are live, and newer than what this node knows.
     """
@@ -346,7 +347,9 @@ class JudgedView:
 
 
 def speaks_for_itself(sender: int, member: Member) -> bool:
-    """Tell whether `sender` brings its own entry, in a state that only a member itself reports."""
+    """Return whether `sender` brings its own entry, in a state that only members themselves
+    report.
+    """
     return member.incarnation == sender and member.state in (ALIVE, LEFT)
 
 
@@ -358,7 +361,7 @@ def introduced(
     tombstones: Tombstones,
     live_at: Mapping[str, Collection[int]],
 ) -> list[Member]:
-    """Return the entries that follow from a node's own message that it lives at its address.
+    """Return the entries that follow from a node's own message that it is alive at its address.
 
     live_at: the incarnations of the other live members at each control address.
     """
@@ -367,8 +370,9 @@ def introduced(
         return [tombstones.as_dead(member)]
     if known is not None or member.state != ALIVE:
         return [member]
-    # One process binds an address, so the member that had it before is gone. Judged at first sight
-    # only: two nodes that advertise one address by mistake would end each other forever.
+    # One process binds an address, so the member that had it before is gone. Checked only when the
+    # member is first seen: two nodes that advertise one address by mistake would end each other
+    # forever.
     before = [view.get(other) for other in sorted(live_at.get(member.control, ()))]
     return [member] + [
         attrs.evolve(other, state=DEAD)
@@ -385,16 +389,16 @@ def judge_view(
     view: View,
     tombstones: Tombstones,
     live_at: Mapping[str, Collection[int]],
-    heard_lately: Callable[[int], bool],
+    seen_recently: Callable[[int], bool],
     is_master: bool,
     is_back: bool,
 ) -> JudgedView:
-    """Part the entries of a known `sender`'s view: to merge, to doubt, and to look for.
+    """Divide the entries of a known sender's view: to merge, to doubt, and to look for.
 
-    heard_lately: whether a message of the member itself came within suspect_s.
-    is_master:    whether the sender is a master: what others say of third nodes is not believed.
-    is_back:      whether this node held the sender dead until lately: it comes from another side of
-                  a partition, and has not heard yet who lives on this one.
+    seen_recently: whether a message of the member itself arrived within suspect_s.
+    is_master:    whether the sender is a master: other nodes are not trusted about third nodes.
+    is_back:      whether this node held the sender dead until lately: it comes from the other side
+                  of a partition, and does not know yet which members of this side are alive.
     """
     holders = {member.control: member.incarnation for member in theirs.values() if is_live(member)}
     judged = JudgedView([], [], [], [])
@@ -413,14 +417,14 @@ def judge_view(
                 judged.unmet.append(entry)
         elif not is_newer(entry, mine):
             if is_master and is_live(entry) and not is_live(mine):
-                # It may live, and not know what is said of it: its own answer lets it refute. The
-                # masters cannot tell it, for they do not believe this node about others.
+                # It may be alive, and not know of this report: its own answer lets it refute. The
+                # masters cannot notify it, because they do not trust this node about others.
                 judged.to_meet.append(entry.control)
         elif entry.counter > mine.counter + COUNTER_JUMP_MAX:
             continue
         elif entry.state in (SUSPECT, DEAD) and (
             is_live(mine)
-            and (is_back or heard_lately(incarnation))
+            and (is_back or seen_recently(incarnation))
             and holders.get(entry.control, incarnation) == incarnation
         ):
             judged.doubted.append(entry)
@@ -436,26 +440,26 @@ SHARES_PER_BEAT: Final = 4
 """Answers with entries to one peer in one heartbeat: an exchange takes two, a heal three."""
 
 DIFFERING_MAX: Final = 64
-"""Peers remembered whose views differ: each is asked in a turn of its own, and says so again."""
+"""Remembered peers with different views: each is asked in its turn, and reports it again."""
 
 BUSY_BEATS: Final = 3
-"""Heartbeats between two questions while there are addresses to try: their answers come first."""
+"""Heartbeats between two comparisons while there are addresses to try: their answers come first."""
 
 
 @final
 class ViewExchange:
-    """The bounds of what is said, and the peers whose views are other ones."""
+    """The limits of what is sent, and the peers with different views."""
 
     def __init__(self, *, turn_s: float, heartbeat_s: float) -> None:
-        """Ask one peer in `turn_s`."""
+        """Ask one peer every `turn_s`."""
         self._turn_s = turn_s
         self._busy_s = BUSY_BEATS * heartbeat_s
         self._shares: dict[int, int] = {}
-        self._differing: dict[int, bytes] = {}  # the next to be asked first
+        self._differing: dict[int, bytes] = {}  # the next one to ask first
         self._asked_at = float("-inf")
 
     def __len__(self) -> int:
-        """Return with how many peers something was shared in this heartbeat."""
+        """Return with how many peers entries were shared in this heartbeat."""
         return len(self._shares)
 
     def may_share(self, peer: int) -> bool:
@@ -467,19 +471,19 @@ class ViewExchange:
         return True
 
     def next_beat(self) -> None:
-        """Begin to count again."""
+        """Start to count again."""
         self._shares.clear()
 
     def differs(self, peer: int, digest: bytes) -> None:
-        """Note that a peer's view is another one, as of its last message."""
+        """Note that a peer's view is different, as of its last message."""
         self._differing.pop(peer, None)
         if len(self._differing) < DIFFERING_MAX:
             self._differing[peer] = digest
 
     def next_peer(self, now: float, *, own: bytes, members: View, is_busy: bool) -> int | None:
-        """Return the peer to ask in what its view differs, or None in this turn.
+        """Return the peer to ask for the differences of its view, or None in this turn.
 
-        own: this view's digest: what the last answer brought may be all.
+        own: this view's digest: the last answer may have brought all differences.
         """
         if now - self._asked_at < (self._busy_s if is_busy else self._turn_s):
             return None
@@ -492,37 +496,37 @@ class ViewExchange:
 
 
 ANNOUNCED_AT_ONCE_MAX: Final = 64
-"""Members of a view each change of which is told at once: that takes less than a tenth of a
-millisecond."""
+"""Up to this many members, each change of a view is announced at once: that takes less than a tenth
+of a millisecond."""
 
 ANNOUNCE_GAP_S: Final = 0.1
-"""Least time between two announcements of a larger view: a thousand members that come within some
-seconds are not a thousand rings."""
+"""Least time between two announcements of a larger view: a thousand members that join within some
+seconds do not cause a thousand rings."""
 
 
 @final
 class Announcing:
-    """When the view was told last, and when it is to be told again.
+    """When the view was last announced, and when it must be announced again.
 
-    due: when a change that was not told yet is to be told; inf if there is none.
+    due: when a pending change must be announced; inf if there is none.
     """
 
     def __init__(self, metrics: Metrics | None) -> None:
-        """Have told nothing."""
+        """Start with nothing announced."""
         self._metrics = metrics
-        self._told_at = -math.inf
+        self._announced_at = -math.inf
         self.due = math.inf
 
     def changed(self, view: View, now: float) -> list[Effect]:
-        """Tell a change, or let it wait."""
-        if len(view) > ANNOUNCED_AT_ONCE_MAX and now - self._told_at < ANNOUNCE_GAP_S:
-            self.due = self._told_at + ANNOUNCE_GAP_S
+        """Announce a change, or let it wait."""
+        if len(view) > ANNOUNCED_AT_ONCE_MAX and now - self._announced_at < ANNOUNCE_GAP_S:
+            self.due = self._announced_at + ANNOUNCE_GAP_S
             return []
-        return self.tell(view, now)
+        return self.announce(view, now)
 
-    def tell(self, view: View, now: float) -> list[Effect]:
-        """Tell the view."""
-        self._told_at, self.due = now, math.inf
+    def announce(self, view: View, now: float) -> list[Effect]:
+        """Announce the view."""
+        self._announced_at, self.due = now, math.inf
         changed = ViewChanged(view.members())
         if self._metrics is not None:
             for state, name in enumerate(STATE_NAMES):

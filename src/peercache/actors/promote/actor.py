@@ -1,15 +1,16 @@
 """Promote: brings pages from this node's disk back into its pool, for readers that ask.
 
-Owns    the waiters, with their questions and their timeout; the pages that are wanted, and the
-        loads in flight with their reservations in the pool; what is promoted and not read yet.
+Owns    the waiters, with their requests and timeouts; the wanted pages, and the loads in flight
+        with their reservations in the pool; the promoted pages that are not read yet.
 Takes   Promote, from readers; PoolGrew, Granted and Committed, from the pool; PagesFound,
         PagesLoaded, LateEnded and DiskEnded, from the disk actor.
 Sends   PagesSought, Reserve, Commit and PromoteAnswered to the pool, which answers readers with its
-        records of the moment; RequestLoad to the disk actor.
-Keeps   each question has one answer, within its timeout. A page is loaded once however many
-        readers wait. A slot that the store may still write to stays reserved.
-Limits  WAITERS_MAX questions, WANTED_MAX pages, LOADS_MAX loads of LOAD_BYTES_MAX; half of the pool
-        for what is loading or unread; `wish_rate` bytes a second for questions without timeout.
+        current records; RequestLoad to the disk actor.
+Keeps   each request has one answer, within its timeout. A page is loaded once, however many readers
+        wait. A slot that the store may still write to stays reserved.
+Limits  WAITERS_MAX requests, WANTED_MAX pages, LOADS_MAX loads of LOAD_BYTES_MAX; half of the pool
+        for pages that are loading or unread; `wish_rate` bytes a second for requests without a
+        timeout.
 
 The promote actor is a client of its own pool: it reserves slots, has the disk actor load pages
 straight into them, and commits what arrived. A reservation ends when the disk is done with its
@@ -68,7 +69,7 @@ from peercache.wire.messages.pool import (
 )
 
 READ_WITHIN_S: Final = 0.25
-"""How long a reader has to read its portion; afterwards its pages count as any other page."""
+"""How long a reader has to read its portion; afterwards its pages count like any other page."""
 
 
 @final
@@ -82,13 +83,13 @@ class _Portion:
 @final
 @attrs.define(eq=False)
 class UnreadPages:
-    """The bytes of promoted pages, by their readers. size: their sum."""
+    """The bytes of promoted pages that are not read yet, by reader. size: their sum."""
 
     size: int = 0
     _portions: deque[_Portion] = attrs.field(factory=deque)
 
     def add(self, now: float, size: int, readers: dict[int, None]) -> None:
-        """Note what was promoted for these readers; a wish has none."""
+        """Record the bytes that were promoted for these readers; a wish has no reader."""
         self._portions.append(_Portion(now, size, readers))
         self.size += size
 
@@ -102,7 +103,7 @@ class UnreadPages:
                     portion.size = 0
 
     def expire(self, now: float) -> None:
-        """Count out the portions whose time is over."""
+        """Remove the portions whose time is over."""
         while self._portions and self._portions[0].at + READ_WITHIN_S <= now:
             self.size -= self._portions.popleft().size
 
@@ -112,7 +113,7 @@ class UnreadPages:
 
 
 WAITERS_MAX: Final = 4096
-"""Waiters at once; one more is answered at once, with what is in memory."""
+"""Waiters at a time; further ones are answered at once, with the pages in memory."""
 
 
 @final
@@ -136,11 +137,11 @@ class Waiters:
 
     metrics: Metrics | None = None
     now: float = -inf
-    """Of the step under way."""
+    """The time of the current step."""
     _waiters: dict[int, Waiter] = attrs.field(factory=dict)
     _pending: dict[bytes, dict[tuple[int, int], None]] = attrs.field(factory=dict)
-    """By key: the waiters for it, and the page's position in their questions. Many may wait for one
-    prefix, and all give up in one tick: each leaves without a look at the others."""
+    """By key: the waiters for it, and the page's position in their requests. Many may wait for one
+    prefix, and all time out in one tick: each is removed without a scan of the others."""
     _last: int = 0
 
     def __len__(self) -> int:
@@ -152,7 +153,8 @@ class Waiters:
         waiter.open = len(positions)
         states = waiter.states
         has_news = PROMOTED in states or LOST in states or not states
-        # An answer without news waits for the timeout: else the reader would poll without pause.
+        # An answer without progress waits for the timeout: otherwise the reader would poll without
+        # pause.
         if (not positions and has_news) or len(self._waiters) >= WAITERS_MAX:
             return [self._answer(waiter)]
         self._last += 1
@@ -175,7 +177,7 @@ class Waiters:
         return list(self._pending)
 
     def settle(self, key: bytes, state: int) -> list[Effect]:
-        """Notify the waiters for a page its state; answer those with no page pending."""
+        """Report a page's state to its waiters; answer those with no page pending."""
         effects: list[Effect] = []
         for number, at in self._pending.pop(key, ()):
             waiter = self._waiters.get(number)
@@ -187,7 +189,7 @@ class Waiters:
         return effects
 
     def expire(self) -> list[Effect]:
-        """Answer the waiters whose timeout is over, with what has come."""
+        """Answer the waiters whose timeout has passed, with the pages that were loaded."""
         over = [number for number, waiter in self._waiters.items() if waiter.until <= self.now]
         effects: list[Effect] = []
         for number in over:
@@ -201,11 +203,11 @@ class Waiters:
         return effects
 
     def deadline(self) -> float:
-        """Return when the next timeout is over; inf without waiters."""
+        """Return when the next timeout passes; inf without waiters."""
         return min((waiter.until for waiter in self._waiters.values()), default=inf)
 
     def _answer(self, waiter: Waiter) -> Effect:
-        """Have the pool answer, which knows the records of this moment."""
+        """Have the pool answer, which has the current records."""
         if self.metrics is not None:
             self.metrics.promote_s.observe(self.now - waiter.asked_at)
         keys, states = tuple(waiter.keys), bytes(waiter.states)
@@ -214,19 +216,19 @@ class Waiters:
 
 LOAD_BYTES_MAX: Final = 8 * 2**20
 LOAD_PAGES_MAX: Final = 64
-"""Of one job: the first page of a batch waits for this much at most, and a stuck read keeps it."""
+"""Pages of one job: the first page waits for at most this many, and a stuck read holds them."""
 
 LOADS_MAX: Final = 8
 """Jobs at once: enough to keep a fast disk busy in both directions."""
 
 LOAD_S: Final = 5.0
-"""Deadline of a job. Its readers have their own timeout."""
+"""Deadline of a job. Its readers have their own timeouts."""
 
 WANTED_MAX: Final = 65_536
 """Pages that wait for a job; readers ask again for those beyond."""
 
 PORTION_DIVISOR: Final = 4
-"""An answer brings a quarter of the pool at most: the reader reads it before it asks for more."""
+"""One answer covers a quarter of the pool at most: the reader reads it before it asks for more."""
 
 HELD_DIVISOR: Final = 2
 """Half of the pool may be loading or unread: a promoted page is not evicted by the next promote."""
@@ -238,7 +240,7 @@ FULL_AGAIN_S: Final = 0.02
 @final
 @attrs.frozen
 class WantedPage:
-    """A page on disk, as the disk actor told it."""
+    """A page on disk, as the disk actor reported it."""
 
     length: int
     namespace: Tag
@@ -256,7 +258,7 @@ class _Job:
     checksums: list[int]
     chosen: list[int] = attrs.field(factory=list)
     again: list[int] = attrs.field(factory=list)
-    """Positions of pages for which the pool had no slot now."""
+    """Positions of pages for which the pool had no free slot."""
     late: dict[int, None] = attrs.field(factory=dict)
     """Indices of `chosen` whose slots may still be written to."""
 
@@ -264,16 +266,16 @@ class _Job:
 @final
 @attrs.define(eq=False)
 class Promotions:
-    """The pages that are wanted, and those that are being loaded.
+    """The wanted pages, and those that are being loaded.
 
-    pool_bytes: how much of the pool is usable now.
+    pool_bytes: the usable size of the pool.
     """
 
     waiters: Waiters
     metrics: Metrics | None = None
     pool_bytes: int = 0
     now: float = -inf
-    """Of the step under way."""
+    """The time of the current step."""
     unread: UnreadPages = attrs.field(factory=UnreadPages)
     _wanted: dict[bytes, WantedPage] = attrs.field(factory=dict)
     """Oldest first."""
@@ -286,7 +288,7 @@ class Promotions:
 
     @property
     def portion_bytes(self) -> int:
-        """Return how much one answer may bring."""
+        """Return how many bytes one answer may cover."""
         return self.pool_bytes // PORTION_DIVISOR
 
     def portion(self, positions: Sequence[int], lengths: Sequence[int], bytes_max: float) -> int:
@@ -305,7 +307,7 @@ class Promotions:
         return True
 
     def deadline(self) -> float:
-        """Return when to look for room again."""
+        """Return when to try again to get room in the pool."""
         due = inf
         if self._wanted:
             if len(self._jobs) < LOADS_MAX:
@@ -314,7 +316,7 @@ class Promotions:
         return due
 
     def pump(self) -> list[Effect]:
-        """Begin jobs: reserve slots for the oldest wanted pages."""
+        """Start jobs: reserve slots for the oldest wanted pages."""
         self.unread.expire(self.now)
         if self.now < self._full_until:
             return []
@@ -325,7 +327,7 @@ class Promotions:
         return effects
 
     def granted(self, granted: Granted) -> list[Effect]:
-        """Take the slots of a job, and have the disk actor load into them."""
+        """Accept the slots of a job, and have the disk actor load into them."""
         job = self._jobs[granted.sequence]
         effects: list[Effect] = []
         for at, state in enumerate(granted.states):
@@ -335,7 +337,7 @@ class Promotions:
                 job.again.append(at)
                 self._full_until = self.now + FULL_AGAIN_S
             else:
-                # The page is in memory; or it is larger than this pool, or of another length.
+                # The page is in memory already, is larger than this pool, or has another length.
                 effects += self.waiters.settle(job.keys[at], PROMOTED if state == HERE else LOST)
         if not job.chosen:
             return [*effects, *self._over(granted.sequence)]
@@ -350,7 +352,7 @@ class Promotions:
         return [*effects, TellDisk(load)]
 
     def loaded(self, loaded: PagesLoaded) -> list[Effect]:
-        """Take the outcome of a load; commit, unless a slot may still be written to."""
+        """Handle the outcome of a load; commit, unless a slot may still be written to."""
         job = self._jobs[loaded.job]
         effects: list[Effect] = []
         checksums: list[int] = loaded.checksums.tolist()
@@ -367,7 +369,7 @@ class Promotions:
         return effects if job.late else [*effects, self._commit(loaded.job, job)]
 
     def late_ended(self, number: int, indices: Iterable[int]) -> list[Effect]:
-        """Note slots that are written to no longer; the reservation ends with the last of them."""
+        """Note slots that are no longer written to; the reservation ends with the last of them."""
         job = self._jobs[number]
         effects: list[Effect] = []
         for index in indices:
@@ -376,7 +378,7 @@ class Promotions:
         return effects if job.late else [*effects, self._commit(number, job)]
 
     def committed(self, committed: Committed) -> list[Effect]:
-        """Note what is in the pool now, and notify its waiters."""
+        """Note which pages are in the pool now, and notify their waiters."""
         job = self._jobs[committed.sequence]
         effects: list[Effect] = []
         arrived = [
@@ -395,7 +397,7 @@ class Promotions:
         return [*effects, *self._over(committed.sequence)]
 
     def stop(self) -> list[Effect]:
-        """Load nothing from now on: the disk has ended."""
+        """Stop all loading: the disk has ended."""
         self._has_ended = True
         self._wanted.clear()
         effects: list[Effect] = []
@@ -405,7 +407,7 @@ class Promotions:
         return effects
 
     def check(self) -> None:
-        """Assert the sums, in constant time."""
+        """Assert the totals, in constant time."""
         assert len(self._jobs) <= LOADS_MAX, f"{len(self._jobs)} loads at once"
         assert self._loading_bytes >= 0, f"{self._loading_bytes} bytes loading"
         assert self.unread.size >= 0, f"{self.unread.size} bytes unread"
@@ -445,7 +447,7 @@ class Promotions:
         return TellPool(Commit(number, number, bytes(job.written), checksums, 0.0))
 
     def _over(self, number: int) -> list[Effect]:
-        """End a job: the pool has its slots back, or pages in them."""
+        """End a job: its slots are free again, or hold pages."""
         job = self._jobs.pop(number)
         self._loading_bytes -= sum(job.lengths)
         for key in job.keys:
@@ -466,7 +468,7 @@ class Promotions:
 TIMEOUT_MAX_S: Final = 60.0
 
 ASKED_MAX: Final = 2048
-"""Pages of one question that are looked up: what a reader asks for, and 112 KiB of answer."""
+"""Pages of one request that are looked up: as many as a reader asks for, and 112 KiB of answer."""
 
 
 @final
@@ -484,7 +486,7 @@ class _Question:
 class Promoter:
     """The promote actor of one node.
 
-    wish_rate: bytes a second that are loaded for questions without timeout.
+    wish_rate: bytes a second that are loaded for requests without a timeout.
     """
 
     wish_rate: int
@@ -502,21 +504,21 @@ class Promoter:
         self.promotions = Promotions(self.waiters, self.metrics)
 
     def on_message(self, sender: Origin, message: PromoteMessage, now: float) -> list[Effect]:
-        """Take one message; the effects must be performed in the order of the list."""
+        """Handle one message; the effects must be performed in the order of the list."""
         self.waiters.now = self.promotions.now = now
         return [*self._apply(sender, message), *self.promotions.pump()]
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer the waiters whose timeout is over, and begin loads that have room now."""
+        """Answer the waiters whose timeout has passed, and start loads that have room now."""
         self.waiters.now = self.promotions.now = now
         return [*self.waiters.expire(), *self.promotions.pump()]
 
     def deadline(self) -> float:
-        """Return when a timeout is over, or there may be room for a load."""
+        """Return when a timeout passes, or when there may be room for a load."""
         return min(self.waiters.deadline(), self.promotions.deadline())
 
     def check(self) -> None:
-        """Assert the sums, in constant time."""
+        """Assert the totals, in constant time."""
         self.promotions.check()
 
     def _apply(self, sender: Origin, message: PromoteMessage) -> list[Effect]:
@@ -541,7 +543,7 @@ class Promoter:
         assert_never(message)
 
     def _ask(self, origin: Origin, message: Promote) -> list[Effect]:
-        """Look up a question's pages: in the pool first, then on disk."""
+        """Look up the pages of a request: in the pool first, then on disk."""
         # A reader that asks for more has read its portion.
         self.promotions.unread.read_by(origin.identity)
         self._last += 1
@@ -549,7 +551,7 @@ class Promoter:
         return [TellPool(PagesSought(self._last, message.keys[: KEY_BYTES * ASKED_MAX]))]
 
     def _found(self, found: PagesFound) -> list[Effect]:
-        """Queue what a question needs from disk, and let its reader wait for it."""
+        """Queue the pages that a request needs from disk, and let its reader wait for them."""
         question = self._questions.pop(found.number)
         message = question.message
         keys = split_keys(message.keys)
@@ -579,7 +581,7 @@ class Promoter:
         return self.waiters.admit(waiter, wanted)
 
     def _allowed(self) -> float:
-        """Return how many bytes may be loaded for questions without timeout."""
+        """Return how many bytes may be loaded for requests without a timeout."""
         passed_s = min(1.0, self.waiters.now - self._allowed_at)
         self._allowance = min(self._allowance + self.wish_rate * passed_s, float(self.wish_rate))
         self._allowed_at = self.waiters.now

@@ -1,1 +1,1 @@
-"""Publisher: tells directory owners what this node holds."""
+"""Publisher: reports to directory owners what this node holds."""

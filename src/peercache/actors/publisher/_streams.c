@@ -1,5 +1,6 @@
-/* The books of the publisher, a batch of rows in one call: its table of records, and what of it each
- * stream has sent. `rows` are numbers of rows in the table; the caller vouches for them. */
+/* The bookkeeping of the publisher, a batch of rows in one call: its table of records, and which of
+ * them each stream has sent. `rows` are row numbers in the table; the caller guarantees that they
+ * are valid. */
 #include <stdint.h>
 
 #include "../../memory/_table_layout.h"
@@ -18,8 +19,8 @@ void peercache_streams_store(struct record *table, uint64_t *digests, uint8_t *l
     }
 }
 
-/* Enter those rows into a stream's books that are not in them, or take out those that are. `buckets`
- * has the XOR of their digests. Returns how many rows that were. */
+/* Add the rows to a stream that are not in it yet, or remove those that are. `buckets` has the XOR
+ * of their digests. Returns the number of rows added or removed. */
 uint64_t peercache_streams_hold(const struct record *table, const uint64_t *digests,
                                 const int64_t *rows, uint64_t count, uint64_t *buckets,
                                 uint8_t *states, int is_held)
@@ -38,7 +39,7 @@ uint64_t peercache_streams_hold(const struct record *table, const uint64_t *dige
     return changed;
 }
 
-/* Note that the owner has these rows, as far as they were sent and their generations are the same. */
+/* Mark these rows as acknowledged by the owner, if they were sent with the same generation. */
 void peercache_streams_confirm(const struct record *table, const int64_t *rows,
                                const uint64_t *generations, uint64_t count, uint8_t *states)
 {

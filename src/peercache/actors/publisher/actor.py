@@ -1,4 +1,5 @@
-"""Publisher: tells directory owners what this node holds, until they know; and followers.
+"""Publisher: sends this node's records to directory owners until they acknowledge, and to
+followers.
 
 Owns    the records of the own pool, and one outgoing stream to each other node of the ring.
 Takes   PagesCommitted, RecordsChanged and RemovalDone, from the pool; RingChanged, from the ring;
@@ -7,14 +8,14 @@ Takes   PagesCommitted, RecordsChanged and RemovalDone, from the pool; RingChang
 Sends   Put, Delete, Repair, StreamSummary and HandedOver, to owners; CommitAnswered and
         RemovalDone, to the directory, for the client of a commit or a removal; ReportChanges and
         Refused to followers.
-Keeps   what a stream's digest covers is exactly what was sent to its owner and not withdrawn; a
-        former owner keeps a record until each new one has acknowledged it, and `former_s` longer;
-        a commit is answered exactly once, as soon as all owners that are not lagging know it.
+Keeps   a stream's digest covers exactly what was sent to its owner and not withdrawn; a former
+        owner keeps a record until each new one has acknowledged it, and `former_s` longer; a commit
+        is answered exactly once, as soon as all owners that are not lagging have acknowledged it.
 Limits  HAND_OVER_ROWS_MAX, FORMER_RINGS_MAX, RECORDS_A_MESSAGE_MAX, SUMMARIES_A_SECOND, and those
         of `streams` and `waiters`.
 
-Nothing is sent to this node itself: its shard hears the pool directly. It counts as no owner that
-has acknowledged.
+Nothing is sent to this node itself: the pool notifies its shard directly. So this node does not
+count as an owner that has acknowledged.
 """
 
 from __future__ import annotations
@@ -76,47 +77,47 @@ from peercache.wire.messages.directory import (
 )
 
 SLICE_S = 0.05
-"""Pause between two slices of re-publishing: the rate is kept over this time."""
+"""Pause between two slices of re-publishing: the rate is averaged over this time."""
 
 STEP_S = 0.005
-"""Pause between two steps of one slice: other messages come in between."""
+"""Pause between two steps of one slice, in which other messages are handled."""
 
 FORMER_S = 600.0
-"""How long after a change former owners keep records, and learn of new ones: hosts that come and go
+"""How long after a change former owners keep records and are sent new ones: hosts that come and go
 during an upgrade cost no second hand-over, and a reader with an older view finds what is stored."""
 
 FORMER_MIN_S = 10.0
-"""The same after a change that comes late in that time: longer than an owner with an older ring
-believes a holder of which it hears nothing."""
+"""The minimum after the last of several changes: longer than an owner with an older ring trusts a
+holder from which it receives nothing."""
 
 FORMER_RINGS_MAX = 4
-"""Former rings whose owners learn of new records: with more changes within FORMER_S, many nodes
-come and go, and few owners change with each."""
+"""Former rings whose owners are sent new records. More changes within FORMER_S mean that many nodes
+come and go, and each changes few owners."""
 
 SPREAD_S = 0.0005
-"""Pause between two streams that are told of a new ring: a thousand take half a second."""
+"""Pause between two streams that are sent a new ring: a thousand take half a second."""
 
 HAND_OVER_ROWS_MAX = 4096
-"""Rows handed over in one step, shared among the rings that they may have been told by."""
+"""Rows handed over in one step, divided by the number of rings that they may have been sent by."""
 
 SCATTERED_OWNERS = 64
 SCATTERED_ROWS_MAX = 128
-"""The same with more owners than that: nearly each row is a message of its own to its former owner,
-and all of them follow from the one acknowledgement of the new one. 25,000 rows a second."""
+"""The same with more owners than that: almost every row needs a message of its own to its former
+owner, and one acknowledgement of the new owner triggers all of them. 25,000 rows a second."""
 
 ALL_STREAMS_ROWS_MAX = 64
-"""The same where every stream must be asked whether it holds a row: a thousand streams."""
+"""The same if every stream must be checked for a row: a thousand streams."""
 
 SUMMARIES_A_SECOND = 8
-"""Regular summaries that a node sends: 16 owners are asked every two seconds, a thousand each in
-two minutes. What is lost is not found by them: a message without acknowledgement is asked about
-within ASK_FIRST_S."""
+"""Regular summaries that a node sends: 16 owners get one every two seconds, a thousand owners one
+in two minutes. They are not needed to find lost messages: a message without an acknowledgement
+causes a summary within ASK_FIRST_S."""
 
 
 @final
 @attrs.define(kw_only=True, eq=False)
 class Publisher:
-    """Keeps every directory owner's picture of this node's records true."""
+    """Keeps every directory owner's copy of this node's records up to date."""
 
     incarnation: int
     republish_rate: float
@@ -129,16 +130,16 @@ class Publisher:
     """By owner, in the ring's order."""
     _ring: HashRing = attrs.field(init=False)
     _former_until: float = attrs.field(default=-math.inf, init=False)
-    """Until then former owners keep what they have, and learn of new records."""
+    """The time until which former owners keep their records and are sent new ones."""
     _is_leaving: bool = attrs.field(default=False, init=False)
-    """Former owners are still to be left when that time is over."""
+    """Whether records must be withdrawn from former owners when that time is over."""
     _is_complete: bool = attrs.field(default=False, init=False)
-    """Nothing waits to be handed over on this ring."""
+    """Whether the hand-over for this ring is complete."""
     _number_floor: int = attrs.field(default=0, init=False)
-    """No less than the number of any stream that ended: the same owner may come back, and numbers
-    that it has seen would be late to it."""
+    """At least the number of any stream that ended: the same owner may come back, and would ignore
+    numbers that it has seen."""
     _turning: RingHandover = attrs.field(init=False)
-    """Rows whose owners have changed and were not told yet."""
+    """Rows that must be sent to new owners."""
     _allowance: float = attrs.field(init=False)
     """Records that may be re-published now; below zero after a large bucket."""
     _allowed_at: float = attrs.field(default=-math.inf, init=False)
@@ -155,7 +156,7 @@ class Publisher:
 
     @property
     def followers(self) -> int:
-        """Those that wait for the next change of what this node holds."""
+        """The number of followers that wait for the next change on this node."""
         return self._following.followers
 
     def lagging(self) -> frozenset[int]:
@@ -163,12 +164,12 @@ class Publisher:
         return frozenset(owner for owner, stream in self._streams.items() if stream.lagging)
 
     def on_message(self, sender: Origin, message: PublisherMessage, now: float) -> list[Effect]:
-        """Take a change of the pool or the ring, or an owner's answer."""
+        """Handle a change of the pool or the ring, or an owner's answer."""
         match message:
             case PagesCommitted():
                 return self._commit(message, now)
             case RecordsChanged(records, drops):
-                # Records before drops: a drop ends only what is not newer than it.
+                # Records before drops: a drop ends only records that are not newer.
                 published = self._publish(newest_of(records), now)
                 return [*published, *self._drop(newest_of(drops), now)]
             case RemovalDone():
@@ -176,7 +177,7 @@ class Publisher:
                 self._due = min(self._due, self._waiting.deadline())
                 return removed
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
-                return self._hear_owner(sender.identity, message, now)
+                return self._on_owner(sender.identity, message, now)
             case VerifyRecords(doubted):
                 return self._withdraw_stale(sender.identity, from_bytes(doubted), now)
             case RingChanged(ring):
@@ -184,7 +185,7 @@ class Publisher:
             case RequestSummary() | RequestFreshSummary():
                 stream = self._streams.get(sender.identity)
                 if stream is not None:
-                    # Not before the next question is due anyhow: its answer may be on the way.
+                    # Not before the next summary is due anyway: its answer may be on the way.
                     stream.unsure, stream.complete = True, b""
                     if isinstance(message, RequestFreshSummary):
                         stream.go_on_from(message.number)
@@ -200,7 +201,7 @@ class Publisher:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer commits whose timeout is over, go on re-publishing, send overdue summaries."""
+        """Answer commits after their timeout, continue to re-publish, send overdue summaries."""
         effects, lagging = self._waiting.expire(now)
         for owner in sorted(lagging & self._streams.keys()):
             self._streams[owner].lagging = True
@@ -210,21 +211,21 @@ class Publisher:
             self._turning.leave()
         effects += self._republish(now)
         for owner, stream in self._streams.items():
-            # An owner that is known to differ is not asked until it has been repaired.
+            # An owner that is known to differ gets no summary until it has been repaired.
             if stream.ask_at() <= now and not stream.repairing:
                 next_at = now + self._summary_s() * (0.9 + 0.2 * self.rng.random())
-                is_told = stream.complete == self._ring.version or not self._is_complete
-                ring = b"" if is_told else self._ring.version
+                is_notified = stream.complete == self._ring.version or not self._is_complete
+                ring = b"" if is_notified else self._ring.version
                 effects.append(Send(owner, stream.summary(now, next_at, ring)))
         self._due = self._next_due(now)
         return [*effects, *self._following.on_tick(now)]
 
     def deadline(self) -> float:
-        """Return when a commit's timeout ends, a slice may go, or a question is due."""
+        """Return when a commit's timeout passes, a slice may be sent, or a summary is due."""
         return min(self._due, self._following.due)
 
     def check(self) -> None:
-        """Assert the invariants that cost nothing to look at."""
+        """Assert the invariants that are cheap to check."""
         table = self._table
         assert len(table.rows) + len(table.free) == len(table.live), "a row lost or used twice"
         assert len(self._waiting) <= WAITERS_MAX, "too many waiters"
@@ -234,7 +235,7 @@ class Publisher:
     # --- the pool ---------------------------------------------------------------------------------
 
     def _commit(self, committed: PagesCommitted, now: float) -> list[Effect]:
-        """Publish what was committed; answer when all owners know it that are not lagging."""
+        """Publish what was committed; answer when owners that are not lagging have acknowledged."""
         waiter = self._waiting.admit(committed, now)
         effects = self._publish(committed.records, now, waiter)
         if len(committed.here):
@@ -244,7 +245,7 @@ class Publisher:
         return [*effects, *self._waiting.answer_if_done(waiter)]
 
     def _publish(self, records: Records, now: float, waiter: int = 0) -> list[Effect]:
-        """Take new records, and put them to their owners and to the holders of older ones."""
+        """Store new records, and send them to their owners and to nodes that have older ones."""
         if not len(records):
             return []
         table, keys = self._table, keys_of(records)
@@ -255,7 +256,8 @@ class Publisher:
         updated = np.flatnonzero(rows >= 0)
         elsewhere: dict[int, npt.NDArray[np.intp]] = {}
         if len(updated):
-            # The pool's numbers only rise; a record told twice is put again, and awaited again.
+            # The pool's numbers only increase; a record that is reported twice is sent and awaited
+            # again.
             old = table.records["generation"][rows[updated]]
             assert (old <= records["generation"][updated]).all(), "an older record after a newer"
             elsewhere = self._retract_everywhere(rows, updated)
@@ -265,7 +267,7 @@ class Publisher:
         tables = self._owners(rows, now)
         owners = np.concatenate(tables, axis=1)
         if waiter and not len(self._ring):
-            # Before the first view nothing is known of owners, and nothing published.
+            # Before the first view there are no known owners, and nothing is published.
             self._waiting.expect(waiter, 0, np.arange(len(rows)), is_awaited=True)
         effects: list[Effect] = []
         for owner, owned in by_owner(self.incarnation, *tables):
@@ -275,8 +277,8 @@ class Publisher:
             if waiter:
                 self._waiting.expect(waiter, owner, owned, is_awaited=not stream.lagging)
             effects += self._put(stream, rows, owned, now, waiter)
-            if (told := elsewhere.pop(owner, None)) is not None:
-                also = told[(owners[told] != np.uint64(owner)).all(axis=1)]
+            if (placed := elsewhere.pop(owner, None)) is not None:
+                also = placed[(owners[placed] != np.uint64(owner)).all(axis=1)]
                 effects += self._put(self._streams[owner], rows, also, now)
         for owner, positions in elsewhere.items():
             effects += self._put(self._streams[owner], rows, positions, now)
@@ -285,7 +287,7 @@ class Publisher:
     def _publish_everywhere(
         self, keys: list[bytes], records: Records, now: float, waiter: int
     ) -> list[Effect]:
-        """Put new records to all nodes, each of which owns every key: all are told the same."""
+        """Send new records to all nodes, each of which owns every key: all get the same message."""
         packed = records.tobytes()
         rows = self._table.add(keys, packed)
         if self._following.is_followed:
@@ -298,15 +300,15 @@ class Publisher:
         for owner, stream in self._streams.items():
             if waiter:
                 self._waiting.expect(waiter, owner, positions, is_awaited=not stream.lagging)
-            effects.append(self._send(stream, stream.put_told(sent, packed), now))
+            effects.append(self._send(stream, stream.put_packed(sent, packed), now))
         return effects
 
     def _former(self, now: float) -> list[HashRing]:
-        """Return the rings of shortly before whose owners learn of new records."""
+        """Return the recent former rings whose owners are sent new records."""
         return [] if now >= self._former_until else (self._turning.former or [])[-FORMER_RINGS_MAX:]
 
     def _owners(self, rows: Rows, now: float) -> list[npt.NDArray[np.uint64]]:
-        """Return the owners of new rows, on this ring and on those of shortly before."""
+        """Return the owners of new rows, on this ring and on the recent former ones."""
         keys = self._table.records["key"][rows]
         former = self._former(now)
         if not former:
@@ -317,18 +319,18 @@ class Publisher:
     def _retract_everywhere(
         self, rows: Rows, updated: npt.NDArray[np.intp]
     ) -> dict[int, npt.NDArray[np.intp]]:
-        """Take rows that change out of every stream; return, by owner, which it must be told of."""
-        told: dict[int, npt.NDArray[np.intp]] = {}
+        """Remove changing rows from every stream; return, by owner, those that it must be sent."""
+        placed: dict[int, npt.NDArray[np.intp]] = {}
         for stream, positions in self._holders(rows[updated]):
             held = updated[positions]
             stream.retract(rows[held])
-            told[stream.owner] = held
-        return told
+            placed[stream.owner] = held
+        return placed
 
     def _holders(self, rows: Rows) -> Iterator[tuple[OutgoingStream, npt.NDArray[np.intp]]]:
-        """Yield each stream in which some of these rows are, and their positions, ascending.
+        """Yield each stream that has some of these rows, and their positions, ascending.
 
-        A row is in the streams of its owners, and while it moves in those of its former ones.
+        A row is in the streams of its owners, and, while it moves, in those of its former owners.
         """
         turning, keys = self._turning, self._table.records["key"][rows]
         is_moving = turning.is_looking or bool(self._table.moving[rows].any())
@@ -346,7 +348,7 @@ class Publisher:
                 yield stream, held
 
     def _drop(self, drops: Records, now: float) -> list[Effect]:
-        """Withdraw records everywhere, unless they are newer than their drop."""
+        """Withdraw records from all owners, unless they are newer than their drop."""
         if not len(drops):
             return []
         table, keys = self._table, keys_of(drops)
@@ -365,14 +367,14 @@ class Publisher:
     # --- the ring ---------------------------------------------------------------------------------
 
     def _turn(self, ring: HashRing, now: float) -> list[Effect]:
-        """Follow the ring: hand over exactly the rows whose set of owners is another one now."""
+        """Follow the ring: hand over exactly the rows whose set of owners has changed."""
         before, self._ring = self._ring, ring
         streams: dict[int, OutgoingStream] = {}
         for owner in ring.members:
             if owner != self.incarnation:
                 # Also to an owner of nothing: it may still hold what it once owned.
                 streams[owner] = self._streams.get(owner) or self._new_stream(owner, now)
-        # One is left out: an owner that knows the stream that ended notices the gap.
+        # One number is skipped: an owner that knows the ended stream then notices the gap.
         ended = (stream.number + 1 for stream in self._streams.values())
         self._number_floor = max([self._number_floor, *ended])
         effects: list[Effect] = []
@@ -402,13 +404,13 @@ class Publisher:
         return max(self.summary_s, len(self._streams) / SUMMARIES_A_SECOND)
 
     def _go_on(self, now: float) -> list[Effect]:
-        """Take the first step of a hand-over or of a repair at once."""
+        """Do the first step of a hand-over or of a repair at once."""
         effects = self._republish(now)
         self._due = self._next_due(now)
         return effects
 
     def _republish(self, now: float) -> list[Effect]:
-        """Take one step of what the rate allows: of a repair, and of the hand-over."""
+        """Do one step of a repair and of the hand-over, within the rate."""
         earned = self.republish_rate * (now - self._allowed_at)
         self._allowance = min(self._burst(), self._allowance + earned)
         self._allowed_at = now
@@ -441,7 +443,7 @@ class Publisher:
         return most if len(self._streams) <= SCATTERED_OWNERS else min(most, SCATTERED_ROWS_MAX)
 
     def _hand_over(self, rows: Rows, now: float) -> list[Effect]:
-        """Put rows to those of their owners, as of now, that were never told."""
+        """Send rows to those of their current owners that have never been sent them."""
         effects: list[Effect] = []
         for owner, owned in by_owner(
             self.incarnation, self._ring.owners(self._table.records["key"][rows])
@@ -450,11 +452,11 @@ class Publisher:
             missing = owned[stream.state(rows[owned]) == ABSENT]
             effects += self._put(stream, rows, missing, now)
             self._allowance -= len(missing)
-        self._allowance -= len(rows) / 16  # Looking costs something too, where all is told already.
+        self._allowance -= len(rows) / 16  # Checking rows that were all sent costs something, too.
         return [*effects, *self._settle(rows, now)]
 
     def _settle(self, rows: Rows, now: float) -> list[Effect]:
-        """Withdraw rows from former owners, where all that own them now have acknowledged."""
+        """Withdraw rows from former owners if all current owners have acknowledged."""
         if now < self._former_until:
             return []
         rows = rows[self._table.moving[rows]]
@@ -475,7 +477,7 @@ class Publisher:
 
     # --- owners -----------------------------------------------------------------------------------
 
-    def _hear_owner(self, owner: int, answer: OwnerAnswer, now: float) -> list[Effect]:
+    def _on_owner(self, owner: int, answer: OwnerAnswer, now: float) -> list[Effect]:
         stream = self._streams.get(owner)
         if stream is None:
             return []  # It left the ring while it answered.
@@ -486,8 +488,8 @@ class Publisher:
                 return self._settled(owner, stream.confirm_all(number), now)
             case SummaryDiffers(number, buckets):
                 if len(buckets) == 8 * BUCKETS:
-                    # It doubts this stream until it is notified again that everything is handed
-                    # over.
+                    # It doubts this stream until it is notified again that the hand-over is
+                    # complete.
                     stream.complete = b""
                     return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
                 if self.metrics is not None:
@@ -504,7 +506,7 @@ class Publisher:
         return effects
 
     def _withdraw_stale(self, owner: int, doubted: Records, now: float) -> list[Effect]:
-        """Withdraw from an owner those of its doubted records that are not in force any more."""
+        """Withdraw from an owner those of its doubted records that are no longer valid."""
         stream = self._streams.get(owner)
         doubted = doubted[doubted["holder"] == np.uint64(self.incarnation)]
         if stream is None or not len(doubted):
@@ -522,7 +524,7 @@ class Publisher:
     def _repair(
         self, stream: OutgoingStream, number: int, theirs: npt.NDArray[np.uint64], now: float
     ) -> list[Effect]:
-        """Send again what an owner holds otherwise than it should."""
+        """Send again the records that differ at an owner."""
         puts, settled = stream.send_again(number, now)
         if puts or settled:
             again = [self._send(stream, put, now) for put in puts]
@@ -533,7 +535,7 @@ class Publisher:
         if self.metrics is not None:
             self.metrics.repairs.inc()
         if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
-            # It has let go of everything: publish again, hottest first, instead of by bucket.
+            # It has dropped everything: publish again, hottest first, instead of by bucket.
             stream.restart()
             stream.lagging = True
             effects = self._waiting.give_up(stream.owner)
@@ -552,7 +554,7 @@ class Publisher:
         now: float,
         waiter: int = 0,
     ) -> list[Effect]:
-        """Put the rows at these positions, cut into messages."""
+        """Send the rows at these positions, cut into messages."""
         return [
             self._send(stream, stream.put(rows[part], now, waiter, part), now)
             for part in _parts(positions)
@@ -595,6 +597,6 @@ class Publisher:
 
 
 def _parts(positions: npt.NDArray[np.intp]) -> list[npt.NDArray[np.intp]]:
-    """Cut a batch into what one message may carry; nothing makes no message."""
+    """Cut a batch into the parts that one message may carry; an empty batch has no part."""
     size = RECORDS_A_MESSAGE_MAX
     return [positions[at : at + size] for at in range(0, len(positions), size)]

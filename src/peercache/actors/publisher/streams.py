@@ -2,16 +2,16 @@
 
 A holder keeps its records in one table of numbered rows. Each owner has a stream: numbered
 messages, a state for each row, and the digest of the rows that the owner should hold, which is
-exactly what was sent to it and not withdrawn. Nothing here sends: a stream makes the messages and
-keeps the books.
+exactly what was sent to it and not withdrawn. Nothing here sends: a stream creates the messages and
+does the bookkeeping.
 
-A holder of a million records must not stop for half a second because one node came. So the rows of
-a new ring are looked at a few thousand at a time, and wait in bins of about equal heat: sorting one
-bin after the other costs what sorting all of them at once would, but never in one step.
+A holder of a million records must not stop for half a second because one node joined. So the rows
+are checked against a new ring a few thousand at a time, and wait in bins of about equal heat:
+sorting the bins one after another costs as much as sorting all rows, but never in one step.
 
-A row is held by its owners on the ring, and by nodes that owned it on a ring before. Those rings
-are remembered while rows may still be on their way, so that no step has to ask each of a thousand
-streams whether it holds a row.
+A row is held by its owners on the ring, and by nodes that owned it on a former ring. Former rings
+are remembered while rows still move, so that no step has to check each of a thousand streams for a
+row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from peercache.model.records import (
 from peercache.wire.messages.directory import Delete, HandedOver, Put, Repair, StreamSummary
 
 Rows = npt.NDArray[np.intp]
-"""Numbers of rows in a RecordTable."""
+"""Row numbers in a RecordTable."""
 
 ABSENT = 0
 SENT = 1
@@ -50,26 +50,27 @@ CONFIRMED = 2
 """States of a row in a stream: not at this owner, sent to it, acknowledged by it."""
 
 PENDING_MAX = 1024
-"""Messages of one stream whose acknowledgement is awaited: at 128 records, 131,072 records."""
+"""Unacknowledged messages of one stream: at 128 records each, 131,072 records."""
 
 ASK_FIRST_S = 0.02
-"""How long an acknowledgement may be missing before a summary asks: a Put that was lost is there
-again well within a commit's timeout. Each further question takes twice as long."""
+"""How long an acknowledgement may be missing before a summary asks for it: a lost Put is sent again
+well within a commit's timeout. Each further summary waits twice as long."""
 
 ASK_DOUBLINGS_MAX = 7
 
 NUMBER_MAX = 2**62
-"""Highest number that an owner may ask for: there must be some left of the 64 bits of a message."""
+"""Highest number that an owner may ask for: some of the 64 bits of a message must remain."""
 
 SENT_AGAIN_MAX = 64
-"""Messages of a stream that are sent again at once: 8,192 records, a long set. What lacks more is
-repaired by buckets, at a rate."""
+"""Messages of a stream that are sent again at once: 8,192 records, a long set. If more are missing,
+buckets are repaired at a limited rate."""
 
 _ROWS_AT_FIRST = 1024
 NO_ROWS: Rows = np.empty(0, np.intp)
 
-# Each call takes microseconds: to get the GIL back may take five milliseconds. What lasts is passed
-# by its place, a batch as bytes: to ask numpy for the place of an array takes longer than the call.
+# The calls keep the GIL: each takes microseconds, while getting the GIL back may take five
+# milliseconds. Long-lived arrays are passed by their addresses, a batch as bytes: asking numpy for
+# the address of an array takes longer than the call.
 _store = function(
     "peercache_streams_store", None, *[ctypes.c_void_p] * 3, *[ctypes.c_char_p] * 2,
     ctypes.c_uint64, keeps_gil=True,
@@ -86,7 +87,7 @@ _confirm = function(
 
 @attrs.define(eq=False)
 class RecordTable:
-    """The records of this node, in rows for numpy. A row is reused after its record went."""
+    """The records of this node, in rows for numpy. A row is reused after its record was removed."""
 
     records: Records = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, RECORD))
     digests: npt.NDArray[np.uint64] = attrs.field(
@@ -94,14 +95,14 @@ class RecordTable:
     )
     live: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
     moving: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(_ROWS_AT_FIRST, np.bool_))
-    """Rows whose owners changed, and which former owners may still hold."""
+    """Rows with changed owners, which former owners may still hold."""
     rows: dict[bytes, int] = attrs.field(factory=dict)
     free: list[int] = attrs.field(factory=lambda: list(range(_ROWS_AT_FIRST - 1, -1, -1)))
     places: tuple[int, int, int] = attrs.field(init=False)
-    """Where `records`, `digests` and `live` lie."""
+    """The addresses of `records`, `digests` and `live`."""
 
     def __attrs_post_init__(self) -> None:
-        """Note where the rows are."""
+        """Record the addresses of the arrays."""
         self._note_places()
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class RecordTable:
         return self.records.view(np.uint8).reshape(-1, RECORD_BYTES)[:, 0]
 
     def find(self, keys: list[bytes]) -> Rows:
-        """Return the row of each key, (n,); -1 where there is none."""
+        """Return the row of each key, (n,); -1 if it has none."""
         return np.array([self.rows.get(key, -1) for key in keys], np.intp)
 
     def are_new(self, keys: list[bytes]) -> bool:
@@ -122,7 +123,7 @@ class RecordTable:
         return self.rows.keys().isdisjoint(keys)
 
     def add(self, keys: Sequence[bytes], packed: bytes) -> Rows:
-        """Put records whose keys are new into rows of their own; return these."""
+        """Put records with new keys into new rows; return the rows."""
         count, before = len(keys), len(self.rows)
         while len(self.free) < count:
             self._grow()
@@ -158,7 +159,7 @@ class RecordTable:
 
     def _grow(self) -> None:
         size = len(self.live)
-        # Behind those that are free already: rows are given out from the lowest on.
+        # Behind those that are free already: the lowest rows are allocated first.
         self.free = [*range(2 * size - 1, size - 1, -1), *self.free]
         self.records = _doubled(self.records)
         self.digests = _doubled(self.digests)
@@ -172,11 +173,11 @@ class RecordTable:
 
 @attrs.define(eq=False)
 class Sent:
-    """A message whose acknowledgement is awaited.
+    """A message that is not acknowledged yet.
 
-    rows, generations: the records it put into force.
-    waiter, positions: the commit that waits, and for which of its records; 0: none.
-    repairs: it puts whole buckets into force, and with them what earlier messages said of those.
+    rows, generations: the records that it set.
+    waiter, positions: the waiting commit, and which of its records it waits for; 0: no commit.
+    repairs: it sets whole buckets, which replaces earlier messages about them.
     again:   it repeats a message that was lost.
     """
 
@@ -193,13 +194,13 @@ class Sent:
 class OutgoingStream:
     """The stream to one owner.
 
-    number:    of the last message sent.
+    number:    the number of the last message sent.
     content:   what the owner should hold of this node once it has applied that message.
     pending:   the messages not acknowledged, in order of their numbers.
-    repairing: buckets that the owner holds otherwise wait for their repair.
-    unsure:      the owner may have let go of the records: ask until it answers.
-    lagging:   it has let a commit wait for a whole timeout, and no summary has matched since.
-    complete:  the version of the ring on which the owner knows that it has everything.
+    repairing: buckets that differ at the owner, and wait for their repair.
+    unsure:      the owner may have dropped the records: ask until it answers.
+    lagging:   it delayed a commit for a whole timeout, and no summary has matched since.
+    complete:  the version of the ring for which the owner was notified that it has everything.
     """
 
     owner: int
@@ -216,16 +217,16 @@ class OutgoingStream:
     _differing: npt.NDArray[np.bool_] = attrs.field(factory=lambda: np.zeros(BUCKETS, np.bool_))
     _state: npt.NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
     _places: tuple[int, int] = (0, 0)
-    """Where the buckets of `content` and `_state` are."""
+    """The addresses of the buckets of `content` and of `_state`."""
     _asks: int = 0
-    """Questions since the last summary that matched."""
+    """Summaries sent since the last one that matched."""
     _asked_number: int = -1
     _asked_ring: bytes = b""
     _asked_buckets: npt.NDArray[np.uint64] = attrs.field(
         factory=lambda: np.zeros(BUCKETS, np.uint64)
     )
     _wanted: int = 0
-    """The owner counts no hand-over of a lower number."""
+    """The owner ignores a hand-over with a lower number."""
     _forgotten: int = 0
     """The last message whose acknowledgement is no longer awaited, until a summary settles it."""
 
@@ -242,13 +243,13 @@ class OutgoingStream:
         *,
         again: bool = False,
     ) -> Put:
-        """Send these rows' records, new to the owner or not."""
+        """Send the records of these rows, whether or not they are new to the owner."""
         records = self.table.records[rows]
         sent = Sent(now, rows, records["generation"], waiter, positions, again=again)
-        return self.put_told(sent, records.tobytes())
+        return self.put_packed(sent, records.tobytes())
 
-    def put_told(self, sent: Sent, packed: bytes) -> Put:
-        """Send the packed records of its rows, which other streams may send, too."""
+    def put_packed(self, sent: Sent, packed: bytes) -> Put:
+        """Send packed records of rows, which other streams may send, too."""
         self._hold(sent.rows, is_held=True)
         self._await(sent)
         return Put(self.number, packed)
@@ -263,20 +264,20 @@ class OutgoingStream:
         return Delete(self.number, drops.tobytes())
 
     def withdraw(self, stale: Records, now: float) -> Delete:
-        """Withdraw records that are in the books no more, should the owner hold them still."""
+        """Withdraw records that are not in this stream any more, if the owner still holds them."""
         drops = np.empty(len(stale), DROP)
         drops["key"], drops["generation"] = stale["key"], stale["generation"]
         self._await(Sent(now, NO_ROWS, np.empty(0, np.uint64)))
         return Delete(self.number, drops.tobytes())
 
     def retract(self, rows: Rows) -> None:
-        """Take rows out of the books before their records change; a message must follow."""
+        """Remove rows from this stream before their records change; a message must follow."""
         self._hold(rows, is_held=False)
 
     def confirm(self, number: int) -> list[Sent]:
-        """Take the acknowledgement of one message; return what it settled, oldest first.
+        """Handle the acknowledgement of one message; return the messages it settled, oldest first.
 
-        A repair may cover the records of earlier messages: they are settled with it.
+        A repair may cover the records of earlier messages: those are settled with it.
         """
         sent = self.pending.pop(number, None)
         if sent is None:
@@ -288,9 +289,9 @@ class OutgoingStream:
         return [*(self.pending.pop(n) for n in earlier), sent]
 
     def confirm_all(self, number: int) -> list[Sent]:
-        """Take a matching summary: every message up to `number` is in force. Return them."""
+        """Handle a matching summary: all messages up to `number` are applied. Return them."""
         if number > self.number:
-            return []  # It answers no message of this stream.
+            return []  # It does not answer a message of this stream.
         settled = [self.pending.pop(n) for n in list(self.pending) if n <= number]
         for sent in settled:
             self._confirm_rows(sent)
@@ -303,12 +304,12 @@ class OutgoingStream:
         return settled
 
     def summary(self, now: float, next_at: float, ring: bytes = b"") -> StreamSummary | HandedOver:
-        """State what the owner should hold; remember it, to compare with the answer.
+        """Return a summary of what the owner should hold; remember it, to compare with the answer.
 
-        ring: the version of the ring on which this is all that the owner owns, b"" for none.
+        ring: the version of the ring for which this is all that the owner owns; b"" if it is not.
         """
         if ring and self._asked_number == self.number:
-            self.number += 1  # An answer to the last question says nothing about this one.
+            self.number += 1  # An answer to the last summary does not apply to this one.
         self.summary_at = next_at
         self.asked_at = now
         self._asks = min(self._asks + 1, ASK_DOUBLINGS_MAX)
@@ -324,27 +325,27 @@ class OutgoingStream:
         return min(self.summary_at, self.waits_since() + pause_s)
 
     def ask_soon(self, at: float) -> None:
-        """Ask at a time, and again until a summary matches."""
+        """Send a summary at a time, and again until one matches."""
         self.unsure = True
         self._asks = 0
         self.asked_at = at - ASK_FIRST_S
 
     def go_on_from(self, number: int) -> None:
-        """Number the next summary at least so: the owner doubts all that was sent before.
+        """Give the next summary at least this number: the owner doubts all that was sent before.
 
-        A number that is further ahead than an owner asks for is passed over.
+        A number that is further ahead than an owner ever asks for is ignored.
         """
         if self._wanted < number <= min(self.number + NUMBERS_AHEAD_MAX, NUMBER_MAX):
             self._wanted = number
             self.number = max(self.number, number)
-            # An answer to an earlier question says nothing about the next hand-over.
+            # An answer to an earlier summary does not apply to the next hand-over.
             self._asked_number = -1
 
     def send_again(self, number: int, now: float) -> tuple[list[Put], list[Sent]]:
-        """Put again what the owner has not acknowledged of the messages up to a number.
+        """Send again the unacknowledged records of the messages up to a number.
 
-        Returns those messages, and what of the earlier ones is of no interest any more. A message
-        is repeated once: what differs then is repaired by buckets.
+        Returns the new messages, and the earlier ones that need no acknowledgement any more. A
+        message is repeated once: records that still differ then are repaired by bucket.
         """
         if number != self._asked_number:
             return [], []
@@ -365,16 +366,16 @@ class OutgoingStream:
                     self.put(sent.rows[same], now, sent.waiter, positions[same], again=True)
                 )
             if sent.waiter and not same.all():
-                # Its page is gone, or stored again: the later message speaks for it.
+                # Its page is gone, or stored again: a later message covers it.
                 rest = Sent(now, NO_ROWS, sent.generations[:0], sent.waiter, positions[~same])
                 settled.append(rest)
         return puts, settled
 
     def differ(self, number: int, theirs: npt.NDArray[np.uint64]) -> bool:
-        """Take the digests that an owner holds instead; return whether there is now a repair due.
+        """Handle the differing digests of an owner; return whether a repair is due now.
 
         Only the answer to the last summary counts, and only once: the buckets have changed since,
-        but what differed when it was asked is what must be repaired.
+        but the buckets that differed at that time are those to repair.
         """
         if number != self._asked_number:
             return False
@@ -388,7 +389,7 @@ class OutgoingStream:
         """Send again the first of the differing buckets: at least one, and about `records_max`.
 
         A bucket with more records than a message may have is replaced by the first of them, and the
-        others are put at once after that.
+        others are sent directly afterwards.
         """
         held = np.flatnonzero(self._states())
         counts = np.bincount(self.table.buckets[held], minlength=BUCKETS)
@@ -409,7 +410,7 @@ class OutgoingStream:
         return [repair, *(self.put(rest[at : at + RECORDS_A_MESSAGE_MAX], now) for at in cuts)]
 
     def restart(self) -> None:
-        """Begin again at an owner that holds nothing of this node: each row must be put again."""
+        """Start again at an owner that holds nothing of this node: each row must be sent again."""
         self.content = Content()
         self._state = np.zeros(len(self._state), np.uint8)
         self._note_places()
@@ -430,7 +431,7 @@ class OutgoingStream:
         return np.inf if oldest is None else max(oldest.at, self.asked_at)
 
     def _hold(self, rows: Rows, *, is_held: bool) -> None:
-        """Enter rows into the books, as far as they are not there, or take them out."""
+        """Add rows that are not in this stream yet, or remove them."""
         records, digests, _ = self.table.places
         self._states()
         changed: int = _hold(records, digests, rows.tobytes(), len(rows), *self._places, is_held)
@@ -440,8 +441,8 @@ class OutgoingStream:
         self.number += 1
         self.pending[self.number] = sent
         if len(self.pending) > PENDING_MAX:
-            # Its waiter still has other owners, and its timeout; its rows are confirmed by the
-            # next summary that matches.
+            # Its waiter still waits for other owners, or its timeout; the next matching summary
+            # confirms its rows.
             self._forgotten = next(iter(self.pending))
             del self.pending[self._forgotten]
 
@@ -451,7 +452,7 @@ class OutgoingStream:
         _confirm(records, rows.tobytes(), sent.generations.tobytes(), len(rows), states)
 
     def _confirm_forgotten(self) -> Sent:
-        """Confirm what was sent and is in no message that is still awaited."""
+        """Confirm the rows that were sent and are in no unacknowledged message."""
         self._forgotten = 0
         state = self._states()
         settled = state == SENT
@@ -462,7 +463,7 @@ class OutgoingStream:
         return Sent(self.asked_at, rows, self.table.records["generation"][rows])
 
     def _covers(self, sent: Sent) -> bool:
-        """Return whether all that a message put into force is confirmed by now."""
+        """Return whether all that a message set is confirmed by now."""
         if not len(sent.rows):
             return False
         same = self.table.records["generation"][sent.rows] == sent.generations
@@ -497,18 +498,18 @@ def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 LOOKED_AT_MAX: Final = 4096
-"""Rows looked at in one step: two milliseconds with the rings of a thousand nodes."""
+"""Rows checked in one step: two milliseconds with the rings of a thousand nodes."""
 
 SAMPLED_MAX: Final = 4096
-"""Rows whose heat is looked at to part the bins: 16 to each of the 256 bins of a large table."""
+"""Rows sampled for the heat limits of the bins: 16 for each of the 256 bins of a large table."""
 
 BIN_ROWS: Final = 4096
-"""Rows of a bin, about: sorting them takes half a millisecond."""
+"""Approximate number of rows of a bin: sorting them takes half a millisecond."""
 
 BINS_MAX: Final = 256
 
 RINGS_MAX: Final = 16
-"""Former rings remembered. With more of them, within one hand-over, all streams are asked."""
+"""Remembered former rings. If one hand-over has more of them, all streams are checked."""
 
 _FIRST_BIT: Final = np.uint64(63)
 
@@ -516,50 +517,50 @@ _FIRST_BIT: Final = np.uint64(63)
 @final
 @attrs.define(eq=False)
 class RingHandover:
-    """The rows that a change of the ring may have moved: to be looked at, then to be handed over.
+    """The rows that a change of the ring may have moved: they are checked, then handed over.
 
-    former: the rings on which rows may have been told that are on their way still; None if those
-            were too many to remember.
+    former: the rings by which rows that still move may have been sent; None if those were too many
+            to remember.
     """
 
     table: RecordTable
     former: list[HashRing] | None = attrs.field(factory=list, init=False)
     _before: HashRing | None = attrs.field(default=None, init=False)
-    """What the rows not looked at were told by; None: by several rings, so each row is taken."""
+    """The ring by which unchecked rows were sent; None: several rings, so each row is taken."""
     _is_moving_only: bool = attrs.field(default=False, init=False)
-    """Rows that move already are looked at again, and no others."""
+    """Check only the rows that move already."""
     _next: int = attrs.field(default=0, init=False)
     _end: int = attrs.field(default=0, init=False)
-    """The rows from `_next` to `_end` were not looked at yet."""
+    """The rows from `_next` to `_end` are not checked yet."""
     _edges: npt.NDArray[np.uint64] = attrs.field(factory=lambda: np.empty(0, np.uint64), init=False)
     """The least heat of each bin but the coldest, ascending."""
     _bins: list[list[Rows]] = attrs.field(factory=lambda: [[]], init=False)
-    """Coldest first. Each row is in one of them at most."""
+    """Coldest first. Each row is in at most one bin."""
     _count: int = attrs.field(default=0, init=False)
 
     def __len__(self) -> int:
-        """Return how many rows wait to be handed over, as far as they were looked at."""
+        """Return how many checked rows wait to be handed over."""
         return self._count
 
     @property
     def has_more(self) -> bool:
-        """Whether rows may be taken: not while the hottest may be among those not looked at."""
+        """Whether rows may be taken: not while the hottest may be among the unchecked ones."""
         return self._count > 0 and not self.is_looking
 
     @property
     def is_looking(self) -> bool:
-        """Whether there are rows that were not looked at yet."""
+        """Whether there are unchecked rows."""
         return self._next < self._end
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row waits, looked at or not."""
+        """Whether no row waits, checked or not."""
         return not (self.is_looking or self._count)
 
     def begin(self, before: HashRing | None) -> None:
-        """Look at all rows, after the ring has turned from `before`; None: from whatever it was.
+        """Check all rows after the ring has changed from `before`; None: from an unknown ring.
 
-        A turn within a turn looks at everything again: the records are then of several rings.
+        A change during a hand-over checks all rows again: the records are then of several rings.
         """
         if before is None or self.is_looking or self._count:
             self._before = None
@@ -573,18 +574,18 @@ class RingHandover:
         self._start()
 
     def leave(self) -> None:
-        """Look again at all rows that are on their way: their former owners may be left now."""
+        """Check all moving rows again: they may be withdrawn from their former owners now."""
         self._before, self._is_moving_only = None, True
         self._start()
 
     def _start(self) -> None:
-        # Rows that come later are told by the ring as it is now.
+        # Rows that come later are sent by the current ring.
         self._next, self._end = 0, len(self.table.live)
         self._count = 0
         self._part_bins()
 
     def look(self, ring: HashRing) -> None:
-        """Look at the next rows: those whose set of owners is another one now wait from now on."""
+        """Check the next rows: those whose set of owners has changed wait from now on."""
         table = self.table
         first, self._next = self._next, min(self._end, self._next + LOOKED_AT_MAX)
         rows = first + np.flatnonzero(table.live[first : self._next])
@@ -592,7 +593,8 @@ class RingHandover:
             keys = table.records["key"][rows]
             old, new = self._before.owners(keys), ring.owners(keys)
             if old.shape == new.shape:
-                # Most keys keep their owners in order; only of the others the sets are compared.
+                # Most keys keep their owners in the same order; the sets are compared only for the
+                # others.
                 other = np.flatnonzero((old != new).any(axis=1))
                 before, after = np.sort(old[other], axis=1), np.sort(new[other], axis=1)
                 rows = rows[other[(before != after).any(axis=1)]]
@@ -609,7 +611,7 @@ class RingHandover:
             self._bins[int(places[part[0]])].append(rows[part])
 
     def take(self, rows_max: int) -> Rows:
-        """Take rows to hand over: the newest commits first, what is on disk behind them all."""
+        """Take rows to hand over: the newest commits first, pages on disk last."""
         if not self.has_more:
             return NO_ROWS
         taken: list[Rows] = []
@@ -627,7 +629,7 @@ class RingHandover:
         return together[self.table.live[together]]
 
     def settled(self) -> None:
-        """Forget the former rings if no row is on its way any more."""
+        """Forget the former rings if no row moves any more."""
         if self.former != [] and not (self.is_looking or self._count or self.table.moving.any()):
             self.former = []
 
@@ -644,7 +646,7 @@ class RingHandover:
 def by_owner(
     own: int, *tables: npt.NDArray[np.uint64]
 ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """Yield each owner other than the own node, and the positions that it owns, ascending.
+    """Yield each owner except the own node, and the positions that it owns, ascending.
 
     tables: the owners of some rows, (n, replicas) uint64, on one ring or on several.
     """
@@ -662,7 +664,7 @@ def by_owner(
 
 
 def _heat(records: Records) -> npt.NDArray[np.uint64]:
-    """Return by what rows are ordered: whether in memory, then the generation, below 2**63."""
+    """Return the sort key of rows: whether in memory, then the generation, below 2**63."""
     resident = ((records["flags"] & RESIDENT) != 0).astype(np.uint64)
     heat: npt.NDArray[np.uint64] = records["generation"] & ~(np.uint64(1) << _FIRST_BIT)
     heat |= resident << _FIRST_BIT

@@ -1,19 +1,18 @@
-"""Who waits for the publisher: commits and removals for owners, followers for the next change.
+"""Requests that wait at the publisher: commits and removals for owners, followers for changes.
 
-A client's set is done when its pages are in the pool; it also wants to know that others can find
-them. Each commit waits here until all owners that are not lagging have acknowledged its records, or
-until its timeout is over, and is answered exactly once. A commit may name pages that an earlier one
-has published, and that may still wait: it joins the wait for what their owners have not
-acknowledged.
+A client's set is done when its pages are in the pool; the client also needs to know that others can
+find them. Each commit waits here until all owners that are not lagging have acknowledged its
+records, or until its timeout passes, and is answered exactly once. A commit may name pages that an
+earlier commit has published, and that may still wait for owners: it joins that wait.
 
-`Following` owns the changes since the first follower asked, and answers each question from them and
-from the table of records. It keeps nothing about a follower but a question that waits; without
-followers it does nothing, and the publisher asks it nothing but `is_followed`.
+`Following` keeps the changes since the first follower asked, and answers each request from them and
+from the table of records. The only state of a follower is its waiting request. Without followers it
+does nothing, and the publisher only checks `is_followed`.
 
-A change gets the next number. A follower names the last number that it has. Where the changes after
-it are no longer in the ring, the follower begins again, and reads the table in slices. Each slice
-is true as of the last change sent with it, so changes and slices that are applied in the order of
-the answers always give what the node held at that change.
+Each change gets the next number. A follower names the last number that it has. If the changes after
+it are no longer kept, the follower starts again, and reads the table in slices. Each slice is true
+as of the last change sent with it, so changes and slices that are applied in the order of the
+answers always give what the node held at that change.
 """
 
 from __future__ import annotations
@@ -51,37 +50,38 @@ from peercache.wire.messages.pool import Committed
 from peercache.wire.messages.session import Refused
 
 WAITERS_MAX = 4096
-"""Commits that wait at once: beyond, one is answered with what is acknowledged so far."""
+"""Commits that wait at a time: further ones are answered with what is acknowledged so far."""
 
 TIMEOUT_MAX_S = 60.0
 """Longest that a commit may wait: far beyond any operation's deadline."""
 
 
 LAGGING_S = 0.05
-"""An owner that has let a commit wait for so long is lagging; the timeout of a commit whose
-deadline is near is shorter, and says nothing about the owner."""
+"""An owner that delays a commit for this long is lagging. A commit with a nearer deadline has a
+shorter timeout, which does not make the owner lagging."""
 
 
 @attrs.frozen(eq=False)
 class _Joined:
-    """Records of an earlier commit, of which one owner has not acknowledged: their rows."""
+    """Rows of an earlier commit that one owner has not acknowledged yet."""
 
     rows: Rows
     generations: npt.NDArray[np.uint64]
     positions: npt.NDArray[np.intp]
 
     def part(self, chosen: npt.NDArray[np.bool_]) -> _Joined:
-        """Return those that are chosen."""
+        """Return the chosen ones."""
         return _Joined(self.rows[chosen], self.generations[chosen], self.positions[chosen])
 
 
 @attrs.define(eq=False)
 class _Waiter:
-    """Records are those that the commit made, and behind them those that were here.
+    """A waiting commit. Its records are those that it made, followed by those that were here
+    already.
 
-    unknown: how many owners have not acknowledged all records; unknown_parts: how many more or
-    fewer that are of each record; awaited: by owner, so many records that the answer waits for;
-    joined: by owner, what an earlier commit has sent to it.
+    unknown: how many owners have not acknowledged all records; unknown_parts: the difference from
+             that for each record; awaited: by owner, the number of records that the answer waits
+             for; joined: by owner, the records that an earlier commit has sent to it.
     """
 
     committed: PagesCommitted
@@ -97,7 +97,7 @@ class _Waiter:
         return len(self.committed.records) + len(self.committed.here)
 
     def change(self, positions: npt.NDArray[np.intp], by: int) -> None:
-        """Note that so many more owners have not acknowledged these records."""
+        """Note that `by` more owners have not acknowledged these records."""
         if len(positions) == self.count:
             # Nearly every message has all records of its commit.
             self.unknown += by
@@ -114,13 +114,13 @@ class _Waiter:
 
 
 REMOVAL_FRACTION = 0.25
-"""How much of its timeout a removal waits for owners: the disk has had some of it before, and the
-answer has to come back in time."""
+"""The fraction of its timeout that a removal waits for owners: the disk has used some of it before,
+and the answer must arrive in time."""
 
 
 @attrs.frozen(eq=False)
 class _Removal:
-    """owners: by owner, the number of its last message; those that lag are not waited for."""
+    """owners: by owner, the number of its last message; lagging owners are not waited for."""
 
     done: RemovalDone
     owners: dict[int, int]
@@ -132,28 +132,28 @@ class _Removal:
         return self.owners.keys() <= self.lagging
 
     def answer(self) -> Effect:
-        """Answer, naming the owners that may not know yet."""
+        """Answer, and name the owners that may not have applied it yet."""
         removed = attrs.evolve(self.done.removed, missed=tuple(sorted(self.owners)))
         return TellDirectory(RemovalDone(self.done.origin, removed))
 
 
 @attrs.define(eq=False)
 class WaitingCommits:
-    """The commits without an answer. Each has a number from 1, its waiter; 0 is no commit.
+    """The commits without an answer. Each has a number from 1 on, its waiter; 0 is no commit.
 
-    Removals are among them: they wait until owners know that the pages are gone.
+    Removals are among them: they wait until owners have acknowledged that the pages are gone.
     """
 
     _waiters: dict[int, _Waiter] = attrs.field(factory=dict)
     _timeout: list[tuple[float, int]] = attrs.field(factory=list)
-    """When each waiter's timeout is over: a heap, with some among it that were answered before."""
+    """When each waiter's timeout passes: a heap, which may contain answered ones."""
     _last: int = 0
     _joining: dict[int, None] = attrs.field(factory=dict)
     """The waiters that have joined the wait of an earlier commit."""
     _removals: dict[int, _Removal] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return how many commits wait."""
         return len(self._waiters)
 
     def admit(self, committed: PagesCommitted, now: float) -> int:
@@ -165,7 +165,7 @@ class WaitingCommits:
     def remove(
         self, done: RemovalDone, streams: Mapping[int, OutgoingStream], now: float
     ) -> list[Effect]:
-        """Let a removal wait until owners know it; answer it at once if there is no need."""
+        """Let a removal wait for owners to acknowledge; answer at once if that is not needed."""
         owners = {o: each.number for o, each in streams.items() if each.awaits(each.number)}
         lagging = frozenset(owner for owner in owners if streams[owner].lagging)
         removal = _Removal(done, owners, lagging)
@@ -176,7 +176,7 @@ class WaitingCommits:
         return []
 
     def _number(self, until: float) -> int:
-        """Return a new number, with a timeout until then."""
+        """Return a new number with this deadline."""
         self._last += 1
         heappush(self._timeout, (until, self._last))
         if len(self._timeout) > 2 * WAITERS_MAX:
@@ -191,14 +191,14 @@ class WaitingCommits:
     def expect(
         self, waiter: int, owner: int, positions: npt.NDArray[np.intp], *, is_awaited: bool
     ) -> None:
-        """Note that an owner is notified of these of its records; the answer may wait for it."""
+        """Note that these records of a waiter were sent to an owner; the answer may wait."""
         waiting = self._waiters[waiter]
         waiting.change(positions, 1)
         if is_awaited and len(positions):
             waiting.awaited[owner] = waiting.awaited.get(owner, 0) + len(positions)
 
     def acknowledge(self, waiter: int, owner: int, positions: npt.NDArray[np.intp]) -> None:
-        """Note that an owner knows these of its records."""
+        """Note that an owner has acknowledged these of a waiter's records."""
         waiting = self._waiters.get(waiter)
         if waiting is None:
             return
@@ -216,19 +216,20 @@ class WaitingCommits:
         rings: list[HashRing],
         streams: Mapping[int, OutgoingStream],
     ) -> None:
-        """Wait too for owners that have not acknowledged the pages that were here already.
+        """Also wait for owners that have not acknowledged the pages that were here already.
 
-        own: this node, which is no owner. rings: that of now, then those of shortly before.
+        own: this node, which does not count as owner. rings: the current one, then the recent
+             former ones.
         """
         waiting = self._waiters[waiter]
         here = waiting.committed.here
         places = len(waiting.committed.records) + np.arange(len(here))
         if not len(rings[0]):
-            # Before the first view nothing is known of owners, and nothing published.
+            # Before the first view there are no known owners, and nothing is published.
             self.expect(waiter, 0, places, is_awaited=True)
             return
         rows = table.find(keys_of(here))
-        assert (rows >= 0).all(), "the pool has a page that it has not told of"
+        assert (rows >= 0).all(), "the pool has a page that it has not reported"
         tables = [ring.owners(here["key"]) for ring in rings]
         for owner, owned in by_owner(own, *tables):
             stream = streams.get(owner)
@@ -236,7 +237,7 @@ class WaitingCommits:
                 continue  # An owner on a former ring, which has left.
             state = stream.state(rows[owned])
             is_owner = (tables[0][owned] == np.uint64(owner)).any(axis=1)
-            # What a former owner lacks altogether, it has let go of.
+            # A row that a former owner does not have at all was withdrawn from it.
             unknown = owned[np.where(is_owner, state != CONFIRMED, state == SENT)]
             if len(unknown):
                 joined = _Joined(rows[unknown], here["generation"][unknown], places[unknown])
@@ -245,7 +246,7 @@ class WaitingCommits:
                 self.expect(waiter, owner, joined.positions, is_awaited=not stream.lagging)
 
     def look(self, stream: OutgoingStream) -> list[Effect]:
-        """Answer what waits for that of which this owner knows now, and for nothing else."""
+        """Answer the commits that waited only for what this owner has acknowledged now."""
         effects: list[Effect] = []
         for number, removal in list(self._removals.items()):
             if stream.owner in removal.owners and not stream.awaits(removal.owners[stream.owner]):
@@ -259,7 +260,7 @@ class WaitingCommits:
                 continue
             table, rows = stream.table, joined.rows
             in_force = table.live[rows] & (table.records["generation"][rows] == joined.generations)
-            # A page that is gone, or stored again, has a later message that speaks for it.
+            # A page that is gone, or stored again, has a later message that covers it.
             settled = ~in_force | (stream.state(rows) == CONFIRMED)
             if settled.any():
                 self.acknowledge(waiter, stream.owner, joined.positions[settled])
@@ -268,7 +269,7 @@ class WaitingCommits:
         return effects
 
     def give_up(self, owner: int) -> list[Effect]:
-        """Wait for an owner no longer; answer the commits that waited for it alone."""
+        """Stop to wait for an owner; answer the commits that waited only for it."""
         effects: list[Effect] = []
         for waiter, waiting in list(self._waiters.items()):
             if waiting.awaited.pop(owner, None) is not None:
@@ -286,7 +287,7 @@ class WaitingCommits:
         return []
 
     def expire(self, now: float) -> tuple[list[Effect], set[int]]:
-        """Answer those whose timeout is over; return the owners too that are lagging."""
+        """Answer those whose timeout has passed; also return the owners that are lagging."""
         effects: list[Effect] = []
         lagging: set[int] = set()
         while self._timeout and self._timeout[0][0] <= now:
@@ -300,11 +301,12 @@ class WaitingCommits:
         return effects, lagging
 
     def deadline(self) -> float:
-        """Return when the next timeout is over, at the earliest; inf if no commit is pending."""
+        """Return the earliest time of the next timeout; inf if no commit is pending."""
         return self._timeout[0][0] if self._timeout else math.inf
 
     def _answer(self, waiter: int) -> list[Effect]:
-        # Taken out before it is answered: whatever acknowledges or expires it later finds nothing.
+        # Removed before it is answered, so that a later acknowledgement or timeout does not find
+        # it.
         waiting = self._waiters.pop(waiter, None)
         if waiting is None:
             return []
@@ -319,67 +321,67 @@ class WaitingCommits:
             committed.ahead,
             committed.offsets,
         )
-        told = TellDirectory(CommitAnswered(committed.origin, answer))
-        return [told, *(TellPool(fact) for fact in committed.then)]
+        answered = TellDirectory(CommitAnswered(committed.origin, answer))
+        return [answered, *(TellPool(fact) for fact in committed.then)]
 
 
 CHANGES_KEPT: Final = 2**17
-"""Changes that a follower may be behind before it begins again: 3 MiB, and two seconds of a node
-that stores and evicts 50,000 pages a second."""
+"""Changes that a follower may be behind before it must start again: 3 MiB, and two seconds of a
+node that stores and evicts 50,000 pages a second."""
 
 FOLLOWERS_MAX: Final = 64
-"""Questions that wait; each costs an answer of its own for the same change."""
+"""Requests that wait; each costs an answer of its own for the same change."""
 
 GATHER_S: Final = 0.01
-"""How long a change waits for others before it is told: a hundred answers a second a follower, and
-none of them within the answer to a commit."""
+"""How long a change waits for more changes before it is sent: at most a hundred answers a second
+for each follower, and none of them delays the answer to a commit."""
 
 FOLLOW_TIMEOUT_MAX_S: Final = 10.0
-"""How long a question waits at most, whatever it asks for."""
+"""The longest that a request waits, whatever timeout it has."""
 
 FOLLOWED_S: Final = 30.0
-"""How long after the last question changes are kept."""
+"""How long changes are kept after the last request."""
 
 
 @final
 @attrs.define(eq=False)
 class Following:
-    """What followers of one node are sent. `is_followed`: whether changes are to be added."""
+    """The changes for followers of one node. `is_followed`: whether changes must be added."""
 
     incarnation: int
     table: RecordTable
     is_followed: bool = False
     due: float = inf
-    """When `on_tick` has something to do."""
+    """When `on_tick` is due."""
     _kept: Changes = attrs.field(factory=lambda: np.empty(0, CHANGE))
     """Change n is in row n % CHANGES_KEPT."""
     _last: int = 1
-    """The number of the last change; the first one that is told is 2, as 0 and below name none."""
+    """The number of the last change. The first one has number 2: 0 and below mean none."""
     _floor: int = 1
-    """The changes behind this one are kept."""
+    """The changes after this one are kept."""
     _waiting: dict[Origin, tuple[RequestChanges, float]] = attrs.field(factory=dict)
-    """By follower: its question, and until when it waits."""
+    """By follower: its request, and how long it waits."""
     _asked_at: float = -inf
-    _tell_at: float = inf
+    _answer_at: float = inf
 
     @property
     def followers(self) -> int:
-        """The followers whose questions wait; one that reads, or is away, is not among them."""
+        """The followers with a waiting request; one that reads, or is away, does not count."""
         return len(self._waiting)
 
     def stored(self, records: Records, now: float) -> None:
-        """Note records that are in force from now on."""
+        """Add changes for new records."""
         changes = changes_of(records)
         self._add(changes, now)
 
     def gone(self, keys: Records, now: float) -> None:
-        """Note pages that this node holds no longer. keys: (n,) V16."""
+        """Add changes for pages that this node no longer holds. keys: (n,) V16."""
         changes = np.zeros(len(keys), CHANGE)
         changes["key"], changes["tier"] = keys, GONE
         self._add(changes, now)
 
     def ask(self, origin: Origin, asked: RequestChanges, now: float) -> list[Effect]:
-        """Answer a question now, or let it wait for a change."""
+        """Answer a request now, or let it wait for a change."""
         self._asked_at = now
         if not self.is_followed:
             self.is_followed = True
@@ -395,22 +397,23 @@ class Following:
         else:
             self._waiting[origin] = asked, until
             if asked.after < self._last:
-                self._tell_at = min(self._tell_at, now + GATHER_S)
+                self._answer_at = min(self._answer_at, now + GATHER_S)
         self._schedule()
         return effects
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer what has waited for a change or long enough; stop without followers."""
+        """Answer requests with a change, or after their timeout; stop without followers."""
         if now < self.due:
             return []
-        self._tell_at = inf
+        self._answer_at = inf
         effects: list[Effect] = []
         for origin, (asked, until) in list(self._waiting.items()):
             if asked.after < self._last or until <= now:
                 del self._waiting[origin]
                 effects.append(Send(origin, self._answer(asked)))
         if not self._waiting and self._asked_at + FOLLOWED_S <= now:
-            # What comes now has no numbers: who comes back with the last one has missed it.
+            # Changes from now on have no numbers: a follower that comes back with the last one has
+            # missed them.
             self.is_followed, self._kept = False, np.empty(0, CHANGE)
             self._last += 1
             self._floor = self._last
@@ -423,7 +426,7 @@ class Following:
         assert self._last - self._floor <= CHANGES_KEPT, "changes are counted that are not kept"
 
     def _add(self, changes: Changes, now: float) -> None:
-        """Give changes their numbers, and keep the last ones."""
+        """Number the changes, and keep the last ones."""
         first, self._last = self._last + 1, self._last + len(changes)
         self._floor = max(self._floor, self._last - CHANGES_KEPT)
         kept = changes[-CHANGES_KEPT:]
@@ -432,16 +435,16 @@ class Following:
         fitting = min(len(kept), CHANGES_KEPT - start)
         self._kept[start : start + fitting] = kept[:fitting]
         self._kept[: len(kept) - fitting] = kept[fitting:]
-        if self._waiting and self._tell_at == inf:
-            self._tell_at = now + GATHER_S
-            self.due = min(self.due, self._tell_at)
+        if self._waiting and self._answer_at == inf:
+            self._answer_at = now + GATHER_S
+            self.due = min(self.due, self._answer_at)
 
     def _begins_again(self, asked: RequestChanges) -> bool:
         is_other = asked.incarnation != self.incarnation
         return is_other or not self._floor <= asked.after <= self._last
 
     def _is_far_behind(self, asked: RequestChanges) -> bool:
-        """Return whether a follower has more to read than what is gathered for all."""
+        """Return whether a follower is behind by more than the changes gathered for all."""
         is_reading = asked.row < ALL_ROWS or self._last - asked.after >= CHANGES_A_MESSAGE_MAX
         return is_reading or self._begins_again(asked)
 
@@ -453,12 +456,12 @@ class Following:
         changes = self._kept[numbers].tobytes()
         row, held = 0 if is_resync else asked.row, b""
         if after == self._last:
-            # Only then are the rows of now those as of the last change told.
+            # Only then do the current rows match the last change that was sent.
             row, held = self._slice(row)
         return ReportChanges(asked.request, self.incarnation, is_resync, after, changes, held, row)
 
     def _slice(self, row: int) -> tuple[int, bytes]:
-        """Return the pages in the next rows of the table, and the row behind them."""
+        """Return the pages in the next rows of the table, and the row after them."""
         live = self.table.live
         if row >= len(live):
             return ALL_ROWS, b""
@@ -467,13 +470,13 @@ class Following:
         return (end if end < len(live) else ALL_ROWS), changes_of(records).tobytes()
 
     def _schedule(self) -> None:
-        self.due = min([self._tell_at, *(until for _, until in self._waiting.values())])
+        self.due = min([self._answer_at, *(until for _, until in self._waiting.values())])
         if self.is_followed and not self._waiting:
             self.due = min(self.due, self._asked_at + FOLLOWED_S)
 
 
 def changes_of(records: Records) -> Changes:
-    """Return records as the changes that told of them."""
+    """Return records as changes."""
     changes = np.empty(len(records), CHANGE)
     changes["key"], changes["length"] = records["key"], records["length"]
     is_in_memory = (records["flags"] & np.uint32(RESIDENT)) != 0

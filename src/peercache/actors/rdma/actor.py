@@ -1,16 +1,16 @@
 """rdma: the queue pairs that clients have to this node.
 
 Owns    the list of channels of each client, and the time of the client's last message about them.
-        The queue pairs live behind a port (`actors.ports`): real devices, or a fake in tests.
+        The queue pairs are behind a port (`actors.ports`): real devices, or a fake in tests.
 Takes   OpenChannel and ChannelsHeld of clients; ClientsConnected and PoolGrew of the node;
         RdmaServes, RdmaAbsent and PairOpened of the port.
 Sends   OpenPair, DropPair and ServeMemory to the port; ChannelOpened or Refused to clients.
-Keeps   the port has a queue pair for each listed channel that was answered, and for no other.
-        A channel is dropped when its client does not list it any more. All channels of a client are
+Keeps   the port has a queue pair for each listed channel that was answered, and for no other. A
+        channel is dropped when its client does not list it any more. All channels of a client are
         dropped when it has no admitted connection for LEFT_S: it exited, or its certificate was
-        revoked, and a queue pair is no right that outlives the session. They are dropped when it is
-        silent for SILENT_S, too: a node cannot see one-sided READs, so only messages count. A
-        refusal has its reason.
+        revoked, and a queue pair must not outlive the session. They are also dropped when it is
+        silent for SILENT_S: a node cannot see one-sided READs, so only messages count. A refusal
+        states its reason.
 Limits  channels_a_client_max and CHANNELS_MAX queue pairs; PENDING_MAX OpenPair without an answer.
 """
 
@@ -47,14 +47,14 @@ CHANNELS_MAX = 8192
 for a hundred thousand, each some kilobytes of kernel memory."""
 
 SILENT_S = 65.0
-"""A client lists its channels every 20 s; three lost lists in a row are not enough to drop them."""
+"""A client lists its channels every 20 s; three lost lists in a row do not drop them."""
 
 LEFT_S = 5.0
-"""How long the queue pairs of a client outlive its last connection: a connection that broke is made
-again within a second or two, and reads go on meanwhile."""
+"""How long the queue pairs of a client outlive its last connection: a broken connection is replaced
+within a second or two, and reads continue in the meantime."""
 
 PENDING_MAX = 256
-"""OpenPair without an answer: a quarter of a second of work. The actor refuses more questions,
+"""OpenPair without an answer: a quarter of a second of work. The actor refuses further requests,
 because the port drops no effect."""
 
 
@@ -62,7 +62,7 @@ because the port drops no effect."""
 class _Client:
     """channels: by the client's number, oldest first."""
 
-    heard_at: float
+    seen_at: float
     connected_at: float
     channels: dict[int, None] = attrs.field(factory=dict)
 
@@ -80,7 +80,7 @@ class RdmaActor:
     _usable_bytes: int = attrs.field(default=0, init=False)
 
     def on_message(self, sender: Origin, message: RdmaMessage, now: float) -> list[Effect]:
-        """Take one message and return what must be done."""
+        """Handle one message and return what must be done."""
         if isinstance(message, OpenChannel):
             return self._open(sender, message, now)
         if isinstance(message, ChannelsHeld):
@@ -94,7 +94,7 @@ class RdmaActor:
             return [] if self._absent_because else [ServeMemory(self._usable_bytes)]
         if isinstance(message, RdmaServes):
             self._absent_because = ""
-            # Memory that was populated before the devices were open.
+            # The memory was populated before the devices were open.
             return [ServeMemory(self._usable_bytes)] if self._usable_bytes else []
         if isinstance(message, RdmaAbsent):
             self._absent_because = message.reason
@@ -108,7 +108,7 @@ class RdmaActor:
         """Drop the channels of clients that are silent for too long."""
         effects: list[Effect] = []
         for identity, client in list(self._clients.items()):
-            if client.heard_at + SILENT_S <= now:
+            if client.seen_at + SILENT_S <= now:
                 effects += self._drop(identity, list(client.channels))
         return effects
 
@@ -116,7 +116,7 @@ class RdmaActor:
         """Return when the next client has been silent for too long; inf for never."""
         # Clients are ordered by the time of their last message.
         oldest = next(iter(self._clients.values()), None)
-        return oldest.heard_at + SILENT_S if oldest is not None else float("inf")
+        return oldest.seen_at + SILENT_S if oldest is not None else float("inf")
 
     def check(self) -> None:
         """Assert the invariants, in time that does not grow with the state."""
@@ -130,14 +130,14 @@ class RdmaActor:
             assert 0 < held <= self.channels_a_client_max, f"a client with {held} channels"
 
     def figures(self) -> dict[str, int | float | str]:
-        """Return named figures, for people."""
+        """Return named figures, for operators."""
         return {
             "rdma": self._absent_because or "serves",
             "rdma_channels": self._count,
             "rdma_clients": len(self._clients),
         }
 
-    # --- what follows from a message --------------------------------------------------------------
+    # --- effects of a message ---------------------------------------------------------------------
 
     def _open(self, sender: Origin, wanted: OpenChannel, now: float) -> list[Effect]:
         if self._absent_because:
@@ -151,7 +151,7 @@ class RdmaActor:
                 what = f"you have {len(held)} queue pairs, of {self._count} at this node"
                 return [_refusal(sender, wanted, TOO_MANY, what)]
             self._count += 1
-        client = self._heard(sender.identity, now)
+        client = self._seen(sender.identity, now)
         client.channels[wanted.channel] = None
         self._pending += 1
         return [OpenPair(sender, wanted)]
@@ -162,16 +162,16 @@ class RdmaActor:
         if not opened.is_open:
             self._forget(client, channel)
         elif not self._lists(client, channel):
-            # Dropped, or refused to an earlier question, while this one was pending: the queue pair
-            # would never be dropped.
-            refusal = Refused(opened.answer.request, NO_PATH, "the channel was given up meanwhile")
+            # The channel was dropped, or an earlier request refused, while this one was pending:
+            # otherwise the queue pair would never be dropped.
+            refusal = Refused(opened.answer.request, NO_PATH, "the channel was dropped meanwhile")
             return [DropPair(client, channel), Send(opened.origin, refusal)]
         return [Send(opened.origin, opened.answer)]
 
     def _hold(self, identity: int, listed: ChannelsHeld, now: float) -> list[Effect]:
         if identity not in self._clients:
             return []
-        client = self._heard(identity, now)
+        client = self._seen(identity, now)
         kept = frozenset(listed.channels)
         gone = [
             channel
@@ -190,9 +190,9 @@ class RdmaActor:
                 effects += self._drop(identity, list(client.channels))
         return effects
 
-    def _heard(self, identity: int, now: float) -> _Client:
+    def _seen(self, identity: int, now: float) -> _Client:
         client = self._clients.pop(identity, None) or _Client(now, now)
-        client.heard_at = client.connected_at = now
+        client.seen_at = client.connected_at = now
         self._clients[identity] = client
         return client
 

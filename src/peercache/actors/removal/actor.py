@@ -5,9 +5,9 @@ Takes   Remove, Clear and Retain, from this node's clients; Removed and Retained
         ViewChanged, from membership.
 Sends   Remove, Clear and Retain to every live member, this node included; Retained or Refused to
         the client; RemovalDone to the directory, which answers the client of a removal.
-Keeps   the count is the sum of what members told, each of them counted once; a page is retained if
-        one member retains it. A member that did not answer in time is named. One that has left the
-        view is waited for no longer.
+Keeps   the count is the sum of the members' answers, each member counted once; a page is retained
+        if one member retains it. A member that did not answer in time is named. A member that has
+        left the view is no longer waited for.
 Limits  PENDING_MAX removals at once, and TIMEOUT_MAX_S for each.
 """
 
@@ -32,7 +32,7 @@ PENDING_MAX: Final = 256
 """Removals under way; each is small, and a client has one or a few."""
 
 TIMEOUT_MAX_S: Final = 10.0
-"""Longest wait for the members, whatever a client asks for."""
+"""Longest wait for the members, whatever timeout a client has."""
 
 
 @final
@@ -41,8 +41,8 @@ class Removal:
     """One removal under way, or one Retain.
 
     waiting: the members that have not answered, in order.
-    states:  of a Retain: the best that was told of each page; None of a removal.
-    missed:  members that may still name pages which others have removed.
+    states:  for a Retain: the best state that was reported for each page; None for a removal.
+    missed:  members that may still name pages that others have removed.
     """
 
     origin: Origin
@@ -53,19 +53,19 @@ class Removal:
     count: int = 0
     missed: dict[int, None] = attrs.field(factory=dict)
 
-    def take(self, told: Removed | Retained) -> bool:
-        """Take the answer of a member; return False for one to another question."""
-        if isinstance(told, Removed):
-            self.count += told.count if self.states is None else 0
+    def take(self, reply: Removed | Retained) -> bool:
+        """Apply the answer of a member; return False if it answers another request."""
+        if isinstance(reply, Removed):
+            self.count += reply.count if self.states is None else 0
             return self.states is None
-        if self.states is None or len(told.states) != len(self.states):
+        if self.states is None or len(reply.states) != len(self.states):
             return False
-        both = [np.frombuffer(states, np.uint8) for states in (self.states, told.states)]
+        both = [np.frombuffer(states, np.uint8) for states in (self.states, reply.states)]
         self.states = np.maximum(*both).tobytes()
         return True
 
     def answer(self) -> Effect:
-        """Notify the client of what went or stays, and where that is not known."""
+        """Report to the client what was removed or retained, and which members did not answer."""
         if self.states is not None:
             return Send(self.origin, Retained(self.request, self.states, tuple(self.waiting)))
         missed = tuple(sorted(self.waiting | self.missed))
@@ -75,14 +75,14 @@ class Removal:
 @final
 @attrs.define
 class Remover:
-    """Forwards removals to every member, as this node, and sums the answers."""
+    """Forwards removals to every member, on behalf of clients, and sums the answers."""
 
     _live: tuple[int, ...] = ()
     _pending: dict[int, Removal] = attrs.field(factory=dict)
     _last_number: int = 0
 
     def on_message(self, sender: Origin, message: RemovalMessage, now: float) -> list[Effect]:
-        """Begin a removal, or take an answer or a view."""
+        """Start a removal, or handle an answer or a view."""
         match message:
             case Remove() | Clear() | Retain():
                 return self._begin(sender, message, now)
@@ -93,12 +93,12 @@ class Remover:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Answer the clients whose timeout is over."""
+        """Answer the clients whose timeout has passed."""
         over = [number for number, removal in self._pending.items() if removal.until <= now]
         return [self._pending.pop(number).answer() for number in over]
 
     def deadline(self) -> float:
-        """Return when the first timeout is over."""
+        """Return when the first timeout passes."""
         return min((removal.until for removal in self._pending.values()), default=math.inf)
 
     def check(self) -> None:
@@ -120,19 +120,19 @@ class Remover:
         if not self._live:
             return [removal.answer()]
         self._pending[number] = removal
-        # Until then a member may still have what another one has removed: none mirrors it.
+        # Until then a member may still have what another one has removed; it must not be mirrored.
         forwarded = attrs.evolve(message, request=number, timeout_s=timeout_s)
         return [Send(member, forwarded) for member in self._live]
 
-    def _count(self, member: int, told: Removed | Retained) -> list[Effect]:
-        removal = self._pending.get(told.request)
-        if removal is None or member not in removal.waiting or not removal.take(told):
+    def _count(self, member: int, reply: Removed | Retained) -> list[Effect]:
+        removal = self._pending.get(reply.request)
+        if removal is None or member not in removal.waiting or not removal.take(reply):
             # Late, repeated, or not asked for.
             return []
         del removal.waiting[member]
-        if isinstance(told, Removed):
-            removal.missed.update(dict.fromkeys(set(told.missed) & set(self._live)))
-        return self._end_if_answered(told.request)
+        if isinstance(reply, Removed):
+            removal.missed.update(dict.fromkeys(set(reply.missed) & set(self._live)))
+        return self._end_if_answered(reply.request)
 
     def _follow(self, view: ViewChanged) -> list[Effect]:
         self._live = tuple(

@@ -1,13 +1,13 @@
-"""Ring: which nodes own which records, by the view as it is now.
+"""Ring: which nodes own which records, according to the current view.
 
 Owns    the hash ring of the members that are alive or suspect.
-Takes   ViewChanged, from membership; RingBuilt, when a ring that it asked for is there.
+Takes   ViewChanged, from membership; RingBuilt, when a ring that it asked for is ready.
 Sends   BuildRing, for a ring that is too large for a turn of the loop; RingChanged, to the
-        publisher and the directory, when there is a ring of another set of live members.
+        publisher and the directory, when there is a ring for a new set of live members.
 Keeps   the ring is a pure function of that set and its hosts: equal views make equal rings on every
-        node. The old ring serves until the new one is there; what comes last is a ring of the last
-        view.
-Limits  one ring is built at a time: views that change meanwhile cost one more. A ring is as large
+        node. The old ring serves until the new one is ready; the last ring is always one of the
+        last view.
+Limits  one ring is built at a time: view changes in the meantime cost one more. A ring is as large
         as the view.
 """
 
@@ -33,7 +33,7 @@ milliseconds. A thousand members take 25, which is too long for every other mess
 @final
 @attrs.define(kw_only=True)
 class RingActor:
-    """Follows the view; `current` is the newest ring there is, empty before the first view."""
+    """Follows the view; `current` is the newest ring, empty before the first view."""
 
     virtual_nodes: int
     replicas: int | str
@@ -48,7 +48,7 @@ class RingActor:
         self.current = HashRing([], virtual_nodes=self.virtual_nodes, replicas=self.replicas)
 
     def on_message(self, sender: Origin, message: RingMessage, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
-        """Take a view, or a ring; say so if the ring is another one now."""
+        """Handle a view or a ring; notify others if the ring has changed."""
         match message:
             case ViewChanged():
                 return self._follow(message)
@@ -58,15 +58,15 @@ class RingActor:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:  # noqa: ARG002 - the port of every state actor
-        """Do nothing: a ring depends on no time."""
+        """Do nothing: a ring does not depend on time."""
         return []
 
     def deadline(self) -> float:
-        """Return never."""
+        """Return inf: there is no deadline."""
         return math.inf
 
     def check(self) -> None:
-        """Assert that a ring of the last view is there, or is being made."""
+        """Assert that a ring of the last view is ready, or is being built."""
         assert self._is_building or self._is_current(), "an old ring for good"
 
     def _follow(self, view: ViewChanged) -> list[Effect]:

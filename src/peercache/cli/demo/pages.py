@@ -51,7 +51,7 @@ def _noise(words: int) -> Words:
 class Reading:
     """A row of the table: the pages that one step read over one fabric.
 
-    hits_expected, misses_expected: the right counts; None where any mixture is right.
+    hits_expected, misses_expected: the expected counts; None if any mixture is right.
     again: pages that were missed at first and read again.
     """
 
@@ -72,11 +72,12 @@ class Reading:
         """Compare every byte of every hit with the content of its key, and count.
 
         answers: whether each key was a hit; found: (keys, page bytes), the destinations.
-        Raises ValueError for answers that are not one a key: a short list must not pass for misses.
+        Raises ValueError unless there is one answer for each key: a short list must not count as
+        misses.
         """
         if len(answers) != len(keys) or len(found) != len(keys):
             raise ValueError(f"{len(keys)} keys, {len(answers)} answers, {len(found)} destinations")
-        # One buffer for all pages: to populate fresh memory takes ten times as long as to fill it.
+        # One buffer for all pages: populating fresh memory takes ten times as long as filling it.
         scratch = np.empty(found.shape[1] // 8, np.uint64)
         for key, is_hit, page in zip(keys, answers, found, strict=True):
             if is_hit:
@@ -89,16 +90,16 @@ class Reading:
 
     @property
     def gb_s(self) -> float:
-        """Verified bytes by the time spent in calls, in units of 10^9 bytes a second."""
+        """Verified bytes divided by the time spent in calls, in 10^9 bytes a second."""
         return self.verified_bytes / self.read_s / 1e9 if self.read_s else 0.0
 
     @property
     def is_whole(self) -> bool:
-        """Whether every page had to be a hit, so that its speed says something."""
+        """Whether every page had to be a hit, so that its speed is meaningful."""
         return self.misses_expected == 0 and self.hits_expected is not None
 
     def problems(self, *, op_timeout_s: float) -> list[str]:
-        """Return its problems, a sentence each."""
+        """Return its problems, one sentence each."""
         hits, misses = self.hits_expected, self.misses_expected
         looked_for = {
             f"{self.wrong_bytes} wrong bytes in {self.wrong_pages} hits": self.wrong_bytes > 0,
@@ -123,7 +124,7 @@ def read(
     """Read pages in batches, into poisoned destinations, and check every byte of every hit.
 
     get:     `Client.batch_get`.
-    check:   what it raises ends the reading.
+    check: an exception of it ends the reading.
     again_s: how long missed pages are read again before they count as misses.
     """
     memory = np.empty((BATCH_PAGES, PAGE_BYTES), np.uint8)

@@ -31,7 +31,7 @@ class Report:
     failures: list[str] = attrs.Factory(list)
 
     def problems(self) -> list[str]:
-        """Return all problems; that nothing was read is one, too."""
+        """Return all problems; reading nothing is also one."""
         found = list(self.failures)
         for reading in self.readings:
             found += reading.problems(op_timeout_s=self.op_timeout_s)
@@ -42,7 +42,7 @@ class Report:
     def for_machines(self) -> dict[str, Any]:
         """Return the object that --json prints."""
         readings, problems = self.readings, self.problems()
-        # The speed of a fabric is that of the best step in which nothing was broken.
+        # The speed of a fabric is that of its best step without failures.
         speeds = {reading.fabric: 0.0 for reading in readings}
         for reading in readings:
             if reading.is_whole:
@@ -67,17 +67,17 @@ class Report:
 
 
 class Screen:
-    """Shows progress to a person, and only JSON to a machine."""
+    """Shows progress on a terminal, and prints only JSON with --json."""
 
     def __init__(self, *, as_json: bool) -> None:
-        """Print JSON alone if asked; else lines, and what is being done if stdout is a terminal."""
+        """Print only JSON if asked; else lines, and the current step if stdout is a terminal."""
         self._as_json = as_json
         self._started = time.monotonic()
         self._console = Console(quiet=as_json, highlight=False)
 
     @contextmanager
     def step(self, doing: str, done: str = "") -> Iterator[None]:
-        """Show what a block does while it runs; then say what is done, if anything."""
+        """Show what a block does while it runs; then print `done`, if given."""
         with self._console.status(f"{doing} …"):
             yield
         if done:

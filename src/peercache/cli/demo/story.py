@@ -2,7 +2,7 @@
 
 Three nodes A, B and C. Half of the pages are published through A, half through B, and read at the
 other nodes over each fabric. Then B is killed while readers go on: A's pages stay hits, B's become
-misses. Then B comes back, the client that was attached to it all the time sets its pages again, and
+misses. Then B comes back, its client, which was attached all the time, sets its pages again, and
 everything is read once more.
 
 Two more nodes D and E have small pools and a disk each. Twice as many pages are published as both
@@ -54,8 +54,8 @@ OF_A, OF_B = range(PAGES // 2), range(PAGES // 2, PAGES)
 SHM_DIR = "/dev/shm"  # noqa: S108 - the kernel's shared memory
 
 POOL_SIZES = (512 * 2**20, 192 * 2**20)
-"""Bytes of each pool: comfortable, or, where shared memory is short, for half of the pages with a
-third to spare."""
+"""Bytes of each pool: comfortable, or, if shared memory is short, half of the pages and a third
+more."""
 
 DISK_POOL_BYTES = 32 * 2**20
 OF_DISKS = {"D": range(1000, 1064), "E": range(2000, 2064)}
@@ -63,15 +63,15 @@ OF_DISKS = {"D": range(1000, 1064), "E": range(2000, 2064)}
 
 DISK_BYTES = 512 * 2**20
 NEEDS_BYTES = 3 * DISK_BYTES
-"""Of the temporary folder, for both disks with room to spare."""
+"""Free bytes needed in the temporary folder, for both disks with a margin."""
 
 BUDGET_S = 300.0
 """The whole demo takes a tenth of this; a demo that takes longer hangs, and has failed."""
 
 SETTLE_S = 60.0
 """A killed node is dead in the view after 6 s, a restarted one joined within 2; this is enough for
-a machine that is ten times slower. For so long a missed page that must be there is read again: a
-busy machine may make any call a miss."""
+a machine that is ten times slower. A missed page that must be there is read again for this time: on
+a busy machine any call may miss."""
 
 SLOWER_S = 5.0
 """A machine that is paused for a moment adds this much to a call; a call that hangs takes
@@ -87,8 +87,9 @@ EXIT_FAILED = 1
 class Clock:
     """The end of the demo: its budget is used up, or a signal came.
 
-    An exception from a signal may come anywhere, also where it is swallowed, as in a `__del__`, or
-    between the start of a process and its note. So the first signal is only remembered.
+    An exception from a signal may be raised anywhere, also where it is swallowed, as in a
+    `__del__`, or between the start of a process and its registration. So the first signal is only
+    remembered.
     """
 
     until: float
@@ -110,7 +111,7 @@ class Clock:
 
 @attrs.define(eq=False)
 class Story:
-    """A part of the demo: its cluster, a client for each node and fabric, and what is found."""
+    """A part of the demo: its cluster, a client for each node and fabric, and the findings."""
 
     nodes: NodeProcesses
     screen: Screen
@@ -123,7 +124,7 @@ class Story:
     clients: dict[tuple[str, str], Client] = attrs.Factory(dict)
 
     def start(self, *names: str, **settings: str) -> None:
-        """Start nodes that join those that run, all at once; open clients for new ones."""
+        """Start nodes at the same time, which join the running ones; open clients for new nodes."""
         self.clock.check(f"starting {' and '.join(names)}")
         others = [node.ready["control"] for node in self.running.values() if node.is_running]
         settings |= {"discovery": ",".join(others)} if others else {}
@@ -138,7 +139,7 @@ class Story:
                 self.clients[name, fabric] = client
 
     def await_clients(self, what: str, **wanted: object) -> None:
-        """Wait until each client is attached to its node as it runs now, and has these figures."""
+        """Wait until each client is attached to its running node, and has these figures."""
 
         def are_well() -> bool:
             for (name, _), client in self.clients.items():
@@ -201,7 +202,7 @@ class Story:
                     self.read(name, pages, reading)
 
     def reading(self, step: str, fabric: str, *, hits: int | None, misses: int | None) -> Reading:
-        """Return a new row of the report, with what it is expected to come to."""
+        """Return a new row of the report, with its expected counts."""
         self.report.readings.append(Reading(step, fabric, hits, misses))
         return self.report.readings[-1]
 
@@ -216,7 +217,7 @@ class Story:
         return [key_of(page, run=self.run) for page in pages]
 
 
-def tell(story: Story) -> None:
+def play(story: Story) -> None:
     """Run the steps with three nodes."""
     all_see_all = partial(story.await_clients, f"all to see {len(NODES)} nodes", members=len(NODES))
     started = "three nodes serve, as processes of their own, and see each other"
@@ -227,7 +228,7 @@ def tell(story: Story) -> None:
     story.publish("A", OF_A, f"{len(OF_A)} pages of 1 MiB published through A")
     story.publish("B", OF_B, f"{len(OF_B)} pages of 1 MiB published through B")
     story.read_everything("first read", {"C": range(PAGES), "B": OF_A, "A": OF_B})
-    # The kernel maps a peer's memory at the first touch, once: this is how fast reads stay.
+    # The kernel maps a peer's memory once, at the first touch: later reads stay this fast.
     story.read_everything("read again", {"C": range(PAGES)}, rounds=WARM_ROUNDS)
     survived = "without B: A's pages are hits, B's are clean misses"
     with story.screen.step("reading while B dies", survived):
@@ -245,7 +246,7 @@ def tell(story: Story) -> None:
 
 def _kill_b_under_readers(story: Story) -> None:
     """Kill B while C reads over each fabric, and read on until the cluster has noticed."""
-    # Pages of A must come, if need be later; pages of B come or not.
+    # Pages of A must be hits, possibly after a retry; pages of B may be hits or misses.
     of_a = [story.reading("B killed, A's pages", each, hits=None, misses=0) for each in FABRICS]
     of_b = [story.reading("B killed, B's pages", each, hits=None, misses=None) for each in FABRICS]
     stop = threading.Event()
@@ -272,7 +273,7 @@ def _kill_b_under_readers(story: Story) -> None:
         reader.result()
 
 
-def tell_of_disks(story: Story) -> None:
+def show_disks(story: Story) -> None:
     """Run the steps with disks, or say that the temporary folder has no room for them."""
     free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     if free_bytes < NEEDS_BYTES:
@@ -282,7 +283,7 @@ def tell_of_disks(story: Story) -> None:
         )
         return
     folder = story.stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-demo-disk-"))
-    # Before the folder goes.
+    # Before the folder is removed.
     story.stack.callback(_stop, story)
 
     def start() -> None:
@@ -314,7 +315,7 @@ def tell_of_disks(story: Story) -> None:
 
 
 def _stop(story: Story) -> None:
-    """Stop the nodes of a part, and wait until they have closed their disks."""
+    """Stop the nodes of one part of the demo, and wait until they have closed their disks."""
     for node in story.running.values():
         node.process.terminate()
     for node in story.running.values():
@@ -323,7 +324,7 @@ def _stop(story: Story) -> None:
 
 def run_demo(*, as_json: bool, log_folder: str | None) -> int:
     """Run the demo and print its report; return 0 only if everything was as promised."""
-    # A warning here would be about the node that the demo kills; an error would be a bug.
+    # A warning here is about the node that the demo kills; an error would be a bug.
     configure_logging(log_format="console", level="error")
     clock = Clock(time.monotonic() + BUDGET_S)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -346,8 +347,8 @@ def run_demo(*, as_json: bool, log_folder: str | None) -> int:
             "disk-free-floor": "0",
         }
         with NodeProcesses(log_folder=log_folder) as nodes, ExitStack() as stack:
-            tell(Story(nodes, screen, report, settings, clock, stack))
-            tell_of_disks(Story(nodes, screen, report, {**settings, **disks}, clock, stack))
+            play(Story(nodes, screen, report, settings, clock, stack))
+            show_disks(Story(nodes, screen, report, {**settings, **disks}, clock, stack))
     except (PeerCacheError, OSError) as error:
         report.failures.append(str(error))
     report.seconds = time.monotonic() - started
@@ -357,7 +358,7 @@ def run_demo(*, as_json: bool, log_folder: str | None) -> int:
 
 def pool_size_for(free_bytes: int) -> int:
     """Return the pool size of each node; raise if the shared memory holds no three small pools."""
-    # A tenth for the tables in addition to the pages.
+    # A tenth more for the tables.
     needs = {size: len(NODES) * size * 11 // 10 for size in POOL_SIZES}
     for size, needs_bytes in needs.items():
         if needs_bytes <= free_bytes:

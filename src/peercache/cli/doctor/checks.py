@@ -1,6 +1,6 @@
-"""`peercache doctor`: the table of checks, what each says, and the line that fixes it.
+"""`peercache doctor`: the table of checks, the finding of each, and the line that fixes it.
 
-A check judges facts and finds none, so tests judge recorded ones; `host` finds those of this host.
+A check only judges facts, so tests can use recorded ones; `host` collects the facts of this host.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from peercache.trust.files import EXPIRY_WARNING_DAYS
 
 GOOD = "good"
 ADVICE = "advice"
-"""It works, but not as well as it could."""
+"""A finding: it works, but not as well as it could."""
 PROBLEM = "problem"
-"""The configuration does not work here, or a device lies idle."""
+"""A finding: the configuration does not work here, or a device is unused."""
 
 NOFILE_MIN = 4096
-"""Connections of a hundred peers, with room."""
+"""File descriptors for connections to a hundred peers, with a margin."""
 
 DISK_MIN = 16 * 2**20
-"""The least disk_size there is: with less room no page is ever written."""
+"""The least possible disk_size: with less room no page is ever written."""
 
 MTU_MIN = 4200
-"""An interface that carries less cuts READs into packets of 2048 bytes or 1024."""
+"""With a smaller MTU, READs are cut into packets of 2048 or 1024 bytes."""
 
 GIB = 2**30
 
@@ -299,7 +299,7 @@ def _locking(facts: Facts) -> Verdicts:
 def _reads(facts: Facts) -> Verdicts:
     speed = facts.speed
     if speed.read_problem:
-        # The verdict about the library says why there are none.
+        # The verdict about the library explains why there is none.
         if not facts.libraries.problem:
             yield PROBLEM, speed.read_problem, "docs/how-to/enable-rdma.md"
     elif speed.read_gb_s:
@@ -335,13 +335,13 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Verdicts]], ...] = (
     ("READ", _reads),
     ("speed", _speed),
 )
-"""Every check: what it is about, and what judges it, in the order in which a person would look."""
+"""Every check: its subject, and the function that judges it, in the order for an operator."""
 
 
 def judge(facts: Facts) -> list[Finding]:
     """Return every verdict, in the order of the table."""
     return [
-        Finding(level, topic, *said) for topic, check in CHECKS for level, *said in check(facts)
+        Finding(level, topic, *rest) for topic, check in CHECKS for level, *rest in check(facts)
     ]
 
 
@@ -358,13 +358,13 @@ def as_text(facts: Facts, findings: Sequence[Finding]) -> str:
             lines += _port_lines(port, dict(facts.chosen))
     problems = sum(finding.level == PROBLEM for finding in findings)
     notes = sum(finding.level == ADVICE for finding in findings)
-    told = f"{problems} problem{'s' * (problems != 1)}" if problems else "no problems"
-    lines += ["", f"{told}, {notes} note{'s' * (notes != 1)}" if notes else told]
+    summary = f"{problems} problem{'s' * (problems != 1)}" if problems else "no problems"
+    lines += ["", f"{summary}, {notes} note{'s' * (notes != 1)}" if notes else summary]
     return "\n".join(lines) + "\n"
 
 
 def written(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return one JSON object with both."""
+    """Return facts and findings as one JSON object."""
     return json.dumps(
         {
             "problems": sum(finding.level == PROBLEM for finding in findings),
@@ -392,7 +392,7 @@ def _port_lines(port: PortFact, chosen: dict[str, int]) -> list[str]:
 @settings_options
 def doctor(config: str | None, *, as_json: bool, quick: bool, **settings: str | None) -> int:
     """Tell what this host offers, what is wrong with it, and the line that fixes it."""
-    # The report says what a part logs while it is tried.
+    # The report contains what a part logs while it is tried.
     configure_logging(log_format="auto", level="error")
     facts = gather(Config.load(settings, file=config, environment=os.environ), is_quick=quick)
     findings = judge(facts)

@@ -9,9 +9,9 @@ import attrs
 class Libraries:
     """The libraries of RDMA.
 
-    libibverbs:  its file, "" where it is missing; libibverbs_release: "44.0", "" if unknown.
+    libibverbs:  its file, "" if it is missing; libibverbs_release: "44.0", "" if unknown.
     offers:      the private interfaces of libibverbs, by number.
-    pyverbs:     its folder, "" where it is missing; pyverbs_release: "59.0", "" if unknown.
+    pyverbs: its folder, "" if it is missing; pyverbs_release: "59.0", "" if unknown.
     wants:       the private interface of libibverbs that pyverbs was built for, 0 for none.
     problem:     why pyverbs cannot be used, "" if it can.
     """
@@ -46,9 +46,9 @@ class PortFact:
 
 @attrs.frozen(kw_only=True)
 class Memory:
-    """Limits and places of memory, in bytes; -1 is no limit.
+    """Limits and locations of memory, in bytes; -1 means no limit.
 
-    shm_type:   the file system of shm_dir, "" where shm_dir is missing.
+    shm_type:   the file system of shm_dir, "" if shm_dir is missing.
     may_write_shm: whether this user may make a file there.
     cgroup_limit, cgroup_used: the memory of this container.
     hugepages:  (page size, all, free) of each size that the kernel has.
@@ -70,7 +70,7 @@ class Memory:
 
 @attrs.frozen(kw_only=True)
 class Speed:
-    """Measured rates. GB/s are of 1 MiB pages; 0 stands for not measured or failed.
+    """Measured rates. GB/s are for 1 MiB pages; 0 means not measured or failed.
 
     read_problem: why READs failed; read_us: one READ of a page of 4 KiB, median.
     """
@@ -85,7 +85,7 @@ class Speed:
 
 @attrs.frozen
 class JoinFact:
-    """A node to join. identity: what its certificate says, "" if unknown.
+    """A node to join. identity: the one in its certificate, "" if unknown.
 
     problem: why it cannot be joined, "" if it can; is_silent: whether it gives no answer at all.
     """
@@ -116,7 +116,7 @@ class TrustFact:
 
 @attrs.frozen
 class AddressFact:
-    """An address that a setting names. hosts: what it stands for, in numbers; () for nothing.
+    """An address that a setting names. hosts: the IP addresses that it resolves to; () if none.
 
     is_own: whether one of them is this host's.
     """
@@ -131,8 +131,8 @@ class AddressFact:
 class SourceFact:
     """A source of addresses that `discovery_addr` names.
 
-    problem:   why it gives no addresses now, "" if it answers.
-    ends_node: whether a node does not start with it.
+    problem:   why it returns no addresses now, "" if it answers.
+    ends_node: whether a node refuses to start with it.
     """
 
     written: str
@@ -144,7 +144,7 @@ class SourceFact:
 class DiskFact:
     """The folder of the disk tier, in bytes.
 
-    wanted:  disk_size; held: what nodes' folders take there already.
+    wanted:  disk_size; held: the size of nodes' folders there.
     room:    free on the file system, above disk_free_floor.
     problem: why no node can keep pages there, "" if it can.
     """
@@ -158,7 +158,7 @@ class DiskFact:
 
 @attrs.frozen(kw_only=True)
 class Facts:
-    """A host, and the configuration that it is judged by."""
+    """A host, and the configuration that is checked on it."""
 
     peercache: str
     python: str
@@ -187,6 +187,6 @@ class Facts:
 
 
 def packet_bytes(mtu: int) -> int:
-    """Return the largest payload of a RoCE v2 packet over an interface: its own, active MTU."""
-    # A packet has up to 80 bytes beside it.
+    """Return the largest payload of a RoCE v2 packet over an interface with this MTU."""
+    # A packet has up to 80 bytes in addition to the payload.
     return next((size for size in (4096, 2048, 1024, 512) if size + 80 <= mtu), 256)

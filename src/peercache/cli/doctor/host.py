@@ -1,4 +1,4 @@
-"""Finds the facts of this host for a configuration; it judges nothing, and needs no RDMA."""
+"""Collects the facts of this host for a configuration, without judging; needs no RDMA."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ _CAP_IPC_LOCK = 14
 WILDCARDS = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 NAMED_PORT = 1
-"""The resolver wants a port: which one does not matter."""
+"""The resolver requires a port: any will do."""
 
 CONNECT_S = 1.0
-"""How long a server of a source may take to accept a connection."""
+"""How long a discovery server may take to accept a connection."""
 
 JOINS_MAX = 8
-"""Nodes to join that are asked."""
+"""The most nodes to join that are contacted."""
 
 _PRIVATE = re.compile(rb"IBVERBS_PRIVATE_(\d+)")
 _RELEASE = re.compile(r"libibverbs\.so\.1\.\d+\.(\d+\.\d+)$")
@@ -148,7 +148,7 @@ def _port(port: Port) -> PortFact:
 
 
 def _uverbs_of(device: str) -> str:
-    """Return the device file's name of a device without a bus, such as Soft-RoCE."""
+    """Return the name of the device file of a device without a bus, such as Soft-RoCE."""
     for entry in sorted(Path("/sys/class/infiniband_verbs").glob("uverbs*")):
         if text_of(entry / "ibdev") == device:
             return entry.name
@@ -193,7 +193,7 @@ def _free(folder: str) -> int:
 
 
 def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
-    """Return every address that the configuration names, and what its name stands for."""
+    """Return every address that the configuration names, and what it resolves to."""
     return tuple(
         AddressFact(name, written, tuple(sorted(hosts)), is_own=any(map(is_ours, hosts)))
         for name, written, address in _named(config)
@@ -202,7 +202,7 @@ def look_at_addresses(config: Config) -> tuple[AddressFact, ...]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, as it is written, HOST:PORT) of addresses that are looked up."""
+    """Yield (setting, text of the address, HOST:PORT) for the addresses that are looked up."""
     for name, written in (("listen", config.listen), ("http_listen", config.http_listen)):
         host, _ = parse_address(written, default_port=NAMED_PORT)
         if host not in WILDCARDS:
@@ -214,9 +214,9 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def look_at_sources(config: Config) -> tuple[SourceFact, ...]:
-    """Return every etcd and every Kubernetes API that is to be asked, and whether one answers.
+    """Return every configured etcd and Kubernetes API, and whether it answers.
 
-    That a name resolves is among the addresses.
+    Whether its name resolves is part of the addresses.
     """
     facts = []
     for source in sources_of(config.discovery_addr):
@@ -233,7 +233,7 @@ def look_at_sources(config: Config) -> tuple[SourceFact, ...]:
 
 
 def _silence(servers: Iterable[tuple[str, int]]) -> str:
-    """Return why none of these servers takes a connection, "" if one does."""
+    """Return why none of these servers accepts a connection, "" if one does."""
     problems = []
     for server in servers:
         if not (problem := _refusal(server)):
@@ -272,12 +272,12 @@ def look_at_disk(config: Config) -> DiskFact | None:
 
 
 def _problem_of(folder: Path) -> str:
-    """Return why a node can keep no file below a folder that exists, "" if it can."""
+    """Return why a node cannot keep files in an existing folder, "" if it can."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     try:
-        # Only a write tells: root may do all that permissions forbid, and not what the file system
-        # does. The file has no name, so nothing is left of it.
+        # Only a write shows it: root may ignore permissions, but not the limits of the file system.
+        # The file has no name, so nothing is left of it.
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))
             probe.flush()
@@ -288,7 +288,7 @@ def _problem_of(folder: Path) -> str:
 
 
 def _held_bytes(path: Path) -> int:
-    """Return the bytes that nodes' folders take already: they count as room."""
+    """Return the bytes that nodes' folders use already: they count as free room."""
     held = 0
     for entry in path.glob("[0-9]*/*"):
         try:
@@ -303,13 +303,13 @@ def look_at_trust(config: Config) -> TrustFact:
     if not config.has_tls:
         return TrustFact(cluster=config.cluster, insecure=config.insecure)
     try:
-        # The certificate may be a client's: the settings do not say what they are for.
+        # The certificate may be a client's: the settings do not show their purpose.
         tls = LiveTls.open(config, is_node=False, log=get_logger())
     except ConfigError as error:
         return TrustFact(cluster=config.cluster, has_tls=True, problem=str(error))
     assert tls is not None, "there are certificates"
     context, heads = client_context(tls), heads_of(config.discovery_addr)[:JOINS_MAX]
-    told = [(address, shake_hands(address, context, tls)) for address in heads]
+    results = [(address, shake_hands(address, context, tls)) for address in heads]
     return TrustFact(
         cluster=tls.files.identity.cluster,
         has_tls=True,
@@ -318,7 +318,7 @@ def look_at_trust(config: Config) -> TrustFact:
         revoked=len(tls.revocations),
         joins=tuple(
             JoinFact(address, each.identity, each.problem, is_silent=each.is_silent)
-            for address, each in told
+            for address, each in results
         ),
     )
 
@@ -381,7 +381,7 @@ def _device_module(package: Path) -> Path | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (package / f"device{suffix}").exists():
             return package / f"device{suffix}"
-    # Built for another Python: it names its interface of libibverbs all the same.
+    # It is built for another Python, but still names its interface of libibverbs.
     return next(iter(sorted(package.glob("device*.so"))), None)
 
 
@@ -393,7 +393,7 @@ def _pyverbs_release() -> str:
 
 
 def measure(config: Config, chosen: Sequence[tuple[str, int]], *, is_quick: bool) -> Speed:
-    """Measure each; READs only where a port is chosen."""
+    """Measure each rate; READs only if a port is chosen."""
     if is_quick:
         return Speed()
     source = np.arange(PAGES * PAGE_BYTES // 8, dtype=np.uint64).view(np.uint8)

@@ -19,7 +19,7 @@ EXIT_WRONG = 1
 """A member did not answer, and may still hold pages."""
 
 TIMEOUT_FRACTION = 0.8
-"""Part of the time that the node may wait for the members: its answer takes time too."""
+"""The fraction of the time that the node may wait for the members: its answer takes time, too."""
 
 
 @click.command

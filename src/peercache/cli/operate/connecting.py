@@ -21,7 +21,7 @@ COMPLETE_S = 1.5
 """How long a person waits for a Tab."""
 
 _FLAGS = ("cluster", "tls_ca", "tls_cert", "tls_key", "tls_crl", "home")
-"""The settings that say how to reach a cluster, and as whom."""
+"""The settings for reaching a cluster, and for the identity used there."""
 
 
 def complete_members(
@@ -29,7 +29,7 @@ def complete_members(
     param: click.Parameter,  # noqa: ARG001 - click's signature
     incomplete: str,
 ) -> list[CompletionItem]:
-    """Return the control addresses of the members; none where no node of this host answers."""
+    """Return the control addresses of the members; none if no node of this host answers."""
     given = {name: ctx.params.get(name) for name in _FLAGS if name != "home"}
     try:
         target = target_of(at=None, timeout_s=COMPLETE_S, config=ctx.params.get("config"), **given)
@@ -73,7 +73,7 @@ def target_options(command: Callback) -> Callback:
 
 
 def target_of(**given: Any) -> Target:
-    """Return what `target_options` gives, with the log of a command; raise ConfigError."""
+    """Return the target of `target_options`, and set up the log of a command; raise ConfigError."""
     target = Target.of(**given)
     configure_logging(log_format=target.config.log_format, level="error")
     return target

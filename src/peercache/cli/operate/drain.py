@@ -20,10 +20,10 @@ from peercache.wire.messages.membership import (
 )
 
 LOOK_S = 0.3
-"""Between two lines of progress."""
+"""Time between two lines of progress."""
 
 LEAVE_S = 120.0
-"""The longest wait for a node that writes its pages to disk before it stops."""
+"""The longest wait for a node to write its pages to disk before it stops."""
 
 EXIT_NOT_DONE = 1
 
@@ -53,41 +53,41 @@ def drain(
     wanted = target_of(**{**target, "at": node or target["at"]})
     with Operator(wanted) as operator:
         if cancel:
-            told = operator.ask(CancelDrain(0), ReportDrainState).figures
-            _show(told, as_json=as_json)
-            return EXIT_NOT_DONE if told["problem"] else 0
-        told = operator.ask(DrainNode(0, within_s or 0.0), ReportDrainState).figures
+            reached = operator.ask(CancelDrain(0), ReportDrainState).figures
+            _show(reached, as_json=as_json)
+            return EXIT_NOT_DONE if reached["problem"] else 0
+        reached = operator.ask(DrainNode(0, within_s or 0.0), ReportDrainState).figures
         until = time.monotonic() + LEAVE_S
         shown: dict[str, int | float | str] = {}
-        while told["state"] != "serving":
-            if told != shown:
-                _show(shown := told, as_json=as_json)
+        while reached["state"] != "serving":
+            if reached != shown:
+                _show(shown := reached, as_json=as_json)
             time.sleep(LOOK_S)
             try:
-                told = operator.ask(RequestDrainState(0), ReportDrainState).figures
+                reached = operator.ask(RequestDrainState(0), ReportDrainState).figures
             except (PeerUnreachable, DeadlineExceeded):
-                if told["state"] != "leaving":
+                if reached["state"] != "leaving":
                     raise
-                _show({**told, "state": "left"}, as_json=as_json)
+                _show({**reached, "state": "left"}, as_json=as_json)
                 return 0
-            if told["state"] != "leaving":
+            if reached["state"] != "leaving":
                 until = time.monotonic() + LEAVE_S
             elif time.monotonic() > until:
                 raise DeadlineExceeded(f"the end of {wanted.at}", LEAVE_S)
-        _show(told, as_json=as_json)
+        _show(reached, as_json=as_json)
         return EXIT_NOT_DONE
 
 
-def _show(told: dict[str, int | float | str], *, as_json: bool) -> None:
-    """Print a line."""
+def _show(reached: dict[str, int | float | str], *, as_json: bool) -> None:
+    """Print a line of progress."""
     if as_json:
-        print_json(dict(told))
+        print_json(dict(reached))
     else:
-        problem = f": {told['problem']}" if told["problem"] else ""
-        gigabytes = float(told["given_bytes"]) / 1e9
+        problem = f": {reached['problem']}" if reached["problem"] else ""
+        gigabytes = float(reached["given_bytes"]) / 1e9
         print(
-            f"{str(told['state']).replace('_', ' ')}: {told['given']} pages handed over "
-            f"({gigabytes:.2f} GB), {told['there']} elsewhere already, {told['left']} to go, "
-            f"{told['lost']} without room{problem}",
+            f"{str(reached['state']).replace('_', ' ')}: {reached['given']} pages handed over "
+            f"({gigabytes:.2f} GB), {reached['there']} elsewhere already, {reached['left']} to go, "
+            f"{reached['lost']} without room{problem}",
             flush=True,
         )

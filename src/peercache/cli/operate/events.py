@@ -17,13 +17,14 @@ from peercache.events.following import NodeChanges
 from peercache.model.records import GONE, IN_FILES, IN_MEMORY
 
 KINDS = {IN_MEMORY: "stored", IN_FILES: "on-disk", GONE: "removed"}
-"""What a change is called, by its tier."""
+"""The name of a change, by its tier."""
 
 RESYNC, NODE_GONE = "resync", "node-gone"
-"""Events of a whole node: what it told is void, and more follows; it does not answer any more."""
+"""Events of a whole node: its earlier reports are void, a full list follows; it no longer
+answers."""
 
 LOOK_S = 0.5
-"""How soon an end of --for is seen."""
+"""How soon the end of --for is noticed."""
 
 
 @click.command
@@ -92,12 +93,12 @@ def rows_of(batch: NodeChanges) -> Iterator[dict[str, object]]:
 
 
 def show(rows: Iterable[dict[str, object]], kinds: Collection[str], *, as_json: bool) -> None:
-    """Print a line for each event of these kinds, of all where none is named."""
+    """Print a line for each event of these kinds, or of all kinds if none is named."""
     lines = [
         json.dumps(row) if as_json else " ".join(str(value) for value in row.values())
         for row in rows
         if not kinds or row["event"] in kinds
     ]
     if lines:
-        # One write: a person follows, and a script reads line by line.
+        # One write per batch: an operator watches, or a script reads line by line.
         print("\n".join(lines), flush=True)

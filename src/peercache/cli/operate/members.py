@@ -45,15 +45,15 @@ def members(*, as_json: bool, **target: Any) -> int:
     else:
         shown = table("node", "seen", "state", "up", "host", "version", "incarnation")
         for each in found:
-            told = each.status
+            status = each.status
             shown.add_row(
-                Text(told.name),
+                Text(status.name),
                 Text(each.seen),
-                Text(told.state, COLOURS.get(told.state, "yellow")),
-                Text(age(told.age_s) if each.answers else ""),
-                Text(told.host),
-                Text(told.version),
-                Text(told.incarnation, "dim"),
+                Text(status.state, COLOURS.get(status.state, "yellow")),
+                Text(age(status.age_s) if each.answers else ""),
+                Text(status.host),
+                Text(status.version),
+                Text(status.incarnation, "dim"),
             )
         console(WIDE_COLUMNS).print(shown)
     return EXIT_WRONG if any(each.status.state == NO_ANSWER for each in found) else 0

@@ -1,6 +1,6 @@
-"""`peercache get`, `set`, `exists`, `retain` and `rm`: pages by hand, through a node of this host.
+"""`peercache get`, `set`, `exists`, `retain` and `rm`: single pages, through a node of this host.
 
-Only a process of a node's own host writes, so these take a home address and no other host.
+Only a process on a node's own host can write, so these commands accept only a home address.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def remove_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 
 @contextlib.contextmanager
 def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
-    """Attach to a node of this host; raise what says how to reach one."""
+    """Attach to a node of this host; raise an error that explains how to reach one."""
     target = target_of(**given)
     if not target.is_home:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a cluster's statuses look like: a line for each member, what is wrong, and the sums."""
+"""How the status of a cluster is shown: a line for each member, the problems, and the totals."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from peercache.model.status import (
 from peercache.trust.files import EXPIRY_WARNING_DAYS
 
 COLOURS = {OK: "green", DRAINING: "cyan", LEAVING: "cyan", "left": "dim", NO_ANSWER: "bold red"}
-"""By state; every other one is a warning."""
+"""By state; other states are shown as a warning."""
 
 FINE = frozenset({OK, DRAINING, LEAVING, "left"})
-"""States that an operator has wanted, or need not act on."""
+"""States that an operator requested, or need not act on."""
 
 NAMESPACES_MAX = 16
 NAMED_MAX = 3
-"""Fabrics and reasons that are named."""
+"""The most fabrics and reasons that are named."""
 
 
 def is_fine(members: Iterable[MemberStatus]) -> bool:
-    """Return whether no member has a trouble."""
+    """Return whether no member has a problem."""
     return all(member.status.state in FINE for member in members)
 
 
 def headline(members: Sequence[MemberStatus], cluster: str, at: str) -> Text:
-    """Return one line: how many members there are, and how they are."""
+    """Return one line: the number of members, and their states."""
     states = Counter(member.status.state for member in members)
     parts = [f"{count} {state}" for state, count in states.most_common()]
     word = "member" if len(members) == 1 else "members"
@@ -51,12 +51,12 @@ def headline(members: Sequence[MemberStatus], cluster: str, at: str) -> Text:
 
 
 def rows(members: Sequence[MemberStatus], width: int) -> Table:
-    """Return a table with a line for each member, of the columns that `width` characters hold."""
-    told = [member.status for member in members]
+    """Return a table with a line per member, and the columns that fit into `width` characters."""
+    statuses = [member.status for member in members]
     left_out = {name for at_least, names in _NEEDS_WIDTH if width < at_least for name in names}
-    if not any(status.disk.size for status in told):
+    if not any(status.disk.size for status in statuses):
         left_out.add("disk")
-    if not any(status.certificate_days >= 0 for status in told):
+    if not any(status.certificate_days >= 0 for status in statuses):
         left_out.add("cert")
     columns = {name: cell for name, cell in _COLUMNS.items() if name not in left_out}
     shown = table("node", "state", *columns)
@@ -64,7 +64,7 @@ def rows(members: Sequence[MemberStatus], width: int) -> Table:
         column.no_wrap = True
     for column in shown.columns[2:]:
         column.justify = "right"
-    # What is cut off on a narrow terminal is a figure, and never whose it is.
+    # A narrow terminal cuts off figures, but never the name of the member.
     shown.columns[0].min_width = max((len(m.status.name) for m in members), default=0)
     shown.columns[1].min_width = max((len(m.status.state) for m in members), default=0)
     for member in members:
@@ -77,7 +77,7 @@ def rows(members: Sequence[MemberStatus], width: int) -> Table:
 
 
 def problems(members: Sequence[MemberStatus]) -> list[Text]:
-    """Return a line for each thing that is wrong, with what to do where that is known."""
+    """Return a line for each problem, with what to do if that is known."""
     found: list[Text] = []
     for member in members:
         status = member.status
@@ -102,15 +102,15 @@ def problems(members: Sequence[MemberStatus]) -> list[Text]:
 
 def sums(members: Sequence[MemberStatus]) -> list[Text]:
     """Return lines about the whole cluster."""
-    told = [member.status for member in members if member.answers]
-    if not told:
+    statuses = [member.status for member in members if member.answers]
+    if not statuses:
         return []
-    hit, missed = _by_label(told, "pages_hit"), _by_label(told, "pages_missed")
+    hit, missed = _by_label(statuses, "pages_hit"), _by_label(statuses, "pages_missed")
     hits = sum(hit.values())
     asked = hits + sum(missed.values())
-    lines = [_tier("memory", [status.pool for status in told])]
-    if any(status.disk.size for status in told):
-        lines.append(_tier("disk", [status.disk for status in told]))
+    lines = [_tier("memory", [status.pool for status in statuses])]
+    if any(status.disk.size for status in statuses):
+        lines.append(_tier("disk", [status.disk for status in statuses]))
     fabrics = f" ({_counts(hit, ' ')})" if hit else ""
     lines.append(
         f"hits     {percent(hits / asked if asked else math.nan)} of {asked:,.0f} pages{fabrics}"
@@ -119,7 +119,7 @@ def sums(members: Sequence[MemberStatus]) -> list[Text]:
         lines.append(f"misses   {_counts(missed, ', ')}")
     for operation in ("get", "set", "exists"):
         slowest = max(
-            (s.latency[operation].quantile(0.99) for s in told if operation in s.latency),
+            (s.latency[operation].quantile(0.99) for s in statuses if operation in s.latency),
             key=lambda value: -1.0 if math.isnan(value) else value,
             default=math.nan,
         )
@@ -129,7 +129,7 @@ def sums(members: Sequence[MemberStatus]) -> list[Text]:
 
 
 def namespaces(members: Sequence[MemberStatus]) -> list[Table]:
-    """Return a table of what each namespace takes at all members; none where no node has quotas."""
+    """Return a table of each namespace's use at all members; none if no node has quotas."""
     uses = namespaces_of([member.status for member in members if member.answers])
     if not uses:
         return []
@@ -169,7 +169,7 @@ def age(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage; "-" for none."""
+    """Return a share as a percentage; "-" for an unknown one."""
     return "-" if math.isnan(share) else f"{100 * share:.1f} %"
 
 
@@ -191,13 +191,13 @@ _NEEDS_WIDTH = (
     (90, ("workers", "pages", "cert")),
     (75, ("disk",)),
 )
-"""Columns that a narrower terminal leaves out."""
+"""The width that each column needs: a narrower terminal leaves it out."""
 
 
-def _by_label(told: Sequence[Status], counter: str) -> dict[str, float]:
+def _by_label(statuses: Sequence[Status], counter: str) -> dict[str, float]:
     """Return a counter's totals over all members, by the value of its label."""
     found: dict[str, float] = {}
-    for status in told:
+    for status in statuses:
         for path, value in status.counters.items():
             name, _, label = path.partition("/")
             if name == counter:

@@ -1,4 +1,4 @@
-"""`peercache status`: how a cluster is, on one screen."""
+"""`peercache status`: the state of a cluster, on one screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peercache.client.operator import Operator
 from peercache.model.status import MemberStatus, to_plain
 
 EXIT_WRONG = 1
-"""A member is not as it should be."""
+"""Exit status if a member has a problem."""
 
 
 @click.command
@@ -32,8 +32,8 @@ def status(*, detail: bool, as_json: bool, **target: Any) -> int:
         members = present(operator.statuses(detail=detail))
         cluster = operator.cluster
     if as_json:
-        told = {"cluster": cluster, "ok": is_fine(members), "members": to_plain(members)}
-        print(json.dumps(told))
+        result = {"cluster": cluster, "ok": is_fine(members), "members": to_plain(members)}
+        print(json.dumps(result))
     else:
         screen = console(WIDE_COLUMNS)
         screen.print(whole(members, cluster, wanted.at, screen.width))
@@ -41,5 +41,5 @@ def status(*, detail: bool, as_json: bool, **target: Any) -> int:
 
 
 def present(members: list[MemberStatus]) -> list[MemberStatus]:
-    """Return the members without those that have left: that was wanted."""
+    """Return the members without those that have left: they were stopped on purpose."""
     return [member for member in members if member.seen != "left"]

@@ -58,37 +58,37 @@ def frame(
     cluster: str,
     at: str,
 ) -> Group:
-    """Return a screen. before: by incarnation, when a member was last asked, and what it told."""
+    """Return a screen. before: by incarnation, when a member last answered, and its status then."""
     shown = table(*COLUMNS)
     for column in shown.columns[2:]:
         column.justify = "right"
     for member in members:
-        told = member.status
-        cells = [Text(told.name), Text(told.state, COLOURS.get(told.state, "yellow"))]
+        status = member.status
+        cells = [Text(status.name), Text(status.state, COLOURS.get(status.state, "yellow"))]
         if member.answers:
-            share = told.pool.used / told.pool.size if told.pool.size else 0.0
+            share = status.pool.used / status.pool.size if status.pool.size else 0.0
             cells += [
                 Text(f"{100 * share:.0f} %"),
-                Text(str(len(told.workers) + told.workers_more)),
+                Text(str(len(status.workers) + status.workers_more)),
             ]
-            cells += [Text(cell) for cell in _rates(told, before.get(told.incarnation), now)]
+            cells += [Text(cell) for cell in _rates(status, before.get(status.incarnation), now)]
         shown.add_row(*cells)
     return Group(
         headline(members, cluster, at), shown, *problems(members), Text("q ends it", "dim")
     )
 
 
-def _rates(told: Status, before: tuple[float, Status] | None, now: float) -> list[str]:
-    """Return pages and bytes a second since a status was told before."""
+def _rates(status: Status, before: tuple[float, Status] | None, now: float) -> list[str]:
+    """Return pages and bytes a second since an earlier status."""
     if before is None or now <= before[0]:
-        return ["", "", "", "", percent(told.hit_share())]
+        return ["", "", "", "", percent(status.hit_share())]
     then, old = before
 
     def rate(counter: str) -> float:
-        return max(0.0, told.total(counter) - old.total(counter)) / (now - then)
+        return max(0.0, status.total(counter) - old.total(counter)) / (now - then)
 
     hits, misses = rate("pages_hit"), rate("pages_missed")
-    share = hits / (hits + misses) if hits + misses else told.hit_share()
+    share = hits / (hits + misses) if hits + misses else status.hit_share()
     return [
         f"{hits:,.0f}",
         f"{misses:,.0f}",
@@ -100,7 +100,7 @@ def _rates(told: Status, before: tuple[float, Status] | None, now: float) -> lis
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Take single keys from the terminal; yield what waits for one that ends the command."""
+    """Read single keys from the terminal; yield a function that waits for one to end."""
     descriptor = sys.stdin.fileno()
     settings = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)

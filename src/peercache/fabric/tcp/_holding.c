@@ -70,10 +70,10 @@ int peercache_hold(struct server *server, struct connection *connection, uint64_
 {
     const struct settings *settings = &server->settings;
     struct owner *owner = connection->owner;
-    /* Without a certificate there is no owner to tell from others. */
+    /* Without a certificate owners cannot be distinguished. */
     uint64_t share = owner->name ? settings->owner_held_max : settings->held_max;
 
-    /* The largest request is let in where it is the only one. */
+    /* The largest request is admitted if it is the only one. */
     if ((owner->held && owner->held + bytes > share) ||
         (server->held && server->held + bytes > settings->held_max))
         return 0;

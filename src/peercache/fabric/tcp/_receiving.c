@@ -1,4 +1,5 @@
-/* Receives one stream of bytes into many places; ctypes releases the GIL once for all of it. */
+/* Receives one stream of bytes into many places; ctypes releases the GIL once for the whole call.
+ * */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
@@ -10,16 +11,16 @@ struct place {
     uint64_t size;
 };
 
-/* Places of one recvmsg; the kernel takes 1024. */
+/* Places of one recvmsg; the kernel accepts 1024. */
 #define PLACES_MAX 256
 
 /* Fill the places, from `skip` bytes into the first, in order; `skip` is less than its size. Return
  * the bytes received: fewer than all when the other side closed, when the socket's time-out passed,
  * or for a signal; 0 if it closed before any came, -1 and errno if nothing came for another reason.
  *
- * Every `step` bytes it leaves the kernel. Most servers' kernels do not interrupt a thread inside
- * them, and a receive that waits for all of a batch stays there for 10 ms: a thread that shares the
- * processor, such as a node's loop with a question to answer, would wait as long.
+ * It returns from the kernel after every `step` bytes. Most servers' kernels do not preempt a
+ * thread in a system call, and a receive of a whole batch takes 10 ms: another thread on the same
+ * processor, such as a node's loop with a request to answer, would wait as long.
  */
 int64_t peercache_receive(int file, const struct place *places, uint64_t count, uint64_t skip,
                           uint64_t step)
@@ -47,7 +48,7 @@ int64_t peercache_receive(int file, const struct place *places, uint64_t count, 
             skipped = 0;
         }
         if (!wanted)
-            return (int64_t)total; /* Nothing but empty places are left. */
+            return (int64_t)total; /* Only empty places are left. */
         taken = recvmsg(file, &message, MSG_WAITALL);
         if (taken < 0)
             return total ? (int64_t)total : -1;

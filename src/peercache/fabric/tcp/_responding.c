@@ -1,12 +1,12 @@
-/* Says the responses of the page server: bytes of slots, and after them their seals.
+/* Sends the responses of the page server: bytes of slots, and after them their seals.
  *
- * Keeps   no byte of a page goes out before its seal was looked at: the word is the generation that
- *         was asked for, the length and the space fit. Zeros go out instead. The word is looked at
- *         again before each step, and for a connection that may read some spaces only, after the
- *         step's bytes were copied into private memory and before they are sent.
- *         A page's seal is loaded after the sendmsg that took the page's last byte has returned, and
- *         goes out in a later one; sends copy (no MSG_ZEROCOPY, no sendfile), so what was accepted
- *         cannot change any more. No send ever waits.
+ * Keeps   no byte of a page is sent before its seal was checked: the word is the requested
+ *         generation, and the length and the space fit. Otherwise zeros are sent. The word is
+ *         checked again before each step, and for a connection that may read some spaces only,
+ *         after the step's bytes were copied into private memory and before they are sent. A page's
+ *         seal is loaded after the sendmsg that took the page's last byte has returned, and is sent
+ *         by a later one; sends copy (no MSG_ZEROCOPY, no sendfile), so accepted bytes cannot
+ *         change any more. No send ever blocks.
  */
 #define _GNU_SOURCE
 #include "_serving.h"
@@ -45,15 +45,15 @@ static const struct seal *seal_of(const struct settings *settings, const struct 
     return &settings->seals[entry->offset / settings->granule];
 }
 
-/* Load the slot's word; every load before this call is done before its own. */
+/* Load the slot's word; every load before this call is done before its load. */
 static uint64_t word_of(const struct settings *settings, const struct entry *entry)
 {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&seal_of(settings, entry)->word, __ATOMIC_ACQUIRE);
 }
 
-/* Return whether the slot holds the commit that was asked for, all of these bytes belong to it, and
- * this connection may read it. */
+/* Return whether the slot holds the requested commit, all of these bytes belong to it, and this
+ * connection may read it. */
 static int is_shown(const struct settings *settings, const struct connection *connection,
                     const struct entry *entry)
 {
@@ -69,16 +69,16 @@ static int is_shown(const struct settings *settings, const struct connection *co
            may_read(connection, space);
 }
 
-/* Load the seals of the portion that was sent, and begin with the next one. */
-static void vouch(struct server *server, struct request *request)
+/* Load the seals of the portion that was sent, and start the next one. */
+static void load_seals(struct server *server, struct request *request)
 {
     const struct settings *settings = &server->settings;
     uint64_t bytes = 0;
 
     if (settings->between)
         settings->between();
-    /* Only now: a seal loaded before its page's last byte was taken could vouch for bytes that
-     * changed after it was loaded. */
+    /* Only now: a seal that was loaded before the last byte of its page was sent could validate
+     * bytes that changed afterwards. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     for (uint32_t page = request->first; page < request->last; page++) {
         const struct entry *entry = &request->entries[page];
@@ -92,8 +92,8 @@ static void vouch(struct server *server, struct request *request)
         memcpy(lead->key, seal->key, sizeof(lead->key));
         lead->space = seal->space;
         lead->length = seal->length;
-        /* The word last: where it is the generation that was seen before the first byte, the bytes
-         * and the fields above belong to that commit. */
+        /* The word last: if it is the generation that was seen before the first byte, the bytes and
+         * the fields above belong to that commit. */
         lead->word = word_of(settings, entry);
         if (lead->word != entry->generation)
             *lead = (struct seal){.word = lead->word};
@@ -127,13 +127,13 @@ static const uint8_t *source_of(const struct server *server, const struct connec
         *used += size;
         bytes = copy;
     }
-    /* The slot may hold another page by now: not a byte of that one follows. */
+    /* The slot may hold another page by now: no byte of that page is sent. */
     if (*sight == SHOWN && word_of(settings, entry) != entry->generation)
         *sight = WITHHELD;
     return *sight == SHOWN ? bytes : server->zeros;
 }
 
-/* Lay out what goes next, at most `room` bytes of pages; return how many bytes that is. */
+/* Lay out what is sent next, at most `room` bytes of pages; return the number of bytes. */
 static uint64_t lay_out(const struct server *server, const struct connection *connection,
                         uint64_t room, struct iovec *pieces, size_t *used)
 {
@@ -182,7 +182,7 @@ static void advance(struct request *request, uint64_t taken)
     }
 }
 
-/* Send pieces without waiting; return the bytes that were taken, -1 and errno. */
+/* Send pieces without blocking; return the number of bytes sent, or -1 and errno. */
 static int64_t send_pieces(struct connection *connection, struct iovec *pieces, size_t count)
 {
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
@@ -192,7 +192,7 @@ static int64_t send_pieces(struct connection *connection, struct iovec *pieces, 
     return sendmsg(connection->file, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-/* Wait for the next request, after the last byte of the response has gone out. */
+/* Wait for the next request, after the last byte of the response was sent. */
 static enum end finish(struct server *server, struct connection *connection, int64_t now)
 {
     struct peercache_tls *tls = connection->tls;
@@ -240,7 +240,7 @@ enum end peercache_respond(struct server *server, struct connection *connection,
                 connection->request = NULL;
                 return finish(server, connection, now);
             }
-            vouch(server, request);
+            load_seals(server, request);
         }
         if ((uint64_t)taken < offered)
             return GOES_ON;

@@ -72,7 +72,7 @@ static void end(struct server *server, struct connection *connection, enum end h
         server->all = connection->next;
     if (connection->next)
         connection->next->previous = connection->previous;
-    /* A forked child may keep the connection open: a close alone would leave it in the poll set. */
+    /* A forked child may keep the connection open: close() alone would leave it in the poll set. */
     epoll_ctl(server->poll, EPOLL_CTL_DEL, connection->file, NULL);
     if (how == GONE) {
         close(connection->file);
@@ -91,7 +91,7 @@ static void end(struct server *server, struct connection *connection, enum end h
     ring(server->news);
 }
 
-/* Return the memory that the request whose head has come, and its response, hold at most. */
+/* Return the most memory that the request, of which the head has arrived, and its response hold. */
 static uint64_t held_by(const struct connection *connection)
 {
     uint64_t request = sizeof(struct request) + connection->head.count * sizeof(struct entry);
@@ -101,7 +101,7 @@ static uint64_t held_by(const struct connection *connection)
                : request;
 }
 
-/* Receive the entries, in memory that the connection holds already. */
+/* Receive the entries into memory that the connection holds already. */
 static enum end open_request(struct connection *connection)
 {
     connection->request =
@@ -151,13 +151,13 @@ static enum end begin_response(struct server *server, struct connection *connect
     uint64_t total = 0;
 
     if (!is_inside(request, server->usable)) {
-        /* Perhaps the pool has grown; else the client is wrong, and the call costs little. */
+        /* The pool may have grown; if not, the client is wrong, and the call costs little. */
         server->usable = settings->usable();
         if (!is_inside(request, server->usable))
             return BOUNDS;
     }
     for (uint32_t page = 0; page < request->count; page++) {
-        /* An offset within a granule would be paired with another slot's seal. */
+        /* An offset within a granule would be paired with the seal of another slot. */
         if (request->entries[page].offset % settings->granule)
             return BOUNDS;
         total += request->entries[page].length;
@@ -217,7 +217,8 @@ static uint32_t wanted_event(const struct connection *connection)
         return 0;
     if (connection->phase == SENDING || connection->phase == FLUSHING)
         return EPOLLOUT;
-    /* What a session has read ahead no poll sees: come back as soon as the socket takes a byte. */
+    /* A poll does not see what a session has read ahead: continue as soon as the socket is
+     * writable. */
     if (tls && (tls->operations->has_pending(tls) || tls->operations->has_unsent(tls)))
         return EPOLLOUT;
     return EPOLLIN;
@@ -229,7 +230,7 @@ static void converse(struct server *server, struct connection *connection, int64
     struct epoll_event event = {.data.ptr = connection};
 
     if (connection->phase == WAITING)
-        how = GONE; /* Only an error wakes it. */
+        how = GONE; /* Only an error wakes the connection. */
     if (connection->phase == HEAD || connection->phase == ENTRIES)
         how = receive(server, connection, now);
     if (how == GOES_ON && (connection->phase == SENDING || connection->phase == FLUSHING))
@@ -246,7 +247,7 @@ static void converse(struct server *server, struct connection *connection, int64
     }
 }
 
-/* Go on with the connections that wait, as far as others have made room. */
+/* Continue with the waiting connections, as far as others have made room. */
 static void let_in(struct server *server, int64_t now)
 {
     struct connection *connection;
@@ -298,7 +299,7 @@ static void close_named(struct server *server, uint64_t name)
         }
 }
 
-/* Begin with the connections that were handed over; return whether to go on. */
+/* Start to serve the connections that were handed over; return whether to continue. */
 static int hear_caller(struct server *server, int64_t now)
 {
     struct connection *taken, *next;
@@ -377,9 +378,9 @@ void peercache_pages_run(struct server *server)
         end(server, server->all, GONE);
 }
 
-/* Take over an admitted connection, its descriptor and its TLS session; return whether that was
- * done. tls: or null. spaces: whose pages it may read; none: all. owner: of its certificate, the same
- * for all of its connections; 0: none. */
+/* Take over an admitted connection, its descriptor and its TLS session; return whether that
+ * succeeded. tls: or null. spaces: those that it may read; none: all. owner: the owner of its
+ * certificate, the same for all of its connections; 0: none. */
 int peercache_pages_take(struct server *server, int file, uint64_t name, uint64_t owner,
                          int64_t idle_ns, int64_t request_ns, int64_t stall_ns,
                          struct peercache_tls *tls, const uint64_t *spaces, uint64_t spaces_count)
@@ -423,7 +424,7 @@ void peercache_pages_close_idle(struct server *server)
     ring(server->bell);
 }
 
-/* Have `run` close a connection by the name that `take` was given, if it is still there. */
+/* Have `run` close the connection with this name, as passed to `take`, if it still exists. */
 void peercache_pages_close_named(struct server *server, uint64_t name)
 {
     struct closing *closing = malloc(sizeof(*closing));
@@ -438,8 +439,8 @@ void peercache_pages_close_named(struct server *server, uint64_t name)
     ring(server->bell);
 }
 
-/* Tell of one conversation that ended; return whether there was one. file: -1, or the descriptor of
- * a refused client, which is the caller's again, as its session is. */
+/* Report one conversation that has ended; return whether there was one. file: -1, or the descriptor
+ * of a refused client, which belongs to the caller again, like its session. */
 int peercache_pages_ended(struct server *server, uint64_t *name, int *file, int *how,
                           struct peercache_tls **tls)
 {
@@ -470,7 +471,7 @@ uint64_t peercache_pages_served(struct server *server)
     return __atomic_load_n(&server->served, __ATOMIC_RELAXED);
 }
 
-/* Have `run` return soon: it finishes at most one step of each connection. */
+/* Make `run` return soon: it finishes at most one step of each connection. */
 void peercache_pages_stop(struct server *server)
 {
     pthread_mutex_lock(&server->lock);
@@ -479,7 +480,7 @@ void peercache_pages_stop(struct server *server)
     ring(server->bell);
 }
 
-/* Let go of everything, once `run` has returned or was never called. */
+/* Free everything, after `run` has returned or if it was never called. */
 void peercache_pages_close(struct server *server)
 {
     struct connection *lists[] = {server->taken, server->ended};
@@ -506,7 +507,7 @@ void peercache_pages_close(struct server *server)
     free(server);
 }
 
-/* Return a server without connections, or null. news: readable while `ended` has something. */
+/* Return a server without connections, or null. news: readable while `ended` is not empty. */
 struct server *peercache_pages_open(const struct settings *settings, int *news)
 {
     struct server *server;
@@ -525,7 +526,7 @@ struct server *peercache_pages_open(const struct settings *settings, int *news)
     server->poll = epoll_create1(EPOLL_CLOEXEC);
     server->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     server->news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    /* Memory of the kernel's that is all zeros until it is written to: it costs nothing. */
+    /* The kernel's zero page until it is written to: it costs no memory. */
     server->zeros = mmap(NULL, 2 * STEP_BYTES_MAX, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (server->zeros == MAP_FAILED)

@@ -2,12 +2,12 @@
  *
  * Owns    sessions, one connection each, without their sockets. One thread uses a session at a time.
  * Keeps   no byte that was encrypted depends on the caller's memory any more. A send never raises
- *         SIGPIPE. A destination that is no memory is an error and no crash.
+ *         SIGPIPE. A destination that is not mapped is an error, not a crash.
  * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way.
  *
- * TLS records of 16 KiB are what encryption costs beside the cipher itself: so many records are
- * encrypted before one send, and one receive brings many. Where the kernel encrypts (kTLS), a server
- * gives it the bytes as they are.
+ * In addition to the cipher itself, TLS costs time for each record of 16 KiB: so several records
+ * are encrypted before one send, and one receive returns several. If the kernel encrypts (kTLS), a
+ * server passes it the plain bytes.
  */
 #define _GNU_SOURCE
 #include "_tls.h"
@@ -28,17 +28,17 @@
 #include <unistd.h>
 
 #define RECORD_BYTES PEERCACHE_TLS_RECORD_BYTES
-/* A record's head, its tag, and room for a message of the protocol's own. */
+/* A record's head, its tag, and room for a protocol message of TLS. */
 #define RECORD_EXTRA_BYTES 256
 #define UNSENT_BYTES PEERCACHE_TLS_UNSENT_BYTES
-/* Places whose first and last byte are probed: one call of the kernel takes them all. */
+/* The most places of which the first and last bytes are probed, with one system call. */
 #define PROBED_MAX 512
-/* The alternative name that every certificate of PeerCache has. */
+/* The subject alternative name of every certificate of PeerCache. */
 #define SHARED_NAME "peercache"
 /* Linux's name of its own TLS. */
 #define KERNEL_TLS "tls"
 
-/* Why a handshake failed; tls.py knows them by these numbers. */
+/* Why a handshake failed; tls.py uses the same numbers. */
 enum failure {
     NONE = 0,
     LOST = 1,
@@ -62,14 +62,14 @@ struct place {
 struct session {
     struct peercache_tls head;
     SSL *ssl;
-    /* wait: flags of each send. error: errno of the last receive. by_kernel: it encrypts.
-     * is_read_out: no whole record is left here, so only more bytes of the socket bring news. */
+    /* wait: flags of each send. error: errno of the last receive. by_kernel: the kernel encrypts.
+     * is_read_out: no complete record is left here, so more bytes of the socket are needed. */
     int file, wait, error, by_kernel, is_read_out;
     enum failure failure;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
     size_t begin, end;
-    /* Pieces smaller than a record are put together here. */
+    /* Pieces smaller than a record are collected here. */
     uint8_t *stage;
 };
 
@@ -80,7 +80,7 @@ static int has_room(const struct session *session)
     return UNSENT_BYTES - session->end >= RECORD_BYTES + RECORD_EXTRA_BYTES;
 }
 
-/* Send what waits; return 0 when nothing is left, -1 and errno. */
+/* Send what waits; return 0 when nothing is left, or -1 and errno. */
 static int flush(struct session *session)
 {
     while (session->begin < session->end) {
@@ -121,7 +121,8 @@ static int read_socket(BIO *bio, char *into, size_t size, size_t *got)
     struct session *session = BIO_get_data(bio);
     ssize_t taken;
 
-    /* What the peer is to answer goes out first; what the socket does not take, its owner flushes. */
+    /* What the peer must answer is sent first; what the socket does not accept, its owner flushes.
+     * */
     if (session->begin < session->end)
         flush(session);
     taken = recv(session->file, into, size, 0);
@@ -142,8 +143,9 @@ static long control(BIO *bio, int command, long number, void *pointer)
     return command == BIO_CTRL_FLUSH;
 }
 
-/* Return a BIO over which OpenSSL may leave encryption to the kernel, or null where that has no TLS.
- * OpenSSL writes to it without MSG_NOSIGNAL, while it shakes hands: Python ignores SIGPIPE. */
+/* Return a BIO with which OpenSSL may delegate encryption to the kernel, or null if the kernel has
+ * no TLS. During the handshake OpenSSL writes to it without MSG_NOSIGNAL: Python ignores SIGPIPE.
+ * */
 static BIO *kernel_bio(int file)
 {
     if (setsockopt(file, IPPROTO_TCP, TCP_ULP, KERNEL_TLS, sizeof(KERNEL_TLS)) < 0)
@@ -151,7 +153,8 @@ static BIO *kernel_bio(int file)
     return BIO_new_socket(file, BIO_NOCLOSE);
 }
 
-/* Find out, after the handshake, whether the kernel encrypts; if not, records go out by us again. */
+/* Find out, after the handshake, whether the kernel encrypts; if not, this code sends the records.
+ * */
 static void settle_encryption(struct session *session)
 {
     BIO *ours = SSL_get_rbio(session->ssl), *used = SSL_get_wbio(session->ssl);
@@ -184,7 +187,7 @@ static enum failure why_unverified(long result)
     }
 }
 
-/* Return why the last call failed, by what OpenSSL noted. */
+/* Return why the last call failed, according to OpenSSL's error queue. */
 static enum failure why_failed(const struct session *session)
 {
     unsigned long error = ERR_peek_error();
@@ -212,12 +215,12 @@ static enum failure why_failed(const struct session *session)
     case SSL_R_UNEXPECTED_EOF_WHILE_READING:
         return LOST;
     default:
-        /* Reasons from here on are alerts: what the peer says about us. */
+        /* Reasons from here on are alerts: errors that the peer reports about us. */
         return ERR_GET_REASON(error) >= SSL_AD_REASON_OFFSET ? REFUSED_BY_PEER : BROKEN;
     }
 }
 
-/* Return the bytes that SSL_read or SSL_write moved, 0 at the end, -1 and errno. */
+/* Return the bytes that SSL_read or SSL_write moved, 0 at the end, or -1 and errno. */
 static int64_t outcome(struct session *session, int result, size_t moved)
 {
     if (result > 0)
@@ -232,7 +235,7 @@ static int64_t outcome(struct session *session, int result, size_t moved)
         errno = EAGAIN;
         return -1;
     default:
-        /* A connection that ends without a word of TLS, or with an alert. */
+        /* The connection ended without a TLS message, or with an alert. */
         session->failure = why_failed(session);
         errno = session->error ? session->error : ECONNRESET;
         return -1;
@@ -250,7 +253,7 @@ static int64_t encrypt(struct session *session, const void *bytes, size_t size)
     return outcome(session, result, written);
 }
 
-/* Encrypt what stands on the stage; there is room for it. */
+/* Encrypt the bytes on the stage; there is room for the result. */
 static int send_stage(struct session *session, size_t *staged)
 {
     if (*staged && encrypt(session, session->stage, *staged) != (int64_t)*staged)
@@ -259,12 +262,12 @@ static int send_stage(struct session *session, size_t *staged)
     return 0;
 }
 
-/* As `send_pieces`, where the kernel makes the records: it has read all it took when this returns. */
+/* As `send_pieces`, if the kernel encrypts: it has read all accepted bytes when this returns. */
 static int64_t send_by_kernel(const struct session *session, const struct iovec *pieces, size_t count)
 {
     struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)pieces, .msg_iovlen = count};
 
-    /* No bytes would be an empty record. */
+    /* Zero bytes would become an empty record. */
     if (!count || (count == 1 && !pieces->iov_len))
         return 0;
     return sendmsg(session->file, &message, MSG_NOSIGNAL | session->wait);
@@ -306,7 +309,7 @@ static int64_t send_pieces(struct peercache_tls *tls, const struct iovec *pieces
         done += size;
         taken += size;
     }
-    /* What was taken is ciphertext when this returns: there is room for the last record. */
+    /* All accepted bytes are encrypted when this returns: there is room for the last record. */
     if (send_stage(session, &staged) < 0)
         return -1;
     if (flush(session) < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
@@ -328,7 +331,7 @@ static int64_t receive(struct peercache_tls *tls, void *into, size_t size)
     ERR_clear_error();
     session->error = 0;
     result = SSL_read_ex(session->ssl, into, size, &got);
-    /* OpenSSL asks the socket only for the rest of a record that it does not have whole. */
+    /* OpenSSL reads from the socket only for the rest of an incomplete record. */
     session->is_read_out = result <= 0 && (session->error == EAGAIN || session->error == EWOULDBLOCK);
     return outcome(session, result, got);
 }
@@ -344,7 +347,7 @@ static int has_pending(const struct peercache_tls *tls)
 {
     const struct session *session = (const struct session *)tls;
 
-    /* OpenSSL counts the first bytes of a record too, with which nothing can be done yet. */
+    /* OpenSSL also counts the bytes of an incomplete record, which cannot be used yet. */
     return !session->is_read_out && SSL_has_pending(session->ssl);
 }
 
@@ -366,7 +369,7 @@ static const struct peercache_tls_operations operations = {
     .free = free_session,
 };
 
-/* --- what tls.py calls ------------------------------------------------------------------------- */
+/* --- functions for tls.py --------------------------------------------------------------------- */
 
 static void make_method(void)
 {
@@ -413,8 +416,8 @@ void peercache_tls_free(struct session *session)
     free_session(&session->head);
 }
 
-/* Go on with the handshake. Return 0 when it is done, 1 when it waits for the peer's bytes, 2 when
- * the socket takes no more, and a negative `enum failure` at its end. */
+/* Continue the handshake. Return 0 when it is done, 1 when it waits for the peer's bytes, 2 when
+ * the socket accepts no more, and a negative `enum failure` if it failed. */
 int peercache_tls_handshake(struct session *session)
 {
     int result, error;
@@ -427,7 +430,7 @@ int peercache_tls_handshake(struct session *session)
     error = SSL_get_error(session->ssl, result);
     if (result != 1 && error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE)
         session->failure = why_failed(session);
-    /* An alert goes out too. */
+    /* An alert is sent, too. */
     if (flush(session) < 0 && errno != EAGAIN && errno != EINTR && !session->failure)
         session->failure = LOST;
     if (session->failure)
@@ -439,9 +442,9 @@ int peercache_tls_handshake(struct session *session)
     return result == 1 ? 0 : error == SSL_ERROR_WANT_READ ? 1 : 2;
 }
 
-/* Write the peer's certificate: its serial number in hexadecimal, when it expires in seconds since
- * 1970, and each of its URIs, a line each. Return the bytes, or -1 where they are not text or do not
- * fit. */
+/* Write the peer's certificate, one line each: its serial number in hexadecimal, its expiry in
+ * seconds since 1970, and each of its URIs. Return the number of bytes, or -1 if they are not text
+ * or do not fit. */
 int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t size)
 {
     X509 *certificate = SSL_get1_peer_certificate(session->ssl);
@@ -478,7 +481,7 @@ int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t s
     return used;
 }
 
-/* Encrypt bytes, and send what the socket takes at once; return whether all of them were taken. */
+/* Encrypt bytes, and send what the socket accepts at once; return whether all were accepted. */
 int peercache_tls_say(struct session *session, const void *bytes, uint64_t size)
 {
     struct iovec piece = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = size};
@@ -489,7 +492,7 @@ int peercache_tls_say(struct session *session, const void *bytes, uint64_t size)
     return taken == (int64_t)size ? 0 : -1;
 }
 
-/* Send what waits, for as long as the socket's time-out; return 0 when nothing is left. */
+/* Send what waits, within the socket's timeout; return 0 when nothing is left. */
 int peercache_tls_flush(struct session *session)
 {
     int wait = session->wait, result;
@@ -500,14 +503,15 @@ int peercache_tls_flush(struct session *session)
     return result;
 }
 
-/* Receive once, at most `size` bytes; 0 when the peer has closed, -1 and errno. */
+/* Receive once, at most `size` bytes; return 0 when the peer has closed, or -1 and errno. */
 int64_t peercache_tls_hear(struct session *session, void *into, uint64_t size)
 {
     return receive(&session->head, into, size);
 }
 
-/* Return whether the places are there: their first and last bytes, of more than PROBED_MAX places in
- * a part of them. A sandbox that forbids the call lets all pass. See memory/_scatter.c. */
+/* Return whether the places are mapped: checks their first and last bytes, and only some places if
+ * there are more than PROBED_MAX. If a sandbox forbids the call, all pass. See memory/_scatter.c.
+ * */
 static int are_there(const struct place *places, uint64_t count, uint64_t skip)
 {
     struct iovec probed[2 * PROBED_MAX], scratch;
@@ -531,7 +535,7 @@ static int are_there(const struct place *places, uint64_t count, uint64_t skip)
     return moved < 0 ? errno != EFAULT : (uint64_t)moved == used;
 }
 
-/* As peercache_receive, of a session. */
+/* As peercache_receive, for a session. */
 int64_t peercache_tls_receive(struct session *session, const struct place *places, uint64_t count,
                               uint64_t skip)
 {

@@ -1,4 +1,4 @@
-/* Contexts of TLS: one certificate, its key, and the CAs that peers' certificates must be of.
+/* TLS contexts: one certificate, its key, and the CAs that must have issued peers' certificates.
  *
  * Keeps   TLS 1.2 is refused. A peer without a certificate of a CA here, or with one that is expired
  *         or not yet valid, is refused. No session is resumed: each connection shows a certificate.
@@ -10,7 +10,7 @@
 #include <openssl/ssl.h>
 
 #define READ_AHEAD_BYTES (256u << 10)
-/* The longest chain: a CA that signed the CA that signed the certificate. */
+/* The longest chain: the certificate, its CA, and the CA of that CA. */
 #define CHAIN_MAX 4
 #define SUITES "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384"
 
@@ -26,7 +26,7 @@ static int add_authorities(SSL_CTX *context, const char *pem)
         X509_free(found);
     }
     BIO_free(source);
-    ERR_clear_error(); /* The end of the text is an error to OpenSSL. */
+    ERR_clear_error(); /* OpenSSL reports the end of the text as an error. */
     return count > 0;
 }
 
@@ -59,8 +59,8 @@ static int use_key(SSL_CTX *context, const char *pem)
     return is_used && SSL_CTX_check_private_key(context) == 1;
 }
 
-/* Return a context of one certificate and the CAs that peers' certificates must be of, or null and
- * in `what` the part that OpenSSL does not take. */
+/* Return a context of one certificate and the CAs of peers' certificates, or null and in `what` the
+ * part that OpenSSL rejects. */
 SSL_CTX *peercache_tls_context(int is_server, const char *authorities, const char *certificate,
                                const char *key, const char **what)
 {
@@ -71,7 +71,7 @@ SSL_CTX *peercache_tls_context(int is_server, const char *authorities, const cha
         return NULL;
     if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) == 1 &&
         SSL_CTX_set_ciphersuites(context, SUITES) == 1) {
-        /* Tickets would let a peer come back after its certificate was revoked. */
+        /* Tickets would let a peer reconnect after its certificate was revoked. */
         SSL_CTX_set_num_tickets(context, 0);
         SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
         SSL_CTX_set_options(context, SSL_OP_NO_RENEGOTIATION | SSL_OP_CIPHER_SERVER_PREFERENCE);
@@ -80,7 +80,7 @@ SSL_CTX *peercache_tls_context(int is_server, const char *authorities, const cha
         SSL_CTX_set_verify_depth(context, CHAIN_MAX);
         SSL_CTX_set_read_ahead(context, 1);
         if (is_server)
-            /* Thousands of idle connections keep no buffer. */
+            /* Thousands of idle connections must not keep a buffer. */
             SSL_CTX_set_mode(context, SSL_MODE_RELEASE_BUFFERS);
         else
             SSL_CTX_set_default_read_buffer_len(context, READ_AHEAD_BYTES);

@@ -20,8 +20,8 @@ from peercache.trust.sharing import Address, Sharing
 class DataAdmission:
     """Decides which clients the data port admits: the only place that does.
 
-    tls:     our certificates; None serves in clear text.
-    sharing: which uids of this host may read in clear text; None: all.
+    tls:     our certificates; None: serve in clear text.
+    sharing: the uids of this host that may read in clear text; None: all.
     """
 
     cluster: str
@@ -31,13 +31,13 @@ class DataAdmission:
     sharing: Sharing | None = None
 
     def contexts(self) -> Contexts | None:
-        """Return what opens TLS sessions, None in clear text; raises as `TlsContext` does."""
+        """Return the factory of TLS sessions, None in clear text; raises as `TlsContext` does."""
         return None if self.tls is None else Contexts(self.tls, is_server=True)
 
     def check_address(self, local: Address, remote: Address) -> None:
         """Raise Rejected for a process of this host whose uid does not share it.
 
-        With TLS the certificate says enough.
+        With TLS the certificate is enough.
         """
         if self.sharing is None or self.tls is not None:
             return
@@ -56,14 +56,14 @@ class DataAdmission:
         return tuple(sorted(rights.spaces_of(identity) or ()))
 
     def stays(self, peer: TlsPeer) -> bool:
-        """Return whether a client that was admitted with this certificate still is."""
+        """Return whether this certificate, with which a client was admitted, is still accepted."""
         try:
             return self.tls is None or bool(self.tls.admit(peer.serial, peer.names))
         except Rejected:
             return False
 
     def admit(self, greeting: wire.Greeting) -> str | None:
-        """Return why that client is refused, one of wire.REASONS, or None."""
+        """Return why a client with this greeting is refused, one of wire.REASONS, or None."""
         expected = wire.greet(
             cluster=self.cluster, granule=greeting.granule, incarnation=greeting.incarnation
         )

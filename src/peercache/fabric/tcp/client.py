@@ -1,18 +1,18 @@
 """The tcp fabric, client side: blocking sockets in the caller's thread.
 
 No thread and no loop moves bytes. A read leases one channel, sends its request in one call, and
-receives straight into the caller's memory. A channel that did not end its read in full and in order
-is closed before `read` returns. A closed socket writes nowhere: so nothing writes to a destination
-after `read` has returned. Idle channels are closed on the way of later reads; a client that reads
-nothing more keeps them until the server closes them.
+receives straight into the caller's memory. A channel with an incomplete or failed read is closed
+before `read` returns. A closed socket writes nowhere, so nothing writes to a destination after
+`read` has returned. Later reads close idle channels; if there are no more reads, the server closes
+them.
 
-A thread beside a busy Python program may wait 5 ms for the GIL each time that it has released it:
-the number of releases, not the bytes, decides how long a batch takes. So numpy builds the list of
+In a busy Python program a thread may wait 5 ms for the GIL each time that it has released it: the
+number of releases, not of bytes, decides how long a batch takes. So numpy builds the list of
 places, and one call of a loop in C (`_receiving.c`) fills all of them with the GIL released once.
-(`socket.recvmsg_into` takes a Python object for each place.) A request is small, and a send that
-never waits keeps the GIL. Waits are bounded by SO_RCVTIMEO and SO_SNDTIMEO, not by a poll before
-each call. The kernel counts only the time that a receive sleeps, so a `Watchdog` interrupts a read
-that outlasts its deadline.
+(`socket.recvmsg_into` needs a Python object for each place.) A request is small, and a send that
+never blocks keeps the GIL. Waits are bounded by SO_RCVTIMEO and SO_SNDTIMEO, not by a poll before
+each call. The kernel counts only the time in which a receive sleeps, so a `Watchdog` interrupts a
+read that exceeds its deadline.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ from peercache.trust.files import LiveTls
 from peercache.trust.identity import CertificateRole
 
 STALL_S = 0.25
-"""Silence after which a peer counts as unreachable. A paused process is silent forever; a busy one
-on a local network answers in milliseconds."""
+"""Silence after which a peer counts as unreachable. A paused process is silent permanently; a busy
+one on a local network answers in milliseconds."""
 
 CONNECT_TIMEOUT_S = 0.5
-"""Timeout for a connection; the kernel sends a lost first packet again only after a second."""
+"""Timeout for a connection; the kernel resends a lost first packet only after a second."""
 
 GONE = "gone"
-"""Failure: the server closed before it answered anything, perhaps while the channel was idle."""
+"""Failure: the server closed before any answer, possibly while the channel was idle."""
 
 REFUSED_BECAUSE = "refused: "
 """Failure: this and the server's reason."""
 
 JOIN_S = 1.0
-"""What `Watchdog.close` waits for its thread, which is about to end."""
+"""How long `Watchdog.close` waits for its thread, which is about to end."""
 
 STEP_BYTES = 128 * 2**10
-"""Bytes after which the loop in C leaves the kernel for a moment; see there."""
+"""Bytes after which the loop in C returns from the kernel; see there."""
 
 _receive = function(
     "peercache_receive", ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint64] * 3
@@ -105,9 +105,9 @@ class TcpFabric:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open nothing yet. tls: our certificate; None reads in clear text.
+        """Open nothing yet. tls: our certificate; None: read in clear text.
 
-        clock: the seconds that deadlines are in. Raises as `TlsContext` does.
+        clock: the clock of the deadlines, in seconds. Raises as `TlsContext` does.
         """
         self._cluster = cluster
         self._contexts = None if tls is None else Contexts(tls, is_server=False)
@@ -123,14 +123,14 @@ class TcpFabric:
         self._warn_once = WarnOnce(_log)
 
     def reaches(self, member: Member) -> bool:
-        """Return whether the member announces a data port; only a read tells whether it serves."""
+        """Return whether the member announces a data port; only a read shows whether it serves."""
         return bool(member.data)
 
     def read(self, read: PeerRead, deadline: float) -> Fetched:
         """Fill the destinations in page order by `deadline`; see `Fabric`.
 
         A peer that is silent for stall_s, refuses connections or breaks the protocol is
-        "peer_unreachable"; one that serves not us, or not these slots, "refused".
+        "peer_unreachable"; one that does not serve us, or not these slots, is "refused".
         """
         seals: Seals = np.zeros(len(read.offsets), SEAL)
         if not len(seals):
@@ -143,7 +143,7 @@ class TcpFabric:
             _log.error("tcp.read_failed", peer=name, at=at, exc_info=True)
             failure = INTERNAL
         if done < len(seals):
-            # A seal that came in part may look like that of the page.
+            # A partly received seal may look like that of the page.
             seals[done:] = unread_seals(len(seals) - done)
         return Fetched(seals, failure, self.name)
 
@@ -169,7 +169,7 @@ class TcpFabric:
             done, failure = self._use(lease, read, seals, deadline)
             if failure != GONE:
                 return done, failure
-            # The server closed it: while it was idle (then a new one may work), or for good.
+            # The server closed it: while it was idle (then a new one may work), or permanently.
             self._channels.retire_idle(peer)
             if lease.is_new:
                 break
@@ -178,7 +178,7 @@ class TcpFabric:
     def _use(
         self, lease: ChannelLeased, read: PeerRead, seals: Seals, deadline: float
     ) -> tuple[int, str]:
-        """Read over one channel, which afterwards is back in the pool or closed."""
+        """Read over one channel, and return it to the pool or close it."""
         channel: TcpChannel | None = None
         works = False
         try:
@@ -189,7 +189,8 @@ class TcpFabric:
             else:
                 channel = self._channels.channels[lease.channel]
                 if channel.has_expired():
-                    # As one that the server has closed: a new one shows what it has by now.
+                    # Treated as closed by the server: a new connection shows its current
+                    # certificate.
                     return 0, GONE
             watched = self._watchdog.watch(channel.interrupt, deadline)
             try:
@@ -199,7 +200,7 @@ class TcpFabric:
             works = in_time and not failure
             return done, self._explain(failure, read.member)
         finally:
-            # After a KeyboardInterrupt, too: an unfinished channel never goes back.
+            # After a KeyboardInterrupt, too: an unfinished channel must not return to the pool.
             self._channels.end(lease, channel, works=works)
 
     def _open(self, member: Member, deadline: float) -> tuple[TcpChannel | None, str]:
@@ -224,12 +225,12 @@ class TcpFabric:
         finally:
             if not opened:
                 channel.close()
-        # The server closed instead of answering, on a connection that never was idle.
+        # The server closed instead of answering, on a connection that was never idle.
         failure = PEER_UNREACHABLE if failure == GONE else failure
         return (channel, "") if opened else (None, failure)
 
     def _introduce(self, channel: TcpChannel, member: Member, deadline: float) -> str:
-        """Make sure of the member, and have it accept us; return "" or the failure."""
+        """Verify the member, and have it accept us; return "" or the failure."""
         greeting = wire.greet(
             cluster=self._cluster, granule=self._granule, incarnation=member.incarnation
         )
@@ -244,7 +245,7 @@ class TcpFabric:
         return failure if in_time else DEADLINE
 
     def _explain(self, failure: str, member: Member) -> str:
-        """Return the miss reason of a failure; tell people once why a peer refuses us."""
+        """Return the miss reason of a failure; log once why a peer refuses us."""
         if not failure.startswith(REFUSED_BECAUSE):
             return failure
         reason = failure.removeprefix(REFUSED_BECAUSE)
@@ -276,8 +277,8 @@ class TcpChannel:
     def secure(self, contexts: Contexts, member: Member, until: float) -> str:
         """Encrypt the connection, once, and check the member; return "" or the failure.
 
-        The member's certificate and the nonce that it told make its incarnation: no other node
-        answers in its place.
+        The member's certificate and its announced nonce determine its incarnation: no other node
+        can answer in its place.
         """
         self._session = contexts.open(self._socket)
         try:
@@ -332,8 +333,8 @@ class TcpChannel:
     def fetch(self, read: PeerRead, seals: Seals, until: float) -> tuple[int, str]:
         """Receive pages and their seals; return how many leading ones are complete, and a failure.
 
-        After any failure the channel is out of step and must be closed. seals: (n,) SEAL, filled
-        in place; beyond the complete pages it may hold parts of seals.
+        After any failure the channel is out of sync and must be closed. seals: (n,) SEAL, filled in
+        place; beyond the complete pages it may hold parts of seals.
         """
         requests = wire.requests(
             read.offsets, read.lengths, read.generations, read.member.incarnation
@@ -344,12 +345,13 @@ class TcpChannel:
         done = 0
         for index, request in enumerate(requests):
             ahead = ""
-            # One request ahead, so that the server goes from one to the next without a round trip.
+            # One request ahead, so that the server continues with the next one without a round
+            # trip.
             if index + 1 < len(requests):
                 ahead = self._send(requests[index + 1].raw, until)
             if ahead and ahead != GONE:
                 return done, ahead
-            # A server that is gone may have answered this one before.
+            # A server that is gone may have answered this request before.
             pages, failure = self._response(read, seals, request, until)
             done += pages
             failure = failure or ahead
@@ -359,12 +361,12 @@ class TcpChannel:
         return done, PEER_UNREACHABLE if done and failure == GONE else failure
 
     def interrupt(self) -> None:
-        """Have the read of another thread over this channel fail at once."""
+        """Make the read of another thread over this channel fail at once."""
         with contextlib.suppress(OSError):  # The server has closed it already.
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection: from here on nothing arrives in any destination."""
+        """Close the connection: afterwards nothing is written to any destination."""
         if self._session is not None:
             self._session.close()
         self._socket.close()
@@ -392,7 +394,7 @@ class TcpChannel:
             return DEADLINE
         try:
             if self._session is not None:
-                if not self._session.say(raw):
+                if not self._session.send_at_once(raw):
                     self._wait_at_most(socket.SO_SNDTIMEO, min(left, self._stall_s))
                     self._session.flush()
                 return ""
@@ -403,7 +405,7 @@ class TcpChannel:
         except BlockingIOError:
             return DEADLINE if left <= self._stall_s else PEER_UNREACHABLE
         except OSError:
-            # Our own deadline is no sign that the server closed.
+            # Our own deadline does not mean that the server closed.
             return DEADLINE if self._clock() >= until else GONE
         return ""
 
@@ -418,11 +420,11 @@ class TcpChannel:
             except InterruptedError:
                 continue
             except BlockingIOError:
-                # Not one byte in all that time.
+                # No byte arrived in all that time.
                 return DEADLINE if left <= self._stall_s else PEER_UNREACHABLE
             except OSError as error:
                 if error.errno == errno.EFAULT:
-                    return INTERNAL  # A destination of the caller that is no memory.
+                    return INTERNAL  # A destination of the caller is not mapped memory.
                 taken = 0
             if not taken:
                 if self._clock() >= until:
@@ -435,7 +437,7 @@ class TcpChannel:
     def _wait_at_most(self, option: int, seconds: float) -> None:
         if self._timeout.get(option) == seconds:
             return
-        # Zero would mean no limit.
+        # Zero would mean no timeout.
         microseconds = max(int(seconds * 1e6), 1)
         value = struct.pack("@ll", *divmod(microseconds, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
@@ -445,7 +447,7 @@ class TcpChannel:
 def _lay_out(
     read: PeerRead, seals: Seals, request: wire.PageRequest, status: npt.NDArray[np.uint8]
 ) -> tuple[Scatter, U64]:
-    """Return where one response goes, and after how many of its bytes each page is complete."""
+    """Return the places of one response, and after how many of its bytes each page is complete."""
     first, cut, runs = request.first, request.portions, read.runs
     lengths = read.lengths[first : first + cut[-1]]
     addresses: list[U64] = [np.array([status.ctypes.data], np.uint64)]
@@ -464,7 +466,7 @@ def _lay_out(
 
 
 def send_at_once(descriptor: int, raw: bytes) -> int:
-    """Send what the socket takes without waiting, and return its bytes; raise OSError."""
+    """Send what the socket accepts without blocking; return the number of bytes; raise OSError."""
     sent: int = _send(descriptor, raw, len(raw), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     if sent >= 0:
         return sent
@@ -479,7 +481,7 @@ class Scatter:
     """The places that a stream of `total` bytes fills, in order.
 
     addresses, sizes: (places,) uint64. The memory must stay valid until the last `receive`;
-    `received` counts the bytes that are in place.
+    `received` counts the received bytes.
     """
 
     def __init__(self, addresses: U64, sizes: U64) -> None:
@@ -492,11 +494,11 @@ class Scatter:
         self.received = 0
 
     def receive(self, descriptor: int, session: TlsSession | None = None) -> int:
-        """Receive once, and return the bytes taken; 0 means that the other side closed.
+        """Receive once, and return the number of bytes; 0 means that the other side closed.
 
-        Returns early, with what came, when the socket's SO_RCVTIMEO has passed. Raises OSError:
-        BlockingIOError if nothing came in that time, EINTR as InterruptedError, EFAULT for a place
-        that is no memory.
+        Returns early, with the bytes so far, when the socket's SO_RCVTIMEO has passed. Raises
+        OSError: BlockingIOError if nothing arrived in that time, EINTR as InterruptedError, EFAULT
+        for a place that is not mapped.
         """
         assert self.received < self.total, "nothing is left to receive"
         here = np.uint64(self.received)
@@ -517,14 +519,14 @@ class Scatter:
 
 @final
 class Watchdog:
-    """Interrupts every read that is not released by its deadline, with one thread for all.
+    """Interrupts every read that is not released by its deadline; one thread for all reads.
 
-    The thread sleeps as long as all reads end in time: it wakes about once in the length of a
-    deadline, and never when nothing is read.
+    The thread sleeps as long as all reads end in time: it wakes about once per deadline, and never
+    when nothing is read.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start no thread yet. clock: the seconds that deadlines are in."""
+        """Start no thread yet. clock: the clock of the deadlines, in seconds."""
         self._clock = clock
         self._changed = threading.Condition()
         self._watched: dict[int, tuple[float, Callable[[], None]]] = {}
@@ -536,7 +538,7 @@ class Watchdog:
     def watch(self, interrupt: Callable[[], None], until: float) -> int:
         """Call `interrupt` at `until`, from another thread, unless `release` comes first.
 
-        interrupt: short; never raises. Raises RuntimeError if no thread can be started.
+        interrupt: must be short and never raise. Raises RuntimeError if no thread can be started.
         """
         with self._changed:
             if self._thread is None:
@@ -547,7 +549,7 @@ class Watchdog:
             self._next_token += 1
             self._watched[token] = (until, interrupt)
             if until < self._wakes_at:
-                # Only then: waking it for each read would cost more than the read's own calls.
+                # Only if needed: waking it for each read would cost more than the read's own calls.
                 self._wakes_at = until
                 self._changed.notify()
             return token
@@ -572,7 +574,7 @@ class Watchdog:
                 now = self._clock()
                 due = [token for token, (until, _) in self._watched.items() if until <= now]
                 for token in due:
-                    # Under the lock: after `release` nothing is interrupted any more.
+                    # Under the lock: no read is interrupted after its `release`.
                     self._watched.pop(token)[1]()
                 self._wakes_at = min((until for until, _ in self._watched.values()), default=inf)
                 self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)

@@ -1,8 +1,8 @@
-"""Host names to connections, without ever waiting past a deadline.
+"""Resolves host names and connects, without waiting past a deadline.
 
-The system's resolver has no time-out that we could set: a name server that is away holds its caller
-for seconds. A numeric address needs no resolver. A name is resolved on a thread of its own, one for
-each name at a time; an answer that comes too late serves the next read.
+The system's resolver has no timeout that we could set: if a name server does not answer, it blocks
+its caller for seconds. A numeric address needs no resolver. A name is resolved on a thread of its
+own, one for each name at a time; an answer that comes too late serves the next read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeAlias, final
 
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
-"""Family, and what `socket.connect` takes."""
+"""Address family, and the address for `socket.connect`."""
 
 
 def look_up(host: str, port: int, flags: int) -> list[Address]:
-    """Ask the system's resolver, however long it takes; raise OSError."""
+    """Resolve with the system's resolver, without a timeout; raise OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return [(family, address) for family, _, _, _, address in found]
 
@@ -35,11 +35,11 @@ class Names:
         self._asked: dict[tuple[str, int], Future[list[Address]]] = {}
 
     def resolve(self, host: str, port: int, timeout_s: float) -> list[Address]:
-        """Return the addresses, or none: no such name, or no answer within timeout_s."""
+        """Return the addresses; none if there is no such name, or no answer within timeout_s."""
         try:
             return self._look_up(host, port, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
-            pass  # It is a name, then, or no address at all.
+            pass  # It is a name, or not an address at all.
         key = (host, port)
         with self._lock:
             answer = self._asked.get(key)
@@ -50,7 +50,7 @@ class Names:
                 )
                 try:
                     asking.start()
-                except RuntimeError:  # No thread can be started: as good as no name server.
+                except RuntimeError:  # No thread can be started: same as no name server.
                     return []
                 self._asked[key] = answer
         try:
@@ -61,9 +61,9 @@ class Names:
     def _ask(self, key: tuple[str, int], answer: Future[list[Address]]) -> None:
         try:
             answer.set_result(self._look_up(*key, 0))
-        except Exception as error:  # Every failure goes to the reads that wait for the answer.
+        except Exception as error:  # Every failure is passed to the reads that wait for the answer.
             answer.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
-        # No answer is cached: a name may move, and every answer opens a channel that lasts.
+        # Answers are not cached: a name may move, and every answer opens a long-lived channel.
         with self._lock:
             del self._asked[key]
 
@@ -90,7 +90,7 @@ def dial(
             connection.settimeout(left)
             connection.connect(address)
             connection.settimeout(None)
-            # The last words of a response are a small packet behind large ones.
+            # The last seals of a response are a small packet behind large ones.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         except OSError:

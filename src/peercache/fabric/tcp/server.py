@@ -1,11 +1,11 @@
-"""The tcp fabric, server side: decides which clients may read, and for how long a connection lives.
+"""The tcp fabric, server side: decides which clients may read, and how long a connection lasts.
 
 Owns    the data port's listeners, and each connection until its client is admitted.
-Takes   TLS handshakes and greetings (wire.py) from every host that can connect: it believes none.
-Sends   whether it serves a client, and if not, why. The compiled loop on threads of its own
-        (serving.py) answers the requests.
-Keeps   nothing is served before `DataAdmission` said so. Silent connections keep no other out: the
-        one that has been silent for longest makes room.
+Takes   TLS handshakes and greetings (wire.py) from every host that can connect: it trusts none.
+Sends   whether it serves a client, and if not, the reason. The compiled loop, on threads of its own
+        (serving.py), answers the requests.
+Keeps   nothing is served before `DataAdmission` admits the client. Silent connections do not block
+        others: the one that has been silent for longest makes room.
 Limits  serving.HELD_BYTES_MAX of requests and unsent responses, a part of it of one certificate;
         `DescriptorShares.data` admitted connections, half of them of one host and a quarter of one
         certificate; `DescriptorShares.newcomers` that are not admitted yet, HOST_NEWCOMERS_MAX of
@@ -41,31 +41,31 @@ from peercache.trust.files import LiveTls
 HOST_NEWCOMERS_MAX = 64
 """The newcomers of one host: a flood from there makes room among its own."""
 SILENCE_S = 5.0
-"""Without a byte of a client that is not admitted yet: it has nothing to think about."""
+"""Timeout without a byte of a client that is not admitted yet: it has no reason to wait."""
 ADMISSION_S = 20.0
-"""From connect to a whole greeting, however the bytes trickle."""
+"""Timeout from connect to a complete greeting, even if bytes arrive."""
 PLACE_S = 0.25
-"""For an idle connection to close, so that a new client has its place."""
-TELL_EVERY_S = 60.0
-"""Between two log lines about one host and reason."""
-TOLD_MAX = 1024
-"""Hosts and reasons that are remembered for that; further ones are counted only."""
+"""Timeout for an idle connection to close, so that a new client gets its place."""
+LOG_EVERY_S = 60.0
+"""Pause between two log lines about one host and reason."""
+LOGGED_MAX = 1024
+"""Hosts and reasons that are remembered for that; further ones are only counted."""
 REQUEST_S = 5.0
-"""From a request's first byte to its last."""
+"""Timeout from a request's first byte to its last."""
 IDLE_S = 120.0
-"""Between two requests; twice the client's own timeout (actors/channels.IDLE_S)."""
+"""Timeout between two requests; twice the client's own timeout (actors/channels.IDLE_S)."""
 SEND_STALL_S = 10.0
-"""Without a byte taken: the client is paused or gone. Its own deadlines are far shorter."""
+"""Timeout without a byte accepted: the client is paused or gone. Its deadlines are shorter."""
 GOODBYE_S = 1.0
-"""For a refused client to read why, before the close discards what is in flight."""
+"""Time for a refused client to read the reason, before the close discards what is in flight."""
 GOODBYE_BYTES_MAX = 2 * (wire.REQUEST_BYTES + wire.COUNT_MAX * wire.ENTRY_BYTES)
 """What an honest client may have sent ahead of a refusal."""
 ACCEPT_PAUSE_S = 0.1
-"""When the process has no descriptors left: the pause before the next accept."""
+"""Pause before the next accept if the process has no descriptors left."""
 CORES_A_THREAD = 8
-"""One sends 2 to 5 GB/s, and the cores of a small machine have other work."""
+"""Cores per serving thread: one sends 2 to 5 GB/s, and other work needs cores, too."""
 THREADS_MAX = 4
-"""Unless the configuration says how many: they fill a network of 100 Gb."""
+"""Default maximum: they saturate a network of 100 Gb/s."""
 _log = get_logger(actor="tcp_server")
 
 
@@ -85,8 +85,8 @@ async def serve_pages(
 ) -> None:
     """Serve pages until cancelled; closes listeners and connections then.
 
-    threads: how many send; 0 goes by this machine's cores.
-    held_bytes_max: of requests and responses under way.
+    threads: number of sending threads; 0: depends on this machine's cores.
+    held_bytes_max: bytes of requests and responses in progress.
     between_bytes_and_words, before_send: for tests that let the owner act at the worst moments.
     """
     count = threads or usual_threads()
@@ -112,13 +112,13 @@ async def serve_pages(
                 nursery.start_soon(service.accept_from, listener, nursery)
             task_status.started()
     finally:
-        # Also where a thread could not be started, and no task accepts.
+        # Also if a thread could not be started, and no task accepts.
         for listener in listeners:
             listener.socket.close()
 
 
 def usual_threads() -> int:
-    """Return how many threads serve pages unless the configuration says how many."""
+    """Return the default number of threads that serve pages."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
 
 
@@ -130,7 +130,7 @@ class _Newcomer:
     host: str
     owner: TlsPeer | None = None
     name: str = ""
-    """Of the owner's certificate, whichever of several with that name it is."""
+    """The name of the owner's certificate; several certificates may have it."""
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
 
@@ -145,15 +145,15 @@ class _Service:
     contexts: Contexts | None = attrs.Factory(
         lambda self: self.admission.contexts(), takes_self=True
     )
-    # Those that are not admitted yet, oldest first, and the admitted connections of each host and
-    # of each certificate.
+    # The connections that are not admitted yet, oldest first, and the admitted ones of each host
+    # and of each certificate.
     newcomers: dict[_Newcomer, None] = attrs.field(factory=dict)
     hosts: Counter[str] = attrs.field(factory=Counter)
     owners: Counter[str] = attrs.field(factory=Counter)
-    told_at: dict[tuple[str, str], float] = attrs.field(factory=dict)
+    logged_at: dict[tuple[str, str], float] = attrs.field(factory=dict)
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     left: trio.Event = attrs.field(factory=trio.Event)
-    # Connections of each of `pages`.
+    # The number of connections of each of `pages`.
     served: list[int] = attrs.Factory(lambda self: [0] * len(self.pages), takes_self=True)
 
     async def accept_from(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
@@ -179,19 +179,19 @@ class _Service:
                 nursery.start_soon(self._look_after, newcomer)
 
     async def close_revoked(self) -> None:
-        """Close the connections of certificates that are revoked, or of CAs that are not known."""
+        """Close the connections with revoked certificates, or with certificates of unknown CAs."""
         tls = self.admission.tls
         if tls is None:
             return
         changed = trio.Event()
         token = trio.lowlevel.current_trio_token()
 
-        def tell(_: LiveTls) -> None:
-            # From any thread, and also after this server has ended.
+        def update(_: LiveTls) -> None:
+            # Called from any thread, and also after this server has ended.
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(changed.set)
 
-        tls.on_change(tell)
+        tls.on_change(update)
         dropped = tls.authorities_dropped
         while True:
             await changed.wait()
@@ -199,13 +199,13 @@ class _Service:
             is_known = tls.authorities_dropped == dropped
             dropped = tls.authorities_dropped
             for each in self.pages:
-                # Which authority has signed a certificate is not known any more.
+                # The authority of the certificate is not known any more.
                 each.close_unless(self.admission.stays if is_known else lambda _: False)
 
     def _make_room(self, host: str) -> bool:
-        """Return whether there is room for a newcomer, after the one silent for longest has gone.
+        """Return whether there is room for a newcomer, after removing the one silent for longest.
 
-        A host with too many makes room among its own.
+        A host with too many newcomers makes room among its own.
         """
         rivals = [each for each in self.newcomers if each.host == host]
         if len(rivals) < HOST_NEWCOMERS_MAX:
@@ -214,7 +214,7 @@ class _Service:
             rivals = list(self.newcomers)
         oldest = min(rivals, key=lambda each: each.line.silent_since)
         if oldest.line.silent_since == inf:
-            return False  # All of them are served as fast as this node can.
+            return False  # All newcomers are being served as fast as this node can.
         self._refuse(SILENT, oldest.host)
         oldest.scope.cancel()
         del self.newcomers[oldest]
@@ -234,7 +234,7 @@ class _Service:
             if spaces is not None:
                 await self._converse(newcomer, spaces)
         except (OSError, trio.TooSlowError):
-            pass  # The client hung up, or is paused: its own deadlines end its reads.
+            pass  # The client closed, or is paused: its own deadlines end its reads.
         except Exception:
             _log.error("tcp.connection_failed", exc_info=True)
         finally:
@@ -281,7 +281,7 @@ class _Service:
         return self.admission.spaces(identity)
 
     async def _refusal_of_greeting(self, line: Line) -> str | None:
-        """Return why this client is refused, "" to serve it, None if it hung up."""
+        """Return why this client is refused, "" to serve it, None if it closed the connection."""
         opening = bytearray(wire.OPENING_BYTES)
         if not await line.receive(opening, silence_s=SILENCE_S):
             return None
@@ -295,7 +295,7 @@ class _Service:
         return self.admission.admit(wire.decode_greeting(rest)) or ""
 
     async def _has_place(self, newcomer: _Newcomer) -> bool:
-        """Return whether one more client may stay, after an idle connection has gone for it."""
+        """Return whether one more client may stay, after closing an idle connection if needed."""
         of_host, of_owner = self.hosts[newcomer.host], self.owners[newcomer.name]
         if of_host >= max(self.connections_max // 2, 1) and len(self.hosts) > 1:
             return False
@@ -310,7 +310,8 @@ class _Service:
         return sum(self.served) < self.connections_max
 
     async def _converse(self, newcomer: _Newcomer, spaces: tuple[int, ...]) -> None:
-        # The thread with the fewest: in turn, all connections that stay could be one thread's.
+        # The thread with the fewest: in turn, all long-lived connections could end up on one
+        # thread.
         chosen, host = self.served.index(min(self.served)), newcomer.host
         self.served[chosen] += 1
         self.hosts[host] += 1
@@ -343,14 +344,16 @@ class _Service:
             await line.receive(bytearray(GOODBYE_BYTES_MAX))
 
     def _refuse(self, reason: str, host: str, detail: str = "") -> None:
-        """Count a refusal, and tell of it once in a while: a stranger must not fill the log."""
+        """Count a refusal, and log it from time to time: a stranger must not fill the log."""
         self.metrics.tcp_refused.labels(reason=reason).inc()
         now = trio.current_time()
-        if len(self.told_at) >= TOLD_MAX:
-            self.told_at = {key: at for key, at in self.told_at.items() if now - at < TELL_EVERY_S}
-        known = self.told_at.get((reason, host))
-        if len(self.told_at) < TOLD_MAX and (known is None or now - known >= TELL_EVERY_S):
-            self.told_at[reason, host] = now
+        if len(self.logged_at) >= LOGGED_MAX:
+            self.logged_at = {
+                key: at for key, at in self.logged_at.items() if now - at < LOG_EVERY_S
+            }
+        known = self.logged_at.get((reason, host))
+        if len(self.logged_at) < LOGGED_MAX and (known is None or now - known >= LOG_EVERY_S):
+            self.logged_at[reason, host] = now
             _log.warning("tcp.request_refused", reason=reason, peer=host, detail=detail)
 
 

@@ -1,8 +1,8 @@
 """Owns the threads that serve pages: each runs the compiled loop of `_serving.c`.
 
-A thread enters C once and stays there. It takes Python's global lock neither for a request nor for
-a byte, so a thread that holds the lock does not delay it, and it delays none. The node's loop hands
-admitted connections over, and hears how each conversation ended.
+A thread enters C once and stays there. It does not take the GIL to serve requests, so a thread that
+holds the GIL does not delay it, and it delays no other thread. The node's loop hands admitted
+connections over, and is notified of the end of each conversation.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics
 
 STOP_S = 5.0
-"""How long a stop waits for the thread. The thread leaves within one step of each connection, and
-then needs Python's lock once, which a busy engine releases every 5 ms."""
+"""How long a stop waits for the thread. The thread stops within one step of each connection, and
+then needs the GIL once, which a busy engine releases every 5 ms."""
 COUNT_EVERY_S = 1.0
-"""How often the metric takes over the bytes that the thread has counted, and expired certificates
-are looked for."""
+"""How often the metric is updated with the thread's byte count, and expired certificates are
+searched."""
 
 HELD_BYTES_MAX = 256 * 2**20
-"""What requests and responses under way hold at most, on all threads: with TLS some 480 responses,
-each with half a MiB of ciphertext that waits for its socket. Further requests wait their turn."""
+"""The most bytes that requests and responses in progress hold, on all threads: with TLS about 480
+responses, each with half a MiB of ciphertext that waits for its socket. Further requests wait their
+turn."""
 OWNERS_AT_ONCE = 4
-"""Of so many parts of that each certificate has one at most: its readers that do not receive hold
-up no other's."""
+"""Each certificate may use at most one of this many parts of that: its slow readers do not delay
+those of others."""
 
 _ENDS = ("", wire.MALFORMED, wire.INCARNATION, wire.BOUNDS)
-"""How a conversation ends, by the numbers of `enum end`."""
+"""The ends of a conversation, by the numbers of `enum end`."""
 
 _Usable = ctypes.CFUNCTYPE(ctypes.c_uint64)
 _Between = ctypes.CFUNCTYPE(None)
@@ -52,7 +53,7 @@ _log = get_logger(actor="tcp_server")
 
 
 class PageSource(Protocol):
-    """Published memory as the server sees it; a PublishedSegment is one."""
+    """Published memory, as the server needs it; implemented by PublishedSegment."""
 
     @property
     def pages(self) -> npt.NDArray[np.uint8]:
@@ -64,7 +65,7 @@ class PageSource(Protocol):
 
     @property
     def usable_bytes(self) -> int:
-        """Return how much of the page memory, from its start, may be touched by now."""
+        """Return how much of the page memory, from its start, may be accessed now."""
 
 
 class _Settings(ctypes.Structure):
@@ -163,34 +164,35 @@ class ServingThread:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; every connection is closed when this returns.
 
-        Raises OSError without descriptors and RuntimeError without a thread, and keeps nothing.
+        Raises OSError without descriptors and RuntimeError without a thread, and releases
+        everything.
         """
         self._start()
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._hear)
+                nursery.start_soon(self._watch_ends)
                 task_status.started()
                 while True:
                     await trio.sleep(COUNT_EVERY_S)
                     self._count()
                     self.close_unless(lambda owner: time.time() < owner.not_after)
         finally:
-            # A connection accepted in this very turn of the loop may still come: refuse it.
+            # A connection that was accepted in this turn of the loop may still arrive: refuse it.
             self._serves = False
             atexit.unregister(self._stop)
             if self._stop():
-                self._hear_all()
+                self._handle_ends()
                 self._count()
                 self._call["close"](self._server)
                 self._server = None
 
     def close_idle(self) -> None:
-        """Close the connection that has been idle for longest, soon, if there is one."""
+        """Have the connection closed that has been idle for longest, if there is one."""
         if self._serves:
             self._call["close_idle"](self._server)
 
     def close_unless(self, stays: Callable[[TlsPeer], bool]) -> None:
-        """Close the connections of certificates that are not good any more, soon."""
+        """Have the connections closed with certificates that are no longer valid."""
         for name, conversation in self._conversations.items():
             owner = conversation.owner
             if self._serves and owner is not None and not stays(owner):
@@ -203,15 +205,15 @@ class ServingThread:
         spaces: tuple[int, ...] = (),
         owner: TlsPeer | None = None,
     ) -> tuple[Line | None, str]:
-        """Answer requests until the client hangs up or is refused.
+        """Answer requests until the client closes the connection or is refused.
 
-        Returns the line, still open, of a client that was refused, so that it can be told, and one
-        of wire.REASONS; None and "" where it just ended.
+        Returns the open line of a refused client, so that the refusal can be sent, and one of
+        wire.REASONS; None and "" if the connection just ended.
 
-        limits_s: between two requests; from a request's first byte to its last; without a byte of
-        the response taken. spaces: those whose pages the client may read; none: all. owner: its
-        certificate. The thread owns the line's connection and session from now on and closes them,
-        except those of a refused client.
+        limits_s: timeouts between two requests, from a request's first byte to its last, and
+        without a byte of the response accepted. spaces: those that the client may read; none: all.
+        owner: its certificate. The thread owns the line's connection and session from now on and
+        closes them, except those of a refused client.
         """
         name = self._next_name
         self._next_name += 1
@@ -264,23 +266,24 @@ class ServingThread:
         except RuntimeError:
             self._call["close"](self._server)
             raise
-        # If the process exits without a cancel, the thread leaves C before the interpreter ends.
+        # If the process exits without a cancel, the thread must leave C before the interpreter
+        # ends.
         atexit.register(self._stop)
         self._serves = True
 
-    async def _hear(self) -> None:
+    async def _watch_ends(self) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._news)
-            self._hear_all()
+            self._handle_ends()
 
-    def _hear_all(self) -> None:
+    def _handle_ends(self) -> None:
         name, file, how, tls = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         into = (*map(ctypes.byref, (name, file, how, tls)),)
         while self._call["ended"](self._server, *into):
             line = None
             if file.value >= 0:
                 connection = socket.socket(fileno=file.value)
-                # A default time-out of the process would make it wait, and the loop with it.
+                # A default socket timeout of the process would make it block, and the loop with it.
                 connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
                 line = Line(connection, TlsSession(tls.value) if tls.value else None)
             conversation = self._conversations.get(name.value)
@@ -301,7 +304,7 @@ class ServingThread:
             # A forked child has no such thread, and its copy of the lock may be held forever.
             return False
         if self._server is None:
-            # Python runs exit hooks from a copy of their list: an unregistered one may still run.
+            # Python runs exit hooks from a copy of their list: an unregistered hook may still run.
             return False
         self._call["stop"](self._server)
         self._thread.join(STOP_S)

@@ -16,14 +16,14 @@ from peercache.fabric.tcp.tls import TlsSession
 BACKLOG = 1024
 
 PORT_TRIES_MAX = 16
-"""Tries to find one free port for both address families."""
+"""Attempts to find one free port for both address families."""
 
 
 async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
-    """Listen on a host ("" is every interface) over IPv4 and IPv6, all on one port.
+    """Listen on a host ("" means every interface) over IPv4 and IPv6, all on one port.
 
-    port: 0 takes a free one. Raises AddressTaken if the port is in use, OSError if the host is not
-    ours.
+    port: 0 takes a free one.
+    Raises AddressTaken if the port is in use, OSError if the host is not this one.
     """
     taken: OSError | None = None
     for _ in range(1 if port else PORT_TRIES_MAX):
@@ -66,9 +66,10 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
 
 @final
 class Line:
-    """A connection on a trio loop that is not admitted yet: exactly so many bytes, and silence.
+    """A connection on a trio loop that is not admitted yet: reads exact sizes, with a timeout.
 
-    silent_since: since when it has been waiting for the peer; inf while bytes of the peer are here.
+    silent_since: since when it has been waiting for the peer; inf while received bytes are being
+                  handled.
     """
 
     def __init__(self, connection: socket.socket, session: TlsSession | None = None) -> None:
@@ -80,7 +81,8 @@ class Line:
     async def shake_hands(self, session: TlsSession, *, silence_s: float, turn: trio.Lock) -> None:
         """Encrypt the connection; raises TlsFailed, and trio.TooSlowError for a silent peer.
 
-        turn: held for each step, so that the loop does one step of arithmetic in each of its turns.
+        turn: held for each step, so that the loop does only one cryptographic step in each of its
+              turns.
         """
         self.session = session
         while True:
@@ -95,14 +97,14 @@ class Line:
                 await self._wait_readable(silence_s)
 
     async def receive(self, into: bytearray, *, silence_s: float = inf) -> bool:
-        """Fill `into`; return False if the other side closed before, or broke TLS.
+        """Fill `into`; return False if the other side closed, or violated TLS.
 
-        Raises trio.TooSlowError when nothing comes for silence_s.
+        Raises trio.TooSlowError when nothing arrives for silence_s.
         """
         view = memoryview(into)
         while view:
             try:
-                taken = self._hear(view)
+                taken = self._receive_at_once(view)
             except BlockingIOError:
                 await self._wait_readable(silence_s)
                 continue
@@ -112,9 +114,9 @@ class Line:
         return True
 
     async def send(self, raw: bytes, *, stall_s: float) -> None:
-        """Send all of it; raises trio.TooSlowError when not a byte is taken for stall_s."""
+        """Send all of it; raises trio.TooSlowError when no byte is accepted for stall_s."""
         if self.session is not None:
-            done = self.session.say(raw)
+            done = self.session.send_at_once(raw)
             while not done:
                 with trio.fail_after(stall_s):
                     await trio.lowlevel.wait_writable(self.connection)
@@ -138,10 +140,10 @@ class Line:
             trio.lowlevel.notify_closing(self.connection)
             self.connection.close()
 
-    def _hear(self, view: memoryview) -> int:
+    def _receive_at_once(self, view: memoryview) -> int:
         if self.session is None:
             return self.connection.recv_into(view)
-        return self.session.hear(view)
+        return self.session.receive_at_once(view)
 
     async def _wait_readable(self, silence_s: float) -> None:
         self.silent_since = trio.current_time()

@@ -1,7 +1,7 @@
 """TLS of the data port: contexts and sessions of the compiled library with OpenSSL (`_tls.c`).
 
-A session is used by one thread at a time. No Python runs per record: the serving thread and the
-receiving loop call the library.
+A session is used by one thread at a time. No Python code runs per record: the serving thread and
+the receiving loop call the library.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[bool, tuple[Any, ...]]] = {
     "context_free": (True, (None, ctypes.c_void_p)),
     "open": (True, (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3)),
     "free": (True, (None, ctypes.c_void_p)),
-    # Half a millisecond of arithmetic: the other threads go on meanwhile.
+    # Half a millisecond of cryptography, in which other threads can run.
     "handshake": (False, (ctypes.c_int, ctypes.c_void_p)),
     "peer": (True, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
     "say": (True, (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
@@ -79,7 +79,7 @@ _SIGNATURES: dict[str, tuple[bool, tuple[Any, ...]]] = {
 
 @cache
 def _call() -> dict[str, Any]:
-    """Return the library's functions; raises BrokenInstallation where it was not compiled."""
+    """Return the library's functions; raises BrokenInstallation if it was not compiled."""
     return {
         name: tls_function(f"peercache_tls_{name}", *signature, keeps_gil=keeps_gil)
         for name, (keeps_gil, signature) in _SIGNATURES.items()
@@ -87,7 +87,7 @@ def _call() -> dict[str, Any]:
 
 
 class TlsPeer(NamedTuple):
-    """What a certificate says.
+    """The contents of a peer's certificate.
 
     serial: its number in hexadecimal; names: its URIs; not_after: in seconds since 1970.
     """
@@ -99,15 +99,15 @@ class TlsPeer(NamedTuple):
 
 @attrs.define(eq=False)
 class TlsFailed(Rejected):
-    """A session that cannot go on. reason: one of `_FAILURES`."""
+    """A session that cannot continue. reason: one of `_FAILURES`."""
 
 
 @final
 class TlsContext:
-    """One certificate, its key, and the authorities that peers' certificates must be of."""
+    """One certificate, its key, and the authorities of peers' certificates."""
 
     def __init__(self, files: TlsFiles, *, is_server: bool) -> None:
-        """Make it; raises BrokenInstallation without OpenSSL, ConfigError for unusable files."""
+        """Create it; raises BrokenInstallation without OpenSSL, ConfigError for unusable files."""
         self._call = _call()
         self._is_server = is_server
         self._handle: int | None = None
@@ -119,7 +119,7 @@ class TlsContext:
             raise ConfigError(setting, "OpenSSL cannot use what the file holds")
 
     def open(self, connection: socket.socket) -> TlsSession:
-        """Return a session over a connection; the handshake is still to be done."""
+        """Return a session over a connection; the caller must do the handshake."""
         wait = 0 if self._is_server else socket.MSG_DONTWAIT
         handle = self._call["open"](self._handle, self._is_server, connection.fileno(), wait)
         if not handle:
@@ -127,7 +127,7 @@ class TlsContext:
         return TlsSession(handle)
 
     def __del__(self) -> None:
-        """Free it: OpenSSL keeps what open sessions need."""
+        """Free the context: OpenSSL keeps what open sessions need."""
         if self._handle:
             self._call["context_free"](self._handle)
 
@@ -142,8 +142,8 @@ class TlsSession:
         self._handle: int | None = handle
 
     def step(self) -> bool | None:
-        """Go on with the handshake: True when it is done, False to wait for the peer's bytes, None
-        to wait until the socket takes more. Raises TlsFailed.
+        """Continue the handshake: True when it is done, False to wait for the peer's bytes, None to
+        wait until the socket is writable. Raises TlsFailed.
         """
         result: int = self._call["handshake"](self._handle)
         if result < 0:
@@ -151,7 +151,7 @@ class TlsSession:
         return True if result == _DONE else False if result == _WANTS_READ else None
 
     def peer(self) -> TlsPeer:
-        """Return what the peer's certificate says; raises TlsFailed."""
+        """Return the contents of the peer's certificate; raises TlsFailed."""
         into = ctypes.create_string_buffer(PEER_BYTES_MAX)
         size: int = self._call["peer"](self._handle, into, PEER_BYTES_MAX)
         if size < 0:
@@ -162,8 +162,8 @@ class TlsSession:
             raise TlsFailed(BAD_CERTIFICATE, "the certificate's names are no text") from error
         return TlsPeer(serial, tuple(names), float(not_after))
 
-    def say(self, raw: bytes) -> bool:
-        """Encrypt bytes, and send what the socket takes at once; return whether nothing is left.
+    def send_at_once(self, raw: bytes) -> bool:
+        """Encrypt bytes, and send what the socket accepts; return whether nothing is left.
 
         Raises OSError for a connection that is gone.
         """
@@ -172,7 +172,7 @@ class TlsSession:
         raise _os_error()
 
     def flush_at_once(self) -> bool:
-        """Send what the socket takes without waiting; return whether nothing is left."""
+        """Send what the socket accepts without blocking; return whether nothing is left."""
         if self._call["say"](self._handle, b"", 0) == 0:
             return True
         if ctypes.get_errno() in {errno.EAGAIN, errno.EINTR}:
@@ -180,11 +180,11 @@ class TlsSession:
         raise _os_error()
 
     def flush(self) -> None:
-        """Send what is left, waiting as long as the socket does; raises OSError."""
+        """Send what is left, within the socket's timeout; raises OSError."""
         if self._call["flush"](self._handle) < 0:
             raise _os_error()
 
-    def hear(self, into: bytearray | memoryview) -> int:
+    def receive_at_once(self, into: bytearray | memoryview) -> int:
         """Receive once; 0 when the peer has closed. Raises BlockingIOError and OSError."""
         place = (ctypes.c_char * len(into)).from_buffer(into)
         taken: int = self._call["hear"](self._handle, ctypes.addressof(place), len(into))
@@ -208,13 +208,13 @@ class TlsSession:
         return _FAILURES[self._call["failure"](self._handle)]
 
     def detach(self) -> int:
-        """Hand the library's session over; this object has none any more."""
+        """Give up ownership of the library's session, and return it."""
         handle, self._handle = self._handle, None
         assert handle, "a session is handed over once"
         return handle
 
     def close(self) -> None:
-        """Free the session; again is no error."""
+        """Free the session; may be repeated."""
         if self._handle:
             self._call["free"](self._handle)
             self._handle = None
@@ -222,7 +222,7 @@ class TlsSession:
 
 @final
 class Contexts:
-    """The context for new connections: another one as soon as the process has other files."""
+    """The context for new connections: replaced as soon as the process has new files."""
 
     def __init__(self, live: LiveTls, *, is_server: bool) -> None:
         """Make the first context; raises as `TlsContext` does."""
@@ -235,13 +235,13 @@ class Contexts:
         """Return a session over a connection, with the newest certificate."""
         files = self._live.files
         if files is not self._files:
-            # Two threads may both make one: either will do.
+            # Two threads may both create one: either will do.
             self._context = TlsContext(files, is_server=self._is_server)
             self._files = files
         return self._context.open(connection)
 
     def admit(self, peer: TlsPeer) -> Identity:
-        """Return whose certificate a peer has; raises Rejected for one that is refused."""
+        """Return the identity in a peer's certificate; raises Rejected for one that is refused."""
         return self._live.admit(peer.serial, peer.names)
 
 

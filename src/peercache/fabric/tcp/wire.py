@@ -13,12 +13,12 @@ Then any number of requests, which may be sent ahead, each answered in its turn:
     response   magic "PCts" · code u32; after code 0, for each *portion* of the pages:
                the portion's bytes · one seal of 64 bytes a page
 
-The seal is that of the slot after the page's last byte (model/seal.py). Where the slot does not
-hold that generation, holds a shorter page, or one of a space that this client may not read, the
-page's bytes are zeros, and so is its seal.
+The seal is that of the slot, loaded after the page's last byte (model/seal.py). If the slot does
+not hold that generation, holds a shorter page, or one of a space that this client may not read, the
+page's bytes and its seal are zeros.
 
 A portion is a run of consecutive pages. Both sides cut the pages by the same function of the
-lengths, so nothing on the wire says where a portion ends. After a refusal the server closes.
+lengths, so nothing on the wire marks the end of a portion. After a refusal the server closes.
 
 Wire version history:
     1  the first.
@@ -41,12 +41,12 @@ from peercache.model.runs import U64
 TCP_WIRE_VERSION = 3
 
 COUNT_MAX = 4096
-"""Pages of one request: 96 KiB of entries, all that a request may make the server buffer."""
+"""Pages of one request: 96 KiB of entries, the most that a request can make the server buffer."""
 REQUEST_BYTES_MAX = 2**33
 """Page bytes of one request. They are never buffered; it bounds how long one request can last, and
 is twice the largest page, so that every page fits into some request."""
 PORTION_BYTES_MAX = 4 * 2**20
-"""Bytes after which a portion ends, so that at a deadline at most this much arrived in vain."""
+"""Bytes after which a portion ends, so that a deadline wastes at most this much."""
 PORTION_PAGES_MAX = 256
 """Pages after which a portion ends: with its seals it is one `sendmsg` (1024 pieces at most)."""
 
@@ -88,14 +88,14 @@ ENTRY_BYTES = ENTRY.itemsize
 
 @attrs.define(eq=False)
 class Refusal(RemoteProtocolError):
-    """What came is not served. what: one of REASONS."""
+    """The message is refused. what: one of REASONS."""
 
 
 @attrs.frozen
 class Greeting:
-    """The client's introduction: which cluster it is of, and which incarnation it will read.
+    """The client's introduction: its cluster, and the incarnation that it wants to read.
 
-    cluster: digest of the cluster's name, 16 bytes. It is no proof: certificates prove.
+    cluster: digest of the cluster's name, 16 bytes. It proves nothing: certificates do.
     """
 
     granule: int
@@ -117,7 +117,7 @@ def encode_greeting(greeting: Greeting) -> bytes:
 
 
 def check_opening(raw: bytes | bytearray) -> None:
-    """Check the OPENING_BYTES that every version begins with; raise Refusal."""
+    """Check the OPENING_BYTES with which every version begins; raise Refusal."""
     magic, version, follows = OPENING.unpack(raw)
     if magic != _GREETING_MAGIC:
         raise Refusal(MALFORMED)
@@ -143,7 +143,7 @@ def decode_answer(raw: bytes | bytearray) -> str:
 
 
 def encode_status(reason: str) -> bytes:
-    """Return how a response begins; reason "" serves."""
+    """Return the beginning of a response; reason "" means that the request is served."""
     return ANSWER.pack(_RESPONSE_MAGIC, REASONS.index(reason))
 
 
@@ -156,9 +156,9 @@ def decode_status(raw: bytes | bytearray) -> str:
 class PageRequest:
     """One request of a read, encoded.
 
-    first:    its first page, as a place in the read.
+    first:    index of its first page in the read.
     raw:      its bytes.
-    portions: where the portions of its response begin, and the number of its pages at the end.
+    portions: the starts of the portions of its response, and the number of its pages at the end.
     """
 
     first: int
@@ -167,7 +167,7 @@ class PageRequest:
 
 
 def requests(offsets: U64, lengths: U64, generations: U64, incarnation: int) -> list[PageRequest]:
-    """Return the requests for a read of these pages, in order; at least one page is wanted."""
+    """Return the requests for a read of these pages, in order; there must be at least one page."""
     return [
         PageRequest(
             first,
@@ -192,7 +192,7 @@ def encode_request(offsets: U64, lengths: U64, generations: U64, incarnation: in
 
 
 def cuts(lengths: U64, *, bytes_max: int, pages_max: int) -> list[int]:
-    """Return where consecutive groups of pages begin, and len(lengths) at the end.
+    """Return the starts of consecutive groups of pages, and len(lengths) at the end.
 
     A group holds as many pages as fit into both limits, and at least one.
     """
@@ -207,12 +207,12 @@ def cuts(lengths: U64, *, bytes_max: int, pages_max: int) -> list[int]:
 
 
 def portions(lengths: U64) -> list[int]:
-    """Return where the portions of one response begin, and len(lengths) at the end."""
+    """Return the starts of the portions of one response, and len(lengths) at the end."""
     return cuts(lengths, bytes_max=PORTION_BYTES_MAX, pages_max=PORTION_PAGES_MAX)
 
 
 def _reason(raw: bytes | bytearray, expected: bytes) -> str:
     magic, code = ANSWER.unpack(raw)
     if magic != expected or code >= len(REASONS):
-        raise RemoteProtocolError("an answer that is invalid of the tcp fabric")
+        raise RemoteProtocolError("an invalid answer of the tcp fabric")
     return REASONS[code]

@@ -1,7 +1,7 @@
-"""What each message states of itself, beside its fields: its tag, its receiver, who may send it.
+"""What each message class states in addition to its fields: its tag, its receiver, its senders.
 
-The codec, the rights, the routing of a node and the page on the wire follow from it. A class
-without it is no `Message` for mypy.
+The codec, the rights, the routing of a node and the wire reference page are derived from it. For
+mypy a class without it is not a `Message`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import attrs
 
 
 class Role(Enum):
-    """What a connection was admitted as."""
+    """The role with which a connection was admitted."""
 
     NODE = "node"
     READER = "reader"
@@ -22,7 +22,7 @@ class Role(Enum):
 
 
 class Receiver(Enum):
-    """Who takes a message: an actor of a node, by the name of its mailbox, or one of the others."""
+    """The receiver of a message: an actor of a node, by the name of its mailbox, or another one."""
 
     MEMBERSHIP = "membership"
     PUBLISHER = "publisher"
@@ -35,11 +35,11 @@ class Receiver(Enum):
     NODE = "node"
     """The switchboard answers it."""
     ASKER = "asker"
-    """The answer to a question, or a refusal: a node sends it, and takes none."""
+    """The answer to a request, or a refusal: a node sends it, and never receives it."""
 
 
 class Rule(Enum):
-    """What of a message must be its sender's own; `trust.rights` checks it."""
+    """What in a message must belong to its sender; `trust.rights` checks it."""
 
     OWN_RECORDS = "own_records"
     """The sender is the holder of all `records`."""
@@ -52,7 +52,7 @@ class Rule(Enum):
 
 
 NO_ROLE: frozenset[Role] = frozenset()
-"""No admitted connection: what is said before, and what answers a question of the receiver's."""
+"""No admitted role: messages before admission, and answers to requests of the receiver."""
 NODES = frozenset({Role.NODE})
 WRITERS = frozenset({Role.WRITER})
 CLIENTS = frozenset({Role.READER, Role.WRITER})
@@ -60,20 +60,20 @@ OPERATORS = frozenset({Role.OPERATOR})
 OPERATORS_AND_NODES = frozenset({Role.NODE, Role.OPERATOR})
 CLIENTS_AND_OPERATORS = CLIENTS | OPERATORS
 REMOVERS = frozenset({Role.NODE, Role.WRITER, Role.OPERATOR})
-"""A node sends its own clients' and operators' removals, which it forwards as itself."""
+"""Senders of removals. A node forwards those of its clients and operators as its own."""
 EVERYONE = frozenset(Role)
 
 
 @attrs.frozen
 class Declared:
-    """What a message states.
+    """What a message class states.
 
-    tag:     its number on the wire: each has its own, and keeps it forever.
-    since:   the wire version that it came with; 4 is the first.
-    to:      who receives it.
-    of_node: who receives it from another node; None: the same.
+    tag:     its unique number on the wire, which never changes.
+    since:   the wire version that introduced it; 4 is the first.
+    to:      its receiver.
+    of_node: its receiver if another node sends it; None: the same.
     senders: the roles that may send it.
-    rules:   what of it must be the sender's own.
+    rules:   what in it must belong to the sender.
     """
 
     tag: int
@@ -85,7 +85,7 @@ class Declared:
 
 
 class Message(Protocol):
-    """A message of the control plane: a frozen class of attrs with what it states of itself."""
+    """A message of the control plane: a frozen attrs class with its declaration."""
 
     declared: ClassVar[Declared]
     __attrs_attrs__: ClassVar[Any]

@@ -1,9 +1,9 @@
-"""Messages about what nodes hold: location records, changes for followers, overlap of prompts.
+"""Messages about held pages: location records, changes for followers, overlap of prompts.
 
-A follower asks again and again, and the node keeps nothing about it between two questions: it names
-the last change that it knows, and how far it has read what was there before. So a follower that is
-slow, was stopped or has lost its connection costs the node nothing, and sees in the next answer
-whether it has missed something.
+A follower sends requests again and again, and the node keeps no state of it between two requests:
+the request contains the last known change, and the position in the list of earlier pages. So a
+follower that is slow, was paused or has lost its connection costs the node nothing, and the next
+answer shows whether it has missed something.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Lookup:
 
 @attrs.frozen
 class Located:
-    """Answer a Lookup: the records known, in key order; absent keys have none, some several.
+    """Answer a Lookup: the known records, in key order; absent keys have none, some have several.
 
-    behind: this owner knows that it lacks records: what is absent here may be known to the next.
+    behind: this owner knows that it lacks records: the next owner may know keys that are absent
+            here.
     """
 
     declared: ClassVar = Declared(10, Receiver.ASKER, NO_ROLE)
@@ -54,7 +55,7 @@ class Located:
 class ReportStale:
     """Report to a directory owner records that failed verification: a hint to verify them."""
 
-    # It deletes nothing: the holder is asked to say what it has.
+    # It deletes nothing: the holder is asked to report what it has.
     declared: ClassVar = Declared(11, Receiver.DIRECTORY, CLIENTS)
 
     records: bytes
@@ -91,7 +92,7 @@ class Acknowledged:
 
 @attrs.frozen
 class StreamSummary:
-    """State what the owner should hold of the sender after message `number`: count, XOR digest."""
+    """State what the owner should hold of the sender after message `number`: count and digest."""
 
     declared: ClassVar = Declared(15, Receiver.DIRECTORY, NODES)
 
@@ -112,9 +113,9 @@ class SummaryDiffers:
 
 @attrs.frozen
 class Repair:
-    """Send again all records of these buckets (one byte a bucket).
+    """Send all records of these buckets again (one byte per bucket).
 
-    Applied as message `number` of the stream: other records in those buckets are removed.
+    Applied as message `number` of the stream: other records of those buckets are removed.
     """
 
     declared: ClassVar = Declared(17, Receiver.DIRECTORY, NODES, rules=(Rule.OWN_RECORDS,))
@@ -126,7 +127,7 @@ class Repair:
 
 @attrs.frozen
 class VerifyRecords:
-    """Ask a holder about records of its own that readers have disputed: it withdraws stale ones."""
+    """Ask a holder to verify records that readers have disputed: it withdraws stale ones."""
 
     declared: ClassVar = Declared(37, Receiver.PUBLISHER, NODES)
 
@@ -135,7 +136,8 @@ class VerifyRecords:
 
 @attrs.frozen
 class HandedOver:
-    """State as a StreamSummary, and that this is all that the owner owns of the sender on a ring.
+    """A StreamSummary which also states that this is all that the owner owns of the sender on a
+    ring.
 
     ring: the version of that ring, 8 bytes.
     """
@@ -150,16 +152,16 @@ class HandedOver:
 
 @attrs.frozen
 class RequestSummary:
-    """Ask a holder for a summary: this owner may lack records of it."""
+    """Ask a holder for a summary: this owner may lack some of the holder's records."""
 
     declared: ClassVar = Declared(44, Receiver.PUBLISHER, NODES)
 
 
 @attrs.frozen
 class RequestFreshSummary:
-    """Ask a holder for a summary that it makes after it has received this: this owner was paused.
+    """Ask a holder for a summary that it makes after receiving this: this owner was paused.
 
-    number: the least number that the summary may have; the stream goes on from there.
+    number: the least number that the summary may have; the stream continues from there.
     """
 
     declared: ClassVar = Declared(57, Receiver.PUBLISHER, NODES)
@@ -169,7 +171,7 @@ class RequestFreshSummary:
 
 @attrs.frozen
 class SummaryMatches:
-    """Answer a summary that matches: all earlier messages are in force, too."""
+    """Answer a summary that matches: all earlier messages have been applied, too."""
 
     declared: ClassVar = Declared(30, Receiver.PUBLISHER, NODES)
 
@@ -177,23 +179,23 @@ class SummaryMatches:
 
 
 CHANGES_A_MESSAGE_MAX: Final = 4096
-"""Changes of one ReportChanges, and as many rows of what is held: 192 KiB of the 256 accepted."""
+"""Changes of one ReportChanges, and as many rows of held pages: 192 KiB of the 256 accepted."""
 
 ALL_ROWS: Final = 2**32
-"""The row of a follower that has read everything that was there when it began."""
+"""The row of a follower that has read all pages from before its start."""
 
 
 @attrs.frozen
 class RequestChanges:
-    """Ask a node for the changes of what it holds, behind those that the follower knows.
+    """Ask a node for the changes of its held pages, after those that the follower knows.
 
-    incarnation: of the node that numbered `after`; any other one begins again.
-    after:       the number of the last change known; 0: none, begin again.
-    row:         as in the last answer: how far what is held has been told.
-    timeout_s:  how long the node may wait for a change where there is nothing to tell.
+    incarnation: that of the node that numbered `after`; any other node starts again.
+    after:       the number of the last known change; 0: none, start again.
+    row:         as in the last answer: the position in the list of held pages.
+    timeout_s:  how long the node may wait for a change if there is none yet.
     """
 
-    # Every page of a node, of all namespaces: not for a client that is restricted to some.
+    # It shows pages of all namespaces: not for a client that is restricted to some.
     declared: ClassVar = Declared(
         58, Receiver.PUBLISHER, CLIENTS_AND_OPERATORS, rules=(Rule.ALL_NAMESPACES,)
     )
@@ -209,11 +211,11 @@ class RequestChanges:
 class ReportChanges:
     """Answer a RequestChanges: apply `changes` in their order, then `held`.
 
-    again:    what this follower has received before is void: it knows nothing but this answer.
+    again:    what this follower has received before is void: only this answer counts.
     after:   the number of the last of these changes.
     changes: n × CHANGE (`model.records`).
-    held:    n × CHANGE: pages that are there as of change `after`, in no order.
-    row:     what to ask with next; ALL_ROWS: everything that was there has been told.
+    held:    n × CHANGE: pages that are held as of change `after`, in no order.
+    row:     the row for the next request; ALL_ROWS: all held pages have been sent.
     """
 
     declared: ClassVar = Declared(59, Receiver.ASKER, NO_ROLE)
@@ -235,10 +237,10 @@ OVERLAP_KEYS_MAX = 2048
 class RequestOverlap:
     """Ask a node which members hold these pages, and on which tier.
 
-    shard_only: as far as its own shard knows: one node asks another one so.
+    shard_only: only according to its own shard: this is how nodes ask each other.
     """
 
-    # As a Lookup, and for other nodes too: where pages are, never what is in them.
+    # Like a Lookup, and also for other nodes: it shows where pages are, never their content.
     declared: ClassVar = Declared(55, Receiver.NODE, EVERYONE)
 
     request: int
@@ -251,9 +253,9 @@ class ReportOverlap:
     """Answer a RequestOverlap.
 
     holders: the incarnations that hold any of the pages.
-    flags: RESIDENT and ON_DISK of each page, a byte each: those of the first holder, then the next.
-    whole: that a page without a flag is absent. Otherwise it may be known to a node that has not
-           answered.
+    flags: RESIDENT and ON_DISK of each page, one byte each: first those of the first holder.
+    whole: whether pages without a flag are absent. Otherwise a node that has not answered may know
+           them.
     """
 
     declared: ClassVar = Declared(56, Receiver.ASKER, NO_ROLE)
@@ -265,7 +267,7 @@ class ReportOverlap:
 
 
 def overlap_of(answer: object, pages: int) -> Overlap:
-    """Return what was told about so many pages; of anything else than that: nothing is known."""
+    """Return the overlap in an answer about `pages` pages; an unknown overlap for anything else."""
     if (
         not isinstance(answer, ReportOverlap)
         or len(answer.holders) > HOLDERS_MAX

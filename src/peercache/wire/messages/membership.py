@@ -1,10 +1,10 @@
-"""Messages between members, and of the people who run them: views, draining, status.
+"""Messages between members, and of operators: views, draining, status.
 
-A drained node hands its pages over: a target reads the pages that it is offered out of the
-offerer's memory, as any reader.
+A drained node hands its pages over: it offers pages to a target, which reads them from the node's
+memory, like any reader.
 
-A status travels as one byte string (`model.status.encoded`): it gains fields with every version,
-and nodes of two versions read from each other what both know.
+A status is sent as one byte string (`model.status.encoded`): it gains fields with every version,
+and nodes of different versions read the fields that both know.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Heartbeat:
 
 @attrs.frozen
 class HeartbeatSeen:
-    """Answer a heartbeat, or a Join. view: the digest of the answerer's view."""
+    """Answer a heartbeat, or a Join. view: the digest of the answering node's view."""
 
     declared: ClassVar = Declared(6, Receiver.MEMBERSHIP, NODES)
 
@@ -57,7 +57,8 @@ class HeartbeatSeen:
 
 @attrs.frozen
 class ShareView:
-    """Share entries of a view; the receiver merges. request: of the RequestView it answers, or 0.
+    """Share entries of a view; the receiver merges. request: that of the RequestView it answers, or
+    0.
 
     more: the view has further entries: ask for those after the last one here.
     """
@@ -73,7 +74,7 @@ class ShareView:
 class RequestView:
     """Ask for the live members, unless the view's digest is the one given (the answer is empty).
 
-    after: the last incarnation of the part before, for the next part; 0 for the first one.
+    after: the last incarnation of the previous part, to get the next part; 0 for the first one.
     """
 
     declared: ClassVar = Declared(8, Receiver.MEMBERSHIP, EVERYONE)
@@ -107,10 +108,10 @@ class RequestViewChanges:
 
 @attrs.frozen
 class ReportViewChanges:
-    """Answer a RequestViewChanges: what makes a view with digest `base` one with `digest`.
+    """Answer a RequestViewChanges: the changes from a view with digest `base` to one with `digest`.
 
-    view: the live entries that are new or other ones. gone: the incarnations that live no more.
-    base: empty if the answerer cannot say: then ask for the whole view.
+    view: the live entries that are new or changed. gone: the incarnations that are no longer live.
+          base: empty if the node cannot tell the changes: then request the whole view.
     """
 
     declared: ClassVar = Declared(42, Receiver.ASKER, NO_ROLE)
@@ -124,7 +125,8 @@ class ReportViewChanges:
 
 @attrs.frozen
 class DrainNode:
-    """Ask a node to take no more pages, hand over those it has, and leave; again: to say how far.
+    """Ask a node to accept no more pages, hand over its own, and leave; repeated: to get the
+    progress.
 
     within_s: the most time; 0 for the node's own `drain_s`.
     """
@@ -137,7 +139,7 @@ class DrainNode:
 
 @attrs.frozen
 class CancelDrain:
-    """Ask a node that drains to go on serving."""
+    """Ask a draining node to continue to serve."""
 
     declared: ClassVar = Declared(50, Receiver.NODE, OPERATORS)
 
@@ -146,9 +148,9 @@ class CancelDrain:
 
 @attrs.frozen
 class RequestDrainState:
-    """Ask a node how far its drain is."""
+    """Ask a node for the progress of its drain."""
 
-    # A node asks whether one that offers it pages drains.
+    # A node asks whether another node that offers pages is draining.
     declared: ClassVar = Declared(51, Receiver.NODE, OPERATORS_AND_NODES)
 
     request: int
@@ -166,9 +168,9 @@ class ReportDrainState:
 
 @attrs.frozen
 class OfferPages:
-    """Offer a node pages of the sender: it may read them, and keep what it has room for.
+    """Offer pages of the sender to a node: it may read them, and keep those for which it has room.
 
-    records: of the sender's own pages in memory, all of one namespace.
+    records: those of the sender's own pages in memory, all of one namespace.
     """
 
     declared: ClassVar = Declared(
@@ -230,10 +232,10 @@ class ReportRoom:
 
 @attrs.frozen
 class PagesTaken:
-    """Answer an OfferPages or an OfferSpill: a state a page (`wire.messages.pool`).
+    """Answer an OfferPages or an OfferSpill: one state per page (`wire.messages.pool`).
 
     COMMITTED and HERE: the node holds it. REFUSED_FULL: no free room. ABORTED: not read in time, or
-    removed meanwhile.
+    removed since.
     """
 
     declared: ClassVar = Declared(54, Receiver.PLACEMENT, NODES)
@@ -244,9 +246,10 @@ class PagesTaken:
 
 @attrs.frozen
 class RequestStatus:
-    """Ask a node how it is. detail: with its threads, environment and settings."""
+    """Ask a node for its status. detail: with its threads, environment and settings."""
 
-    # It names namespaces, processes and other hosts: not for clients. A node asks for an operator.
+    # It names namespaces, processes and other hosts: not for clients. A node asks on behalf of an
+    # operator.
     declared: ClassVar = Declared(45, Receiver.NODE, OPERATORS_AND_NODES)
 
     request: int
@@ -265,7 +268,7 @@ class ReportStatus:
 
 @attrs.frozen
 class RequestCluster:
-    """Ask a node how all members are, those behind the incarnation `after`; it asks each."""
+    """Ask a node for the status of all members after the incarnation `after`; it asks each."""
 
     declared: ClassVar = Declared(47, Receiver.NODE, OPERATORS)
 
@@ -276,7 +279,7 @@ class RequestCluster:
 
 @attrs.frozen
 class ReportCluster:
-    """Answer a RequestCluster: some `model.status.MemberStatus`, encoded; `more` follow behind."""
+    """Answer a RequestCluster: some `model.status.MemberStatus`, encoded; `more` follow."""
 
     declared: ClassVar = Declared(48, Receiver.ASKER, NO_ROLE)
 

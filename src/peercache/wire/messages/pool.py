@@ -1,7 +1,7 @@
 """Messages to a pool: writing, touching and removing pages, promoting and retaining them.
 
 A reader asks a holder for pages on its disk. The holder loads them into its pool and answers with
-fresh records; then the reader reads them as any page.
+fresh records; then the reader reads them like any page.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from peercache.wire.messages.declared import (
 RESERVED = 0
 """Granted: write to the offset given."""
 HERE = 1
-"""The page is in the pool already, with this very length; nothing to copy."""
+"""The page is in the pool already, with this length; nothing to copy."""
 COMMITTED = 2
 """Committed by this request."""
 REPEATED = 3
-"""The same key was earlier in this batch, and has that outcome."""
+"""The same key was earlier in this batch; that result applies."""
 REFUSED_SIZE = 4
-"""The key is held with another length; the first stays."""
+"""The key is held with another length; the first page stays."""
 REFUSED_TOO_LARGE = 5
 """The page is larger than the pool."""
 REFUSED_FULL = 6
@@ -40,14 +40,14 @@ REFUSED_FULL = 6
 ABORTED = 7
 """The reservation ended without this page: aborted, unknown, or of another incarnation."""
 REFUSED_DRAINING = 8
-"""The node takes no pages any more: an operator drains it."""
+"""The node accepts no more pages: an operator is draining it."""
 
 
 @attrs.frozen
 class Reserve:
-    """Ask for slots. sequence: this client's number of the reservation, rising from 1.
+    """Ask for slots. sequence: this client's number of the reservation, increasing from 1.
 
-    keys: empty for slots ahead, whose pages the Commit will name.
+    keys: empty for slots ahead: the Commit will name their pages.
     """
 
     declared: ClassVar = Declared(18, Receiver.POOL, WRITERS, rules=(Rule.OWN_NAMESPACE,))
@@ -61,7 +61,7 @@ class Reserve:
 
 @attrs.frozen
 class Granted:
-    """Answer a Reserve: a state a page, and an offset where the state is RESERVED."""
+    """Answer a Reserve: one state per page, and an offset if the state is RESERVED."""
 
     declared: ClassVar = Declared(19, Receiver.ASKER, NO_ROLE)
 
@@ -75,11 +75,12 @@ class Granted:
 class Commit:
     """Make the written pages of a reservation readable; the unwritten ones are aborted.
 
-    written:   one byte a page of the Reserve, 1 = its slot holds all its bytes.
-    checksums: n × u64, 0 where there is none.
+    written:   one byte per page of the Reserve, 1 = its slot holds all its bytes.
+    checksums: n × u64, 0 for a page without one.
     timeout_s: how long the answer may wait for a directory owner to acknowledge.
-    keys:      of the first pages of a reservation made ahead, as many as `written`; else empty.
-    ahead:     reserve as many slots under each of these sequences, for pages to be named.
+    keys:      those of the first pages of a reservation made ahead, as many as `written`; else
+               empty.
+    ahead:     reserve as many slots under each of these sequences, for pages that are named later.
     """
 
     declared: ClassVar = Declared(20, Receiver.POOL, WRITERS)
@@ -95,7 +96,7 @@ class Commit:
 
 @attrs.frozen
 class Committed:
-    """Answer a Commit: a state a page, the records now valid, and how many are published.
+    """Answer a Commit: one state per page, the records now valid, and how many are published.
 
     ahead, offsets: a reservation made ahead that the client does not know yet; 0 and empty: none.
     """
@@ -122,7 +123,7 @@ class Abort:
 
 @attrs.frozen
 class LiveReservations:
-    """List, each second, the reservations this client may still write to.
+    """List, every second, the reservations to which this client may still write.
 
     newest: the highest sequence used; a reservation neither newer nor listed is freed.
     """
@@ -137,8 +138,8 @@ class LiveReservations:
 class Touched:
     """Report to a holder which of its pages were read, for its LRU.
 
-    drops: key and generation; the hottest first: of several calls the last one, and of one call the
-    first pages of its prefix.
+    drops: key and generation; the hottest first: the last call first, and within a call the first
+           pages of its prefix first.
     """
 
     declared: ClassVar = Declared(24, Receiver.POOL, CLIENTS)
@@ -151,7 +152,7 @@ class Remove:
     """Ask a client's home node to drop these pages everywhere, or a holder to drop its own.
 
     namespace:  the tag of their namespace; pages of another name stay.
-    timeout_s: how long the home node may wait for the other members; a holder: how long it does.
+    timeout_s: how long the home node may wait for the other members, or a holder for its disk.
     """
 
     declared: ClassVar = Declared(
@@ -168,10 +169,10 @@ class Remove:
 class Clear:
     """Ask a client's home node to drop a namespace everywhere, or a holder to drop its pages of it.
 
-    namespace:  its tag; a space tag, of 64 bits, is every geometry, rank and weights of a name.
-                Pages that came from other nodes are known by their name only, and go with each of
+    namespace:  its tag; a space tag, of 64 bits, means every geometry, rank and weights of a name.
+                Pages that came from other nodes have only a space tag, and are removed with any of
                 them.
-    timeout_s: how long the home node may wait for the other members; a holder: how long it does.
+    timeout_s: how long the home node may wait for the other members, or a holder for its disk.
     """
 
     declared: ClassVar = Declared(
@@ -199,10 +200,10 @@ class Removed:
 
 @attrs.frozen
 class ReserveMirror:
-    """Ask for slots for mirrored pages, as Reserve; before they are read from another host.
+    """Ask for slots for mirrored pages, like Reserve, before they are read from another host.
 
-    The pool refuses them rather than evict what was touched lately, and aborts the Commit of those
-    whose namespace was removed from meanwhile.
+    The pool refuses them rather than evict recently touched pages, and aborts the Commit of pages
+    if their namespace had a removal in the meantime.
     """
 
     declared: ClassVar = Declared(40, Receiver.POOL, WRITERS, rules=(Rule.OWN_NAMESPACE,))
@@ -217,17 +218,17 @@ class ReserveMirror:
 PROMOTED = 0
 """The page is in memory now: its record is in the answer."""
 LATER = 1
-"""On disk and not loaded yet: beyond this answer's portion, or the timeout was over. Ask again."""
+"""On disk and not loaded yet: beyond this answer's portion, or too late. Ask again."""
 LOST = 2
 """Neither in memory nor on disk: removed, damaged, or the disk has failed."""
 
 
 @attrs.frozen
 class Promote:
-    """Ask a holder to load pages from its disk into its memory, the first of them first.
+    """Ask a holder to load pages from its disk into its memory, in this order.
 
-    timeout_s: how long the answer may wait for the disk; 0 wants no answer, and the holder loads
-                as many as its rate for such wishes allows.
+    timeout_s: how long the answer may wait for the disk; 0 requests no answer, and the holder loads
+               as many as its rate for such wishes allows.
     """
 
     declared: ClassVar = Declared(32, Receiver.PROMOTE, CLIENTS)
@@ -239,7 +240,7 @@ class Promote:
 
 @attrs.frozen
 class Promoted:
-    """Answer a Promote: a state a key, and the records, in key order, of pages now in memory."""
+    """Answer a Promote: a state for each key, and records, in key order, of pages in memory."""
 
     declared: ClassVar = Declared(33, Receiver.ASKER, NO_ROLE)
 
@@ -248,25 +249,25 @@ class Promoted:
     records: bytes
 
 
-# What became of a page of a Retain; one byte each in `states`. The greatest of all members holds.
+# The result for a page of a Retain; one byte each in `states`. The maximum over all members counts.
 NOT_HERE = 0
 """No member that answered has the page in memory."""
 OVER_QUOTA = 1
-"""It is there, and its namespace retains as much as it may."""
+"""The page exists, but its namespace retains as much as it may."""
 RETAINED = 2
-"""It is as was asked for: retained, or with 0 seconds no longer."""
+"""Done as requested: the page is retained, or, with 0 seconds, no longer retained."""
 
 
 @attrs.frozen
 class Retain:
-    """Ask a client's home node to keep these pages where they are, or a holder to keep its own.
+    """Ask a client's home node to retain these pages on all nodes, or a holder to retain its own.
 
-    namespace:  the tag of their namespace; pages of another name are left as they are.
-    seconds:    for how long, from when a holder learns of it; 0 lets them go.
+    namespace:  the tag of their namespace; pages of another name are not changed.
+    seconds:    for how long, from the time when a holder receives it; 0 ends it.
     timeout_s: how long the home node may wait for the other members.
     """
 
-    # As a removal: it keeps other pages of its namespace from room that they would have had.
+    # Restricted like a removal: it takes room from other pages of its namespace.
     declared: ClassVar = Declared(
         60, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
     )
@@ -280,9 +281,9 @@ class Retain:
 
 @attrs.frozen
 class Retained:
-    """Answer a Retain: a state a page.
+    """Answer a Retain: one state per page.
 
-    missed: the members that did not answer in time, and may retain pages all the same.
+    missed: the members that did not answer in time, and may still retain pages.
     """
 
     declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES)

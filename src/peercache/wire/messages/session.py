@@ -19,24 +19,24 @@ from peercache.wire.messages.declared import (
 )
 
 OPERATOR = "(operator)"
-"""Geometry of a Hello that wants to operate a cluster, and has no pages."""
+"""Geometry of a Hello of an operator, which has no pages."""
 
 
 @attrs.frozen
 class Hello:
     """Introduce the sender; the first message of a connection.
 
-    name, nonce: of a node: the name in its certificate ("" without TLS), and the nonce that makes
-                 its incarnation (`model.ids.incarnation_of`); empty from a client.
-    namespace:   the name of the client's namespace: it writes in no other.
+    name, nonce: those of a node: the name in its certificate ("" without TLS), and the nonce of its
+                 incarnation (`model.ids.incarnation_of`); empty from a client.
+    namespace:   the name of the client's namespace: it writes only in this one.
     lock:        basename of the client's lock file in the home folder; "" from a node, from a
                  client in the node's own process, and from a client that only reads.
-    geometry:    of the client's pages; OPERATOR from the command line of an operator.
-    secret:      the bytes in that file, or what the node handed to its own process: only a process
+    geometry:    that of the client's pages; OPERATOR from the command line of an operator.
+    secret:      the bytes in that file, or the secret of the node's own process: only a process
                  that may read the file can know it. Empty from a client that only reads.
     """
 
-    # Said before there is a session, and answered by the switchboard.
+    # Sent before there is a session, and answered by the switchboard.
     declared: ClassVar = Declared(0, Receiver.NODE, NO_ROLE)
 
     request: int
@@ -55,7 +55,7 @@ class Hello:
 
 @attrs.frozen
 class Welcome:
-    """Answer a Hello that fits: the node as a member, and the facts of its segment."""
+    """Answer an accepted Hello: the node as a member, and the facts of its segment."""
 
     declared: ClassVar = Declared(1, Receiver.ASKER, NO_ROLE)
 
@@ -67,7 +67,7 @@ class Welcome:
 
 @attrs.frozen
 class Refused:
-    """Answer a refused request. reason: a word; detail: a sentence for a person."""
+    """Answer a refused request. reason: a word; detail: a sentence for operators."""
 
     declared: ClassVar = Declared(2, Receiver.ASKER, NO_ROLE)
 
@@ -108,7 +108,7 @@ class ReportStats:
 class ReportRevocations:
     """Report revoked certificates to a node: the signed lists of the authorities, as PEM."""
 
-    # Signed by an authority: a node that lies can only be silent.
+    # Signed by an authority: a Byzantine node can only withhold it.
     declared: ClassVar = Declared(38, Receiver.NODE, NODES)
 
     lists: bytes
@@ -118,7 +118,8 @@ class ReportRevocations:
 class Counted:
     """Report to the home node what a client has counted since its last report.
 
-    counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": by what it is read.
+    counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": the fabric of its
+             reads.
     calls:   how long batch calls took, n × 5 bytes (`observability.metrics.CALL`).
     """
 
@@ -129,7 +130,7 @@ class Counted:
 
 
 NO_RDMA = "no_rdma"
-"""Refusal: the node serves no rdma; detail says why."""
+"""Refusal: the node does not serve rdma; detail explains why."""
 
 NO_PATH = "no_path"
 """Refusal: no queue pair of the node can reach the client's end."""
@@ -138,15 +139,15 @@ TOO_MANY = "channels"
 """Refusal: the client, or the node, has no room for another queue pair."""
 
 BUSY = "busy"
-"""Refusal: the node is making too many queue pairs now."""
+"""Refusal: the node is creating too many queue pairs now."""
 
 
 @attrs.frozen
 class OpenChannel:
     """Ask a node for its end of a channel, or for the current regions of an open one.
 
-    channel: the client's number of it, rising; a repeated number is the same channel.
-    rail:          which of the client's ports it is of, from 0.
+    channel: the client's number of it, increasing; a repeated number is the same channel.
+    rail:          the index of the client's port, from 0.
     link_layer:    "Ethernet" or "InfiniBand".
     lid, gid:      its port's addresses (lid 0 on Ethernet, gid 16 bytes).
     mtu:           1 to 5: 256 bytes to 4096.
@@ -171,7 +172,7 @@ class OpenChannel:
 class ChannelOpened:
     """Answer an OpenChannel: the node's end, and the published memory that this port may read.
 
-    pages_address, seals_address: where page memory and seals begin, in the node.
+    pages_address, seals_address: addresses of page memory and seals in the node.
     regions: n × (address, length, rkey), 8 bytes each: the memory registered so far.
     """
 
@@ -194,7 +195,7 @@ class ChannelOpened:
 
 @attrs.frozen
 class ChannelsHeld:
-    """List the channels to a node that the client still uses: at every change, and each 20 s.
+    """List the channels to a node that the client still uses: at every change, and every 20 s.
 
     newest: the highest number used; a channel neither newer nor listed ends.
     """
