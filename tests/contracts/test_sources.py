@@ -79,7 +79,7 @@ async def following(asked: Asked) -> AsyncIterator[Told]:
             source = asked.source()
             told.text = source.text
             both = Finder(
-                [source], tell=told.take, rng=random.Random(1), metrics=told.metrics,
+                [source], on_addresses=told.take, rng=random.Random(1), metrics=told.metrics,
                 log=get_logger(),
             )  # fmt: skip
             nursery.start_soon(both.run)

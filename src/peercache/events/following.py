@@ -74,7 +74,7 @@ class NodeFollower:
             if reply.incarnation != self._incarnation or missed or reply.row < self._row:
                 self.forget()
                 raise RemoteProtocolError(
-                    f"{self.node} reported changes up to {reply.after} not following its last"
+                    f"{self.node} reported changes up to {reply.after} that do not follow its last"
                 )
         is_whole, was_whole = reply.row >= ALL_ROWS, self._row >= ALL_ROWS and not reply.again
         self._incarnation, self._after, self._row = reply.incarnation, reply.after, reply.row
