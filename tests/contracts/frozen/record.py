@@ -49,7 +49,7 @@ DISK_PAGES_EACH = 6
 
 U64_MAX = 2**64 - 1
 UNITS = {
-    "keys": 16, "records": 56, "drops": 24, "lengths": 8, "offsets": 8, "checksums": 8,
+    "keys": 16, "records": 56, "drops": 24, "lengths": 8, "offsets": 8, "checksums": 8, "ages": 8,
     "calls": 5, "regions": 24, "changes": 24, "held": 24,
 }  # fmt: skip
 """Bytes of one item, for the fields that pack several."""

@@ -29,6 +29,7 @@ UNITS = {
     "lengths": 8,
     "offsets": 8,
     "checksums": 8,
+    "ages": 8,
     "calls": 5,
     "regions": 24,
     "changes": 24,
