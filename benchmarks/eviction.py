@@ -21,7 +21,7 @@ import numpy as np
 
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
-from peercache.cli.traces import LRU, Request, hit_rate, requests_of
+from peercache.cli.traces import LRU, Prompt, hit_rate, requests_of
 from peercache.model.ids import Incarnation
 from peercache.model.records import DROP
 from peercache.wire.messages.pool import Commit, Granted, Reserve, Touched
@@ -47,7 +47,7 @@ class RealPool:
         )
         self.sequence = 0
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: Prompt) -> int:
         """Read and store."""
         keys = [one.to_bytes(16, "big") for one in request.blocks]
         pages = [self.pool.pages.find(key) for key in keys]
@@ -78,7 +78,7 @@ class RealPool:
         )
 
 
-def rows(requests: Sequence[Request], rooms: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
+def rows(requests: Sequence[Prompt], rooms: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
     """Yield the shares of each size."""
     for room in rooms:
         caches = (RealPool(room), LRU(room), LRU(room, is_deepest_first=True))

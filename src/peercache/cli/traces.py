@@ -20,19 +20,19 @@ class TraceError(ValueError):
 
 
 @attrs.frozen
-class Request:
+class Prompt:
     """One line of a trace. at: seconds since its begin; blocks: ids, each once."""
 
     at: float
     blocks: list[int]
 
 
-def requests_of(path: Path, most: int | None = None) -> list[Request]:
+def requests_of(path: Path, most: int | None = None) -> list[Prompt]:
     """Return the first requests of a trace, at most so many, in the order of their times.
 
     Raise TraceError with the number of the line that is no request.
     """
-    requests: list[Request] = []
+    requests: list[Prompt] = []
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +47,7 @@ def requests_of(path: Path, most: int | None = None) -> list[Request]:
         except (ValueError, TypeError, KeyError) as error:
             detail = "a request has timestamp (ms) and hash_ids (a list of numbers)"
             raise TraceError(f"{path}, line {number}: {detail}") from error
-        requests.append(Request(at, blocks))
+        requests.append(Prompt(at, blocks))
     requests.sort(key=lambda request: request.at)
     first = requests[0].at if requests else 0.0
     return [attrs.evolve(request, at=request.at - first) for request in requests[:most]]
@@ -56,7 +56,7 @@ def requests_of(path: Path, most: int | None = None) -> list[Request]:
 class Cache(Protocol):
     """What holds blocks."""
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: Prompt) -> int:
         """Read the leading run of blocks that is here, store the rest; return the run's length."""
         ...
 
@@ -72,7 +72,7 @@ class LRU:
     is_deepest_first: bool = False
     held: OrderedDict[int, None] = attrs.field(factory=OrderedDict)
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: Prompt) -> int:
         """Read and store."""
         run = next((n for n, one in enumerate(request.blocks) if one not in self.held), None)
         for one in reversed(request.blocks) if self.is_deepest_first else request.blocks:
@@ -85,7 +85,7 @@ class LRU:
         return len(request.blocks) if run is None else run
 
 
-def hit_rate(requests: Sequence[Request], cache: Cache) -> float:
+def hit_rate(requests: Sequence[Prompt], cache: Cache) -> float:
     """Return the share of all blocks that were hits; 0 for a trace without blocks."""
     asked = sum(len(request.blocks) for request in requests)
     return sum(map(cache.ask, requests)) / asked if asked else 0.0

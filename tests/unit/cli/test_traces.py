@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.cli.traces import LRU, Request, TraceError, hit_rate, requests_of
+from peercache.cli.traces import LRU, Prompt, TraceError, hit_rate, requests_of
 
 
 def test_requests_come_in_the_order_of_their_times_from_zero(tmp_path: Path) -> None:
@@ -18,8 +18,8 @@ def test_requests_come_in_the_order_of_their_times_from_zero(tmp_path: Path) -> 
         {"timestamp": 1000, "input_length": 512, "hash_ids": [1]},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert requests_of(path) == [Request(0.0, [1]), Request(2.0, [1, 2, 3])]
-    assert requests_of(path, 1) == [Request(0.0, [1])]
+    assert requests_of(path) == [Prompt(0.0, [1]), Prompt(2.0, [1, 2, 3])]
+    assert requests_of(path, 1) == [Prompt(0.0, [1])]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_hit_is_the_leading_run() -> None:
     """What comes after the first miss does not count, as no engine could use it."""
-    requests = [Request(0, [1, 2, 3]), Request(1, [1, 9, 3]), Request(2, [1, 2, 3])]
+    requests = [Prompt(0, [1, 2, 3]), Prompt(1, [1, 9, 3]), Prompt(2, [1, 2, 3])]
     assert hit_rate(requests, LRU(10)) == pytest.approx((0 + 1 + 3) / 9)
     assert hit_rate(requests, LRU(1)) == 0.0
     assert hit_rate([], LRU(1)) == 0.0
@@ -50,6 +50,6 @@ def test_a_hit_is_the_leading_run() -> None:
 
 def test_deepest_first_keeps_the_head_of_a_prompt() -> None:
     """A prompt that is longer than the cache keeps a run that can be used."""
-    requests = [Request(0, [1, 2, 3]), Request(1, [1, 2, 3])]
+    requests = [Prompt(0, [1, 2, 3]), Prompt(1, [1, 2, 3])]
     assert hit_rate(requests, LRU(2)) == 0.0
     assert hit_rate(requests, LRU(2, is_deepest_first=True)) == pytest.approx(2 / 6)
