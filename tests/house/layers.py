@@ -65,7 +65,7 @@ LAYERS: dict[str, str] = {
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net events node client cli",
     "cli.demo": "config observability '' cli",
-    "cli.bench": "model actors actors.disk storage client cli",
+    "cli.bench": "model config observability actors actors.disk storage client cli",
     "cli.doctor": "trust config observability installation memory rdma discovery node cli "
     "cli.bench",
 }

@@ -31,6 +31,9 @@ SOCKET_PATH_MAX = 90
 
 POLL_S = 0.02
 
+LOG_LINES = 12
+"""Of the log of a node that failed, the last ones."""
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 LOCAL = {"listen": "127.0.0.1:0", "advertise": "127.0.0.1", "metrics-port": "0"}
@@ -70,6 +73,11 @@ class NodeProcess:
         """Kill it as a crash would, and wait until the kernel has removed it."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def failed(self, problem: str) -> NodeFailed:
+        """Return an error with the end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return NodeFailed(self.name, problem, "\n".join(lines[-LOG_LINES:]))
 
 
 class NodeProcesses:
@@ -126,11 +134,9 @@ class NodeProcesses:
         until = time.monotonic() + READY_TIMEOUT_S
         while not node.ready_file.exists():
             if not node.is_running:
-                problem = f"ended with status {node.process.returncode}"
-                raise NodeFailed(node.name, problem, _end_of(node.log))
+                raise node.failed(f"ended with status {node.process.returncode}")
             if time.monotonic() > until:
-                problem = f"did not serve within {READY_TIMEOUT_S} s"
-                raise NodeFailed(node.name, problem, _end_of(node.log))
+                raise node.failed(f"did not serve within {READY_TIMEOUT_S} s")
             check(f"starting {node.name}")
             time.sleep(POLL_S)
         node.ready = json.loads(node.ready_file.read_text())
@@ -156,7 +162,3 @@ _libc = ctypes.CDLL(None)  # Loaded before any fork: nothing may be loaded betwe
 def _die_with_parent() -> None:
     """Have the kernel kill this process if its parent is killed and cannot end its nodes."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-12:])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 PIPE_COLUMNS = 100
@@ -47,3 +51,12 @@ def tell(text: str) -> None:
     """Print a line of progress if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"  {text}", file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(title: str, total: int, *, is_shown: bool) -> Iterator[Callable[[], object]]:
+    """Show a bar where stderr is a terminal; yield what is called after each of `total` steps."""
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not (is_shown and sys.stderr.isatty())
+    ) as bar:
+        yield partial(bar.advance, bar.add_task(title, total=total))

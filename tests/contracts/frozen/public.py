@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "reference"
 
 COMMANDS = (
-    "demo", "bench", "bench disk", "bench serve", "bench drive", "doctor",
+    "demo", "bench", "bench disk", "bench serve", "bench drive", "bench replay", "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
     "status", "top", "members", "events", "drain", "slo",
     "get", "set", "exists", "retain", "rm", "clear",

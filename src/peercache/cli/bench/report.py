@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from peercache.cli.terminal import console, table
+from peercache.config.quantities import written_size
+
+if TYPE_CHECKING:
+    from peercache.cli.bench.replay import Outcome, Plan
 
 Figures = Mapping[str, float]
 
@@ -48,3 +53,45 @@ def print_table(
             share += " trips" if share and ratio.endswith("_trips") else ""
             shown.add_row(name, f"{figures[key]:.2f}", unit, share)
     console().print(shown)
+
+
+_REPLAY_ROWS = (
+    ("blocks hit", "hit_rate", ".3f"),
+    ("one idealised LRU over all nodes", "lru_hit_rate", ".3f"),
+    ("compared with it", "of_lru", ".2f"),
+    ("an idealised LRU for each node", "node_lru_hit_rate", ".3f"),
+    ("a request waits, median", "wait_p50_ms", ".1f"),
+    ("a request waits, p99", "wait_p99_ms", ".1f"),
+    ("the latest request began late by", "late_max_s", ".1f"),
+)
+_REPLAY_UNITS = {"_ms": " ms", "_s": " s"}
+
+
+def print_replays(trace: str, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+    """Print a column for each number of blocks."""
+    print(
+        f"{trace}: {len(plan.requests):,} requests for {plan.asked:,} blocks of "
+        f"{written_size(plan.block_bytes)}, {plan.speed:,g} times as fast\n"
+        f"{plan.nodes} nodes, {plan.prefill} of them get requests, routing {plan.routing}, "
+        f"seed {plan.seed}"
+    )
+    shown = table("what", *(f"{outcome.blocks:,} blocks" for outcome in outcomes))
+    columns = [replay_column(outcome.figures()) for outcome in outcomes]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        shown.add_row(name, *(column.get(name, "-") for column in columns))
+    console().print(shown)
+
+
+def replay_column(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of one replay, by the name of their row."""
+    cells = {
+        name: f"{figures[key]:{form}}" + _REPLAY_UNITS.get(key[key.rfind("_") :], "")
+        for name, key, form in _REPLAY_ROWS
+        if figures[key] is not None
+    }
+    cells |= {f"read over {way}": written_size(n) for way, n in figures["bytes_read"].items()}
+    cells["written"] = written_size(figures["bytes_written"])
+    cells |= {f"not hit: {why}": f"{blocks:,}" for why, blocks in figures["misses"].items()}
+    return cells | {
+        f"not stored: {why}": f"{blocks:,}" for why, blocks in figures["sets_refused"].items()
+    }
