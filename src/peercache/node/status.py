@@ -34,6 +34,7 @@ from peercache.model.status import (
     Latencies,
     NamespaceUse,
     PeerStatus,
+    Reuse,
     Shard,
     Status,
     Thread,
@@ -268,8 +269,13 @@ class NodeStatus:
             certificate_days=-1.0 if self.tls is None else self.tls.days_left,
             rdma=str(figures.get("rdma", "")),
             draining=self.draining(),
+            reuse=self._reuse(),
             detail=details(self.config) if detail else Detail(),
         )  # fmt: skip
+
+    def _reuse(self) -> Reuse:
+        uses = self.crew.pool.reuse.uses()
+        return Reuse(uses=uses, hit_rates=self.crew.pool.hit_rates()) if uses else Reuse()
 
     def _state(self, health: Health) -> str:
         if self.is_leaving():
