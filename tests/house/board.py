@@ -137,6 +137,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Memory by state", "bytes", ((gauge("pool_bytes", "state"), "{{state}}"),)),
         Panel("Pages by node", "short", ((gauge("pool_pages"), "{{instance}}"),)),
         Panel("Evicted", "ops", ((rate("pages_evicted_total", "instance"), "{{instance}}"),)),
+        Panel("Estimated hit rate by times the memory", "percentunit",
+              ((gauge("hit_rate_estimate", "memory", "avg"), "{{memory}} ×"),)),
         Panel("Live reservations", "short", ((gauge("reservations"), "{{instance}}"),)),
         Panel("Memory for pages of other hosts", "bytes",
               ((gauge("pool_bytes_mirrored"), "{{instance}}"),)),

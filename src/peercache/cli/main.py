@@ -33,6 +33,7 @@ peercache = LateGroup(
         "status": ("peercache.cli.operate.status:status", "How each member of a cluster is."),
         "top": ("peercache.cli.operate.top:top", "The rates of each member, live."),
         "events": ("peercache.cli.operate.events:events", "What nodes store and drop, live."),
+        "size": ("peercache.cli.operate.size:size", "What more memory would bring."),
         "drain": ("peercache.cli.operate.drain:drain", "Hand a node's pages over, and stop it."),
         "members": ("peercache.cli.operate.members:members", "Who is in a cluster."),
         "get": ("peercache.cli.operate.pages:get_command", "Read a page."),

@@ -25,6 +25,7 @@ import trio
 
 from peercache.config.quantities import written_size
 from peercache.http.history import EVERY_MEMBER, History
+from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.status import (
     DEGRADED,
     DRAINING,
@@ -33,9 +34,11 @@ from peercache.model.status import (
     OK,
     UNAVAILABLE,
     MemberStatus,
+    Reuse,
     Status,
     Tier,
     namespaces_of,
+    reuse_of,
 )
 from peercache.observability.reasons import MISS_REASONS
 from peercache.trust.files import EXPIRY_WARNING_DAYS
@@ -68,6 +71,7 @@ class Chart:
     top, bottom: the values at the edges, in words; bottom is "" for zero.
     grid:   the path of the lines behind.
     areas:  whether the lines are stacked and filled.
+    left, right: what the edges at both sides mean, in words.
     """
 
     name: str
@@ -77,6 +81,8 @@ class Chart:
     bottom: str = ""
     grid: str = "M0 .5H600M0 60H600M0 119.5H600"
     areas: bool = False
+    left: str = "15 min ago"
+    right: str = "now"
 
     @property
     def summary(self) -> str:
@@ -151,6 +157,21 @@ def area_chart(
         for place, (label, values) in enumerate(known)
     ]
     return Chart(name, title, tuple(lines), written(highest), areas=True)
+
+
+def memory_chart(reuse: Reuse) -> Chart | None:
+    """Return the curve of the estimated hit rate, each step twice the memory; None without one."""
+    rates = np.array([reuse.hit_rates.get(name, math.nan) for name in MEMORY_NAMES])
+    if not np.isfinite(rates).all():
+        return None
+    label = f"with {', '.join(MEMORY_NAMES)} times the memory"
+    now = ", ".join([written_share(rate) for rate in rates.tolist()])
+    grid = "M0 .5H600M0 60H600M0 119.5H600M120 0V120M240 0V120M360 0V120M480 0V120"
+    return Chart(
+        "memory", "Estimated hit rate", (ChartLine(label, _line(rates), now, 0),),
+        written_share(1.0), grid=grid, left=f"{MEMORY_NAMES[0]} × memory",
+        right=f"{MEMORY_NAMES[-1]} ×",
+    )  # fmt: skip
 
 
 def _highest(values: Values) -> float:
@@ -265,6 +286,7 @@ async def cluster_page(view: PageFacts) -> str:
         cluster=next((status.cluster for status in told), ""),
         tiles=_tiles(told, view.history, EVERY_MEMBER),
         charts=await _charts(view.history, EVERY_MEMBER),
+        memory=memory_chart(reuse_of(told)),
         fabrics=_fabrics(view.history, EVERY_MEMBER),
         workers=workers[:ROWS_MAX],
         workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in told),
@@ -285,6 +307,7 @@ async def node_page(view: PageFacts, member: MemberStatus) -> str:
         problems=_problems([member]),
         tiles=_tiles([status], view.history, status.name) if member.answers else [],
         charts=await _charts(view.history, status.name) if member.answers else [],
+        memory=memory_chart(status.reuse),
         fabrics=_fabrics(view.history, status.name),
         workers=[(status, worker) for worker in status.workers],
         workers_more=status.workers_more,

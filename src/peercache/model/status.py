@@ -15,6 +15,7 @@ import attrs
 
 from peercache.model.ids import name_of
 from peercache.model.member import Member
+from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.view import STATE_NAMES
 
 OK = "ok"
@@ -184,6 +185,18 @@ class Spilled:
 
 
 @attrs.frozen(kw_only=True)
+class Reuse:
+    """Which part of the pages used would be in other amounts of memory, as a node estimates it.
+
+    uses:      pages read and set that it is estimated from; those of earlier hours count less.
+    hit_rates: 0 to 1, by how many times the memory of today; empty before any use.
+    """
+
+    uses: float = 0.0
+    hit_rates: dict[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
 class Thread:
     """A thread of the process. cpu_s: processor time; state: as in /proc."""
 
@@ -237,6 +250,7 @@ class Status:
     namespaces: tuple[NamespaceUse, ...] = ()
     draining: Draining = attrs.field(factory=Draining)
     spilled: Spilled = attrs.field(factory=Spilled)
+    reuse: Reuse = attrs.field(factory=Reuse)
     certificate_days: float = -1.0
     rdma: str = ""
     detail: Detail = attrs.field(factory=Detail)
@@ -272,6 +286,19 @@ def namespaces_of(statuses: Sequence[Status]) -> list[NamespaceUse]:
                 )
             )
     return sorted(found.values(), key=lambda use: -use.bytes)
+
+
+def reuse_of(told: Sequence[Status]) -> Reuse:
+    """Return the estimate for all of the cluster: the mean of its nodes, by their uses."""
+    known = [each.reuse for each in told if set(MEMORY_NAMES) <= each.reuse.hit_rates.keys()]
+    uses = sum(each.uses for each in known)
+    if uses <= 0:
+        return Reuse()
+    rates = {
+        memory: sum(each.uses * each.hit_rates[memory] for each in known) / uses
+        for memory in MEMORY_NAMES
+    }
+    return Reuse(uses=uses, hit_rates=rates)
 
 
 @attrs.frozen(kw_only=True)
@@ -388,6 +415,7 @@ _CLASSES: dict[str, type[Any]] = {
         Shard,
         Draining,
         Spilled,
+        Reuse,
         Thread,
         Detail,
         Status,

@@ -34,6 +34,7 @@ from peercache.model.status import (
     Latencies,
     NamespaceUse,
     PeerStatus,
+    Reuse,
     Shard,
     Spilled,
     Status,
@@ -270,12 +271,17 @@ class NodeStatus:
             rdma=str(figures.get("rdma", "")),
             draining=self.draining(),
             spilled=self._spilled(counters),
+            reuse=self._reuse(),
             detail=details(self.config) if detail else Detail(),
         )  # fmt: skip
 
     def _spilled(self, counters: Mapping[str, float]) -> Spilled:
         taken = int(counters.get("pages_taken_over", 0))
         return Spilled(taken=taken, **attrs.asdict(self.crew.placement.spilling.progress))
+
+    def _reuse(self) -> Reuse:
+        uses = self.crew.pool.reuse.uses()
+        return Reuse(uses=uses, hit_rates=self.crew.pool.hit_rates()) if uses else Reuse()
 
     def _state(self, health: Health) -> str:
         if self.is_leaving():

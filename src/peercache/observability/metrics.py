@@ -106,6 +106,11 @@ class Metrics:
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
         self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
+        self.hit_rate_estimate = gauge(
+            "hit_rate_estimate",
+            "Part of the pages used that a pool of so many times the memory would have.",
+            "memory",
+        )
         self.reservations = gauge("reservations", "Live reservations.")
         self.messages_received = counter("messages_received", "Control messages accepted.", "kind")
         self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")

@@ -8,14 +8,24 @@ from math import inf
 import numpy as np
 import pytest
 
-from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, RemovalDone
+from peercache.actors.mailboxes import PROMOTER, PagesCommitted, RecordsChanged, RemovalDone
 from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import Pool
 from peercache.actors.pool.page_table import PackedPages, PageTable
 from peercache.model.ids import Incarnation
 from peercache.model.keys import tag_of
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Remove, Removed
+from peercache.wire.messages.pool import (
+    COMMITTED,
+    HERE,
+    REFUSED_FULL,
+    RESERVED,
+    Commit,
+    Remove,
+    Removed,
+    Reserve,
+    ReserveMirror,
+)
 from tests.unit.actors.pool_world import GRANULE, World, count_of, key, kinds
 
 ALICE, BOB = 101, 102
@@ -350,6 +360,57 @@ def test_metrics_follow_the_figures() -> None:
     assert sample("peercache_pool_bytes", state="used") == 3 * PAGE
     assert sample("peercache_pool_bytes", state="reserved") == PAGE
     assert sample("peercache_pool_bytes", state="free") == 0
+
+
+def test_hit_rates_of_other_amounts_of_memory_are_estimated() -> None:
+    """A page that comes back after twice the memory was used would have been there in twice it."""
+    metrics = Metrics()
+    world = World(granules=320, uncommitted_max=320 * GRANULE, metrics=metrics)
+    parts = range(300), range(300, 600)
+    for part in (*parts, parts[0]):
+        world.now += 10.0
+        world.store(ALICE, part, GRANULE)
+
+    rates = world.pool.hit_rates()
+
+    assert list(rates) == ["0.25", "0.5", "1", "2", "4", "8"]
+    # The begin of the prompt is the hottest of it.
+    assert rates["1"] == pytest.approx(20 / 900, abs=0.01)
+    assert rates["2"] == rates["8"] == pytest.approx(1 / 3, abs=0.02)
+    # A client of another host reads what it stored.
+    world.touch(*parts[0])
+    rates = world.pool.hit_rates()
+    assert rates["1"] == pytest.approx(1 / 4, abs=0.03)
+    shown = metrics.registry.get_sample_value("peercache_hit_rate_estimate", {"memory": "2"})
+    assert shown == rates["2"]
+
+
+@pytest.mark.parametrize(
+    ("sender", "kind"), [(PROMOTER, Reserve), (Origin(ALICE, 3), ReserveMirror)]
+)
+def test_pages_that_are_loaded_or_copied_are_no_uses(
+    sender: Origin, kind: type[Reserve | ReserveMirror]
+) -> None:
+    """Their readers report them when they have read them."""
+    pool = Pool(
+        incarnation=Incarnation(1), granule=GRANULE, page_bytes=64 * GRANULE,
+        usable_bytes=64 * GRANULE, client_uncommitted_max=0, rng=random.Random(1),
+        mirror_share=0.5,
+    )  # fmt: skip
+    pool.on_message(sender, kind(1, 1, 5, key(1), np.array([GRANULE], "<u8").tobytes()), 0.0)
+    pool.on_message(sender, Commit(2, 1, b"\1", bytes(8), 0.5), 0.0)
+
+    assert pool.figures()["pool_pages"] == 1
+    assert pool.reuse.uses() == 0
+
+
+def test_a_touch_of_what_is_gone_is_harmless() -> None:
+    """Of a page that was evicted, or never there."""
+    world = World(granules=16)
+    world.store(ALICE, [1], PAGE)
+    world.touch(1, 2, 3)
+    world.touch()
+    assert world.pool.reuse.uses() == 4
 
 
 def test_a_page_is_published_only_where_its_slot_could_be_written_to() -> None:

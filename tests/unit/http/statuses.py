@@ -15,6 +15,7 @@ from peercache.model.status import (
     MemberStatus,
     NamespaceUse,
     PeerStatus,
+    Reuse,
     Shard,
     Status,
     Thread,
@@ -87,6 +88,10 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
                 retained=30 * 2**30,
             ),
             NamespaceUse(name="Llama-3.3-70B/bf16", bytes=31 * 2**30, pages=31_744),
+        ),
+        reuse=Reuse(
+            uses=5_000.0,
+            hit_rates={"0.25": 0.31, "0.5": 0.42, "1": 0.55, "2": 0.61, "4": 0.64, "8": 0.65},
         ),
         certificate_days=64.2,
         detail=Detail(

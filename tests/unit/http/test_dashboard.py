@@ -20,12 +20,22 @@ from peercache.http.dashboard import (
     area_chart,
     decade_chart,
     line_chart,
+    memory_chart,
     written_count,
     written_share,
     written_time,
 )
 from peercache.http.history import POINTS, SMALL_MEMBERS_MAX, STEP_S, WATCHED_S, Watching
-from peercache.model.status import Detail, MemberStatus, PeerStatus, Status, Thread, Worker
+from peercache.model.reuse import MEMORY_NAMES
+from peercache.model.status import (
+    Detail,
+    MemberStatus,
+    PeerStatus,
+    Reuse,
+    Status,
+    Thread,
+    Worker,
+)
 from tests.unit.http.http_node import ask, served
 from tests.unit.http.statuses import (
     cluster,
@@ -88,6 +98,8 @@ async def test_cluster_page_shows_what_an_operator_looks_for() -> None:
         "p99", "evicted from memory", "promoted from disk", "of 256.0 GiB", "rdma", "shm",
         "0000000000000001", "41000", "88.0 k", "1.3 s ago", "Qwen3-235B-A22B-Instruct-2507",
         "of the mean", "No peer lags", "600.0 GiB",
+        "What more memory would bring", "with 0.25, 0.5, 1, 2, 4, 8 times the memory",
+        "31.0 %, 42.0 %, 55.0 %, 61.0 %, 64.0 %, 65.0 %",
     ):  # fmt: skip
         assert wanted in shown, wanted
     assert "Needs attention" not in shown
@@ -358,6 +370,18 @@ def test_line_ends_where_nothing_is_known() -> None:
     assert chart.summary == "X: a 10"
     empty = line_chart("x", "X", [("a", values * nan)], written_count)
     assert (empty.lines[0].path, empty.lines[0].now) == ("", "–")
+
+
+def test_estimate_is_a_curve_over_the_memory() -> None:
+    """Each step is twice the memory; without an estimate there is no chart."""
+    rates = dict(zip(MEMORY_NAMES, (0.0, 0.25, 0.5, 0.75, 1.0, 1.0), strict=True))
+
+    chart = memory_chart(Reuse(uses=9.0, hit_rates=rates))
+
+    assert chart is not None
+    assert chart.lines[0].path.startswith("M0.0 120.0L120.0 90.0L240.0 60.0L")
+    assert (chart.left, chart.right) == ("0.25 × memory", "8 ×")
+    assert memory_chart(Reuse()) is None
 
 
 def test_areas_are_stacked_and_the_smaller_become_one() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from peercache.model.member import DEAD, LEFT, Member
+from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.status import (
     NO_ANSWER,
     Detail,
     Latencies,
     MemberStatus,
+    Reuse,
     Shard,
     Status,
     Thread,
@@ -22,6 +24,7 @@ from peercache.model.status import (
     decoded_status,
     decoded_statuses,
     encoded,
+    reuse_of,
     to_plain,
     unanswered,
 )
@@ -35,6 +38,7 @@ FULL = Status(
     workers=(Worker(name="a", pid=7, hits=1.5), Worker(name="b")),
     counters={"pages_hit/shm": 3.0, "pages_hit/tcp": 1.0, "pages_missed/absent": 4.0},
     latency={"get": Latencies(bounds=(0.001, 0.01), counts=(1, 3, 4), seconds=0.5)},
+    reuse=Reuse(uses=9.0, hit_rates={"0.5": 0.25, "1": 0.5}),
     shard=Shard(records=5, share=0.25, authority=True),
     detail=Detail(threads=(Thread(name="loop", cpu_s=1.0),), settings={"pool_size": "4GiB"}),
 )
@@ -87,6 +91,19 @@ def test_figures_that_are_no_numbers_are_not_sent() -> None:
     assert b"NaN" not in raw
     assert b"Infinity" not in raw
     assert decoded_status(raw).certificate_days == -1.0
+
+
+def test_the_estimate_of_a_cluster_is_the_mean_by_uses() -> None:
+    """A node without uses, or of a version that estimates something else, does not count."""
+
+    def told(uses: float, rate: float) -> Status:
+        return Status(reuse=Reuse(uses=uses, hit_rates=dict.fromkeys(MEMORY_NAMES, rate)))
+
+    both = reuse_of([told(300, 0.5), FULL, told(100, 0.9), told(0, 0.1), Status()])
+
+    assert both.uses == 400
+    assert both.hit_rates == pytest.approx(dict.fromkeys(MEMORY_NAMES, 0.6))
+    assert reuse_of([FULL, Status(), told(0, 0.5)]) == Reuse()
 
 
 def test_totals_and_the_hit_rate_are_of_all_labels() -> None:

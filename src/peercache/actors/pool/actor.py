@@ -121,9 +121,11 @@ from peercache.actors.pool.size_classes import Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
-from peercache.model.keys import covers, space_of, split_keys
-from peercache.model.records import DROP, PAGE_BYTES_MAX, Records
+from peercache.model.keys import KEY_BYTES, covers, space_of, split_keys
+from peercache.model.records import DROP, DROP_BYTES, PAGE_BYTES_MAX, Records
+from peercache.model.reuse import MEMORY, MEMORY_NAMES, ReuseSample, hashes_in
 from peercache.model.room import QuotaRule
+from peercache.model.runs import U64
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import ReportRoom, RequestRoom
 from peercache.wire.messages.pool import (
@@ -195,6 +197,8 @@ class Pool:
             sequence=rng.randrange(1, 2**61),
         )
         self._retention = Retention(self._slots)
+        self.reuse = ReuseSample(reach=MEMORY[-1] * page_bytes)
+        """Of the pages that clients read here, and set here."""
         self._reservations = Reservations()
         self.mirrors = self._mirrors = Mirrors(int(granules * mirror_share))
         self._asked_ahead: list[ReserveAhead] = []
@@ -210,7 +214,7 @@ class Pool:
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
         if metrics is not None:
-            show_pool(metrics, self.figures)
+            show_pool(metrics, self.figures, self.hit_rates)
             self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
 
     def on_message(self, sender: Origin, message: PoolMessage, now: float) -> list[Effect]:
@@ -222,7 +226,7 @@ class Pool:
             case ReserveMirror():
                 return self._reserve_copies(sender, Reserve(*attrs.astuple(message)), now)
             case Commit():
-                return self._commit(sender, message)
+                return self._commit(sender, message, now)
             case Abort(sequence):
                 return self._free([self._reservations.end(sender.identity, sequence)])
             case LiveReservations(newest, sequences):
@@ -230,7 +234,7 @@ class Pool:
                     self._reservations.end_unlisted(sender.identity, newest, sequences)
                 )
             case Touched(drops):
-                return self._touch(drops)
+                return self._touch(sender, drops, now)
             case Remove(_, namespace, keys):
                 self._mirrors.removed(namespace, message.timeout_s, now)
                 return self._remove(sender, message, self._pages.found(keys, namespace))
@@ -311,6 +315,11 @@ class Pool:
         return pool_figures(
             self._slots, self._pages, self._reservations, self._granule, self._page_bytes
         ) | {"pool_pages_evicted": self._evicted_count}
+
+    def hit_rates(self) -> dict[str, float]:
+        """Return the estimated hit rates in so many times this memory; NaN before any use."""
+        rates = self.reuse.hit_rates([times * self._page_bytes for times in MEMORY])
+        return dict(zip(MEMORY_NAMES, rates, strict=True))
 
     def pages_of_tenants(self) -> dict[Tenant, int]:
         """Return how many pages each tenant has here."""
@@ -485,7 +494,7 @@ class Pool:
 
     # --- Commit, and other ends of a reservation -------------------------------------------------
 
-    def _commit(self, origin: Origin, commit: Commit) -> list[Effect]:
+    def _commit(self, origin: Origin, commit: Commit, now: float) -> list[Effect]:
         count, client = len(commit.written), origin.identity
         known = self._reservations.find(client, commit.sequence)
         fits = len(commit.checksums) == 8 * count
@@ -505,6 +514,11 @@ class Pool:
                 )
                 for slot in spare:
                     self._slots.release(slot)
+            if known.mirrored_at is None and origin != PROMOTER:
+                # What a client sets it missed before, or nothing had it yet.
+                lengths = np.frombuffer(known.lengths, np.uint64)
+                length = int(lengths.mean()) if len(lengths) else 0
+                self._note_use(origin, hashes_in(known.keys, KEY_BYTES), length, now)
             return self._commit_open(origin, commit, known)
         if known is None:
             self._reservations.end(client, commit.sequence)
@@ -550,7 +564,7 @@ class Pool:
     ) -> list[Effect]:
         """Commit what was read of an offer; a page that was spilled is as old as it was there."""
         known = self._reservations.find(TAKER.identity, commit.sequence)
-        effects = self._commit(TAKER, commit)
+        effects = self._commit(TAKER, commit, now)
         if ages is not None and isinstance(known, Reservation):
             for key, slot, age in zip(
                 split_keys(known.keys), known.slots, np.abs(ages).tolist(), strict=True
@@ -653,14 +667,22 @@ class Pool:
 
     # --- pages -------------------------------------------------------------------------------
 
-    def _touch(self, drops: bytes) -> list[Effect]:
+    def _touch(self, origin: Origin, drops: bytes, now: float) -> list[Effect]:
         """Note what was read, the hottest last: it stands first, as a chain loses its tail."""
         read = np.frombuffer(drops, DROP)[::-1]
-        for key, generation in zip(read["key"].tolist(), read["generation"].tolist(), strict=True):
+        keys = read["key"].tolist()
+        for key, generation in zip(keys, read["generation"].tolist(), strict=True):
             page = self._pages.find(key)
             if page is not None and page.generation == generation:
                 self._slots.touch(page.slot)
+        first = self._pages.find(keys[-1]) if keys else None
+        self._note_use(origin, hashes_in(drops, DROP_BYTES), first.length if first else 0, now)
         return []
+
+    def _note_use(self, origin: Origin, hashes: U64, length: int, now: float) -> None:
+        """Note that a client used pages, of this length on average, for the estimate."""
+        granules = -(-min(length, self._page_bytes) // self._granule)
+        self.reuse.use(hashes, max(1, granules) * self._granule, origin.identity, now)
 
     def _remove(self, origin: Origin, message: Remove | Clear, pages: list[Page]) -> list[Effect]:
         effects = self._end(pages, [], is_removed=True)

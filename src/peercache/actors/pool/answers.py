@@ -9,7 +9,7 @@ nothing, as the next fact of the disk actor says all that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from heapq import merge
 from itertools import islice
@@ -50,6 +50,7 @@ from peercache.actors.pool.size_classes import HELD, Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP, RECORD, Records
+from peercache.model.reuse import MEMORY_NAMES
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import (
     LATER,
@@ -347,7 +348,11 @@ def pool_figures(
     }
 
 
-def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
+def show_pool(
+    metrics: Metrics,
+    read: Callable[[], Mapping[str, float]],
+    hit_rates: Callable[[], Mapping[str, float]],
+) -> None:
     """Compute the gauges of a pool when they are read: messages cost nothing for them."""
     shown = {f"pool_bytes_{state}": metrics.pool_bytes.labels(state) for state in _BYTE_STATES}
     shown |= {
@@ -358,7 +363,10 @@ def show_pool(metrics: Metrics, read: Callable[[], dict[str, int]]) -> None:
     }
     for figure, gauge in shown.items():
         gauge.set_function(partial(_figure, read, figure))
+    for memory in MEMORY_NAMES:
+        gauge = metrics.hit_rate_estimate.labels(memory)
+        gauge.set_function(partial(_figure, hit_rates, memory))
 
 
-def _figure(read: Callable[[], dict[str, int]], name: str) -> float:
+def _figure(read: Callable[[], Mapping[str, float]], name: str) -> float:
     return read()[name]
