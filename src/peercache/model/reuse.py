@@ -145,8 +145,8 @@ class ReuseSample:
             # What is too much comes from the pages with the most uses, in proportion to these.
             too_much = others * (1 - far / self._uses.sampled_far)
             counts = counts - too_much * self._weights / self._weights.sum()
-        hits = np.interp(sizes, _EDGES, np.cumsum(counts[:-1])) / max(counts.sum(), 1e-9)
-        rates: list[float] = np.clip(short + (1 - short) * hits, 0.0, 1.0).tolist()
+        within = np.interp(sizes, _EDGES, np.cumsum(counts[:-1])) / max(counts.sum(), 1e-9)
+        rates: list[float] = np.clip(short + (1 - short) * within, 0.0, 1.0).tolist()
         return rates
 
     @property

@@ -29,7 +29,7 @@ from peercache.cli.bench.replay import (
 from peercache.cli.bench.report import print_replays, replay_column
 from peercache.cli.main import main
 from peercache.cli.traces import Prompt
-from peercache.client.report import tell_missed
+from peercache.client.report import add_missed
 from peercache.model.keys import PageKeys
 from peercache.model.runs import PageRuns
 
@@ -172,14 +172,14 @@ class FakeCluster:
 
     def batch_exists(self, keys: PageKeys) -> int:
         known = [key.tobytes() in self.pages for key in keys]
-        tell_missed({"absent": known.count(False)})
+        add_missed({"absent": known.count(False)})
         return known.index(False) if False in known else len(known)
 
     def batch_get_into(self, keys: PageKeys, segments: PageRuns) -> list[bool]:
         hits = []
         for key, address in zip(keys, segments.addresses.tolist(), strict=True):
             why = self.lost.get(key.tobytes(), "")
-            tell_missed({why: 1})
+            add_missed({why: 1})
             hits.append(not why)
             if not why:
                 memmove(address, self.pages[key.tobytes()], BLOCK_BYTES)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from peercache.cli.traces import LRU, Request, hit_rate
+from peercache.cli.traces import LRU, Prompt, hit_rate
 from peercache.model.reuse import HALVED_S, ONE_USE_S, SAMPLE_MAX, SHORT_USES, ReuseSample
 
 BLOCKS = (500, 1_000, 2_000, 4_000, 8_000, 16_000, 24_000, 32_000)
 ERROR_MAX = 0.02
 
 
-def conversations(seed: int, count: int) -> list[Request]:
+def conversations(seed: int, count: int) -> list[Prompt]:
     """Return requests that begin a conversation, or go on with one: most of them a late one.
 
     Half of the conversations begin with the same block, as those of one system prompt.
@@ -32,7 +32,7 @@ def conversations(seed: int, count: int) -> list[Request]:
             prompt = [0] if rng.random() < 0.5 else []
         prompt = prompt + [next(names) for _ in range(rng.randint(1, 30))]
         prompts.append(prompt)
-        requests.append(Request(number, prompt))
+        requests.append(Prompt(number, prompt))
     return requests
 
 

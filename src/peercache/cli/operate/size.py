@@ -67,7 +67,7 @@ class Size:
 
 
 @attrs.frozen(kw_only=True)
-class Curve:
+class SizeCurve:
     """Sizes of memory with their hit rates. hosts: that share them."""
 
     source: str
@@ -173,7 +173,7 @@ def _model_of(
     )
 
 
-def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) -> Curve:
+def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) -> SizeCurve:
     with Operator(target_of(**target)) as operator:
         told = [member.status for member in operator.statuses() if member.answers]
         cluster = operator.cluster
@@ -187,7 +187,7 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
         )
         for times, rate in reuse.hit_rates.items()
     ]
-    return Curve(
+    return SizeCurve(
         source=f"cluster {cluster}",
         uses=reuse.uses,
         hosts=hosts or len({status.host for status in told}),
@@ -195,14 +195,14 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
     )
 
 
-def _of_trace(path: Path, page_size: int, hosts: int, model: Model | None) -> Curve:
+def _of_trace(path: Path, page_size: int, hosts: int, model: Model | None) -> SizeCurve:
     try:
         requests = requests_of(path)
     except TraceError as error:
         raise click.UsageError(f"{error}.") from error
     sample, held = reuse_of_trace(requests)
     if not held:
-        return Curve(source=f"trace {path}", uses=0.0, hosts=hosts, sizes=[])
+        return SizeCurve(source=f"trace {path}", uses=0.0, hosts=hosts, sizes=[])
     halves = [math.ceil(held / 2**step) for step in reversed(range(SIZES))]
     blocks = [size for size in halves if size >= SHORT_USES] or halves[-1:]
     # What holds all blocks serves as much as any greater memory.
@@ -217,7 +217,7 @@ def _of_trace(path: Path, page_size: int, hosts: int, model: Model | None) -> Cu
         )
         for size, rate in zip(blocks, rates, strict=True)
     ]
-    return Curve(source=f"trace {path}", uses=sample.uses(), hosts=hosts, sizes=sizes)
+    return SizeCurve(source=f"trace {path}", uses=sample.uses(), hosts=hosts, sizes=sizes)
 
 
 def reuse_of_trace(requests: Sequence[Prompt]) -> tuple[ReuseSample, int]:
@@ -232,7 +232,7 @@ def reuse_of_trace(requests: Sequence[Prompt]) -> tuple[ReuseSample, int]:
     return sample, len(blocks)
 
 
-def _plain(curve: Curve, model: Model | None) -> dict[str, Any]:
+def _plain(curve: SizeCurve, model: Model | None) -> dict[str, Any]:
     """Return what --json prints; what is not known is null."""
     return {
         "source": curve.source,
@@ -257,7 +257,7 @@ def _whole(value: float) -> int | None:
     return None if math.isnan(value) else round(value)
 
 
-def _print(curve: Curve, model: Model | None) -> None:
+def _print(curve: SizeCurve, model: Model | None) -> None:
     if not curve.sizes:
         print(f"{curve.source}: no page was used yet")
         return
