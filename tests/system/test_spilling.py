@@ -36,6 +36,13 @@ def moved(node: NodeProcess) -> int:
     return counted(node, 'placement_pages{outcome="moved"}')
 
 
+def reported(cluster: LocalCluster, node: NodeProcess) -> int:
+    """Return how many pages the members of a cluster have moved, as the command shows it."""
+    said = command("status", "--at", node.ready["control"], "--cluster", cluster.name, "--json")
+    members = json.loads(said.stdout)["members"]
+    return sum(member["status"]["spilled"]["moved"] for member in members)
+
+
 @pytest.mark.parametrize("fabric", ["auto", "tcp"])
 def test_the_memory_of_an_idle_node_keeps_the_pages_of_a_busy_one(fabric: str) -> None:
     """The busy node stores twice what its pool holds, and every page is a hit afterwards.
@@ -57,11 +64,8 @@ def test_the_memory_of_an_idle_node_keeps_the_pages_of_a_busy_one(fabric: str) -
 
             assert read(client, keys, SIZE) == [True] * len(keys)
 
-            at = "--at", busy.ready["control"], "--cluster", cluster.name
-            said = command("status", *at, "--json")
-            reports = [member["status"] for member in json.loads(said.stdout)["members"]]
-            (figures,) = [one["spilled"] for one in reports if one["spilled"]["moved"]]
-            assert figures["moved_bytes"] == figures["moved"] * SIZE >= 64 * SIZE
-            assert counted(idle, "pages_taken_over_total") == figures["moved"]
+            assert counted(idle, "pages_taken_over_total") == moved(busy) >= 64
+            assert counted(busy, "placement_bytes") == moved(busy) * SIZE
+            wait_until(lambda: reported(cluster, busy) == moved(busy))
             assert client.remove(keys[:BATCH]) == BATCH
             assert read(client, keys[:BATCH], SIZE) == [False] * BATCH

@@ -36,6 +36,10 @@ from peercache.wire.messages.pool import (
     REFUSED_FULL,
 )
 
+COLDER_FACTOR: Final = 2.0
+"""How many times as old as the offered page another node's coldest one must be: where all nodes
+evict at about the same age, to move pages helps none of them."""
+
 LOOK_S: Final = 0.1
 """How often the pool is asked which pages it will evict next."""
 
@@ -233,7 +237,9 @@ class Spilling:
             key=lambda each: (min(each[1].free_bytes, size), each[1].coldest_age_s),
             default=None,
         )
-        if best is None or (not best[1].free_bytes and best[1].coldest_age_s <= colder_than):
+        if best is None or (
+            not best[1].free_bytes and best[1].coldest_age_s <= colder_than * COLDER_FACTOR
+        ):
             return self._refuse(now)
         self._offered_to, self._until, self._began_at = best[0], now + OFFER_S, now
         packed = records.tobytes(), ages.astype("<f8").tobytes()

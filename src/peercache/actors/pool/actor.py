@@ -98,6 +98,7 @@ from peercache.actors.pool.answers import (
     promote_answer,
     refused,
     residents,
+    room_to_spare,
     show_pool,
     spilled,
     unchanged,
@@ -627,7 +628,8 @@ class Pool:
             return ReportRoom(number, 0, 0.0)
         coldest = self._slots.coldest_touched()
         age = 0.0 if coldest is None else self._slots.ages.age(coldest, now)
-        return ReportRoom(number, self._slots.free_granules * self._granule, age)
+        spare = max(room_to_spare(self._slots, self._demand.peak(now)), 0)
+        return ReportRoom(number, spare * self._granule, age)
 
     def _commit_mirrored(
         self, origin: Origin, commit: Commit, reservation: Reservation

@@ -242,15 +242,23 @@ class Demand:
         return ceil(max(self._peak, self._sum))
 
 
+def room_to_spare(slots: SlotAllocator, demand: int) -> int:
+    """Return the granules that are free beyond what clients may store at once; negative: lacking.
+
+    demand: what they stored at once lately.
+    """
+    return slots.free_granules - min(demand, slots.usable // SPILL_AHEAD_DIVISOR)
+
+
 def cold_pages(
     slots: SlotAllocator, pages: PageTable, granule: int, demand: int, after: int, now: float
 ) -> ColdPages:
     """Return the pages that are evicted next.
 
-    demand: granules that clients may store at once: so many should be free. after: pages with no
-            greater generation are not named.
+    demand: granules that clients may store at once. after: pages with no greater generation are
+            not named.
     """
-    wanted = min(demand, slots.usable // SPILL_AHEAD_DIVISOR) - slots.free_granules
+    wanted = -room_to_spare(slots, demand)
     groups: dict[int, list[Page]] = {}
     count, room = 0, max(SPILL_BYTES // granule, 1)
     for slot in islice(slots.coldest_held(), SPILL_LOOK):
