@@ -182,7 +182,10 @@ def test_a_page_that_came_from_another_node_keeps_its_age() -> None:
 
 @pytest.mark.parametrize("rounds", [STALE_MIN - 1, STALE_MIN, STALE_MIN + 1, STALE_MIN + 2])
 @pytest.mark.parametrize("others", [0, 4])
-def test_pages_of_one_age_come_and_go_in_the_same_slots(rounds: int, others: int) -> None:
+@pytest.mark.parametrize("before", [35.0, 5.0])
+def test_pages_of_one_age_come_and_go_in_the_same_slots(
+    rounds: int, others: int, before: float
+) -> None:
     """What is left over of a page that was removed is no page, however often that happens.
 
     Without other pages the slots themselves come and go.
@@ -190,7 +193,7 @@ def test_pages_of_one_age_come_and_go_in_the_same_slots(rounds: int, others: int
     rig = Spiller(pages=8)
     rig.store_over_time(*range(others))
     for _ in range(rounds // 2):
-        assert rig.take({90: 35.0, 91: 35.0}) == bytes((COMMITTED,)) * 2
+        assert rig.take({90: before, 91: before}) == bytes((COMMITTED,)) * 2
         rig.say(Remove(9, 1, key(90) + key(91)), NODE)
         rig.now += 0.001
 
