@@ -110,10 +110,10 @@ class ReuseSample:
         """Sampled uses that are not short, by distance; last those of pages new to the sample."""
         self._weights = np.zeros(len(_EDGES) + 1)
         """The same, each use times the uses of its page so far."""
-        self._recent = np.zeros(SHORT_USES, _USE)
+        self._recent: Uses = np.zeros(SHORT_USES, _USE)
         """The last uses of all pages."""
         # A row for each page in the sample, the last used one last, and rows without a size.
-        self._rows = np.zeros(2 * SAMPLE_MAX, _USE)
+        self._rows: Uses = np.zeros(2 * SAMPLE_MAX, _USE)
         self._end = 0
         self._row_of: dict[int, int] = {}
         self._at = -math.inf
