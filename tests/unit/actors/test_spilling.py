@@ -87,6 +87,7 @@ class Story:
     min_age_s: float = 60.0
     spaces: frozenset[int] | None = None
     now: float = 100.0
+    ticks: int = 0
     actor: Placement = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -115,6 +116,7 @@ class Story:
         while self.actor.deadline() <= until:
             self.now = max(self.now, self.actor.deadline())
             effects += self.actor.on_tick(self.now)
+            self.ticks += 1
             self.actor.check()
             assert self.actor.deadline() > self.now
         self.now = until
@@ -321,6 +323,7 @@ def test_nothing_is_offered_while_a_member_is_suspect() -> None:
 
     assert story.name(1) == []
     assert story.wait(30.0) == []
+    assert story.ticks <= 31.0 / LOOK_S
     story.see(ONE, TWO)
     assert TellPool(RequestSpill(only_new=True)) in story.wait(LOOK_S)
     story.name()
@@ -357,6 +360,8 @@ def test_a_node_that_is_drained_spills_nothing() -> None:
     story = begun()
     story.hear(DrainBegan(story.now + 60.0))
     assert story.name(1) == []
+    story.wait(30.0)
+    assert story.ticks <= 31.0 / LOOK_S
     story.hear(DrainCancelled())
 
     assert asks_pool(story.wait(2 * LOOK_S))

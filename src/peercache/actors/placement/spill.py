@@ -126,6 +126,8 @@ class Spilling:
         # A member that is heard again may have asked for removals that this node has not seen.
         self._only_new |= not self._suspects.isdisjoint(self._targets)
         self._suspects = frozenset(m.incarnation for m in others if m.state == SUSPECT)
+        for gone in self._silent_until.keys() - set(self._targets):
+            del self._silent_until[gone]
         if self._offered_to and self._offered_to not in self._targets:
             self._until = now
         if not self.rate or not self._targets:
@@ -200,6 +202,7 @@ class Spilling:
         """Assert the bounds."""
         assert not (self._rooms and self._offered_to), "asks and offers at once"
         assert len(self._rooms) <= ASKED, f"{len(self._rooms)} nodes were asked"
+        assert len(self._silent_until) <= len(self._targets), "nodes that left are remembered"
 
     def _go_on(self, now: float) -> list[Effect]:
         """Ask the pool or the nodes for the next offer, if this node may make one now."""
@@ -207,8 +210,10 @@ class Spilling:
             return []
         if not self._is_serving or self._suspects or self._only_new:
             self._queue.clear()
-        if not self._is_serving or self._suspects or now < self._begins_at or not self._targets:
-            self._due = min(self._due, max(self._begins_at, now + LOOK_S / 100))
+        if not self._is_serving or self._suspects or not self._targets:
+            return []
+        if now < self._begins_at:
+            self._due = min(self._due, self._begins_at)
             return []
         if self._queue:
             return self._ask(now)
