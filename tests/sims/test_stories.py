@@ -11,7 +11,7 @@ from sims.canaries import CANARIES, hunt
 from sims.doubting import doubt
 from sims.following import follow
 from sims.play import play
-from sims.racing import race, race_drains
+from sims.racing import race, race_drains, race_spills
 from sims.rewriting import rewrite
 from sims.swarm import smaller, with_tables
 from sims.turning import turn
@@ -40,6 +40,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         doubt,
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
+        pytest.param(race_spills, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
         pytest.param(follow, marks=pytest.mark.slow),
     ],
@@ -54,6 +55,7 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
     [
         pytest.param("removed-comes-back", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("handed-over-though-removed", {"came-back"}, marks=pytest.mark.slow),
+        pytest.param("spilled-though-removed", {"came-back"}, marks=pytest.mark.slow),
         ("entry-reused-in-an-epoch", {"table-record"}),
         ("epoch-not-checked", {"table-record", "table-lost"}),
         ("gap-not-told", {"followed"}),
