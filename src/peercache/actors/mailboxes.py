@@ -37,6 +37,7 @@ from peercache.wire.messages.directory import (
 )
 from peercache.wire.messages.membership import (
     CompareView,
+    CopiesEvicted,
     Heartbeat,
     HeartbeatSeen,
     Join,
@@ -269,11 +270,13 @@ class SpilledPages:
     """Pages that their holder offers before it evicts them, coldest first.
 
     ages: (n,) float64, seconds since each was touched; pages are evicted for it that were touched
-          longer ago, and not within min_age_s either. Negative: nothing is evicted for it.
+          so many times longer ago, and not within min_age_s either. Negative: nothing is evicted
+          for it.
     """
 
     ages: npt.NDArray[np.float64]
     min_age_s: float
+    times: float = 1.0
 
 
 @attrs.frozen
@@ -294,11 +297,12 @@ class TakenOver:
 
     Answered once the owners of the records know of them, or after a second: `published` says so.
 
-    ages: (n,) float64, seconds since each page was touched; None: 0.
+    ages: (n,) float64, seconds since each page was touched; None: 0. is_copy: CopiesMade follows.
     """
 
     commit: Commit
     ages: npt.NDArray[np.float64] | None = None
+    is_copy: bool = False
 
 
 @attrs.frozen
@@ -336,6 +340,38 @@ class PagesGiven:
     """
 
     drops: npt.NDArray[np.void]
+
+
+@attrs.frozen
+class RequestCopies:
+    """placement → pool: of which pages is there no copy? PagesToCopy answers.
+
+    only_new: this node may have missed removals; pages that it has now are never named again.
+    again: name those again that no node took, if there are no others.
+    """
+
+    only_new: bool = False
+    again: bool = True
+
+
+@attrs.frozen
+class CopiesMade:
+    """placement → pool: of these pages a node has copies now, and the owners of the records know.
+
+    drops: dtype DROP, of the pages here. node: its incarnation; 0: no node has one.
+    is_sure: False if the node has not answered: it may have the copies.
+    """
+
+    drops: npt.NDArray[np.void]
+    node: int
+    is_sure: bool = True
+
+
+@attrs.frozen
+class HoldersChanged:
+    """placement → pool: these other nodes may hold copies; those of all others are lost."""
+
+    nodes: frozenset[int]
 
 
 @attrs.frozen(eq=False)
@@ -412,6 +448,7 @@ PoolMessage: TypeAlias = (
     | PagesSpilled | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
     | PagesGiven | RequestRoom | RemovalDone
+    | RequestCopies | CopiesMade | HoldersChanged | CopiesEvicted
 )  # fmt: skip
 
 
@@ -586,6 +623,18 @@ class ColdPages:
     groups: tuple[tuple[Tag, npt.NDArray[np.void], npt.NDArray[np.float64]], ...]
 
 
+@attrs.frozen(eq=False)
+class PagesToCopy:
+    """pool → placement: the answer to RequestCopies; no groups: each page has a copy.
+
+    groups: (namespace, records, ages), as in ColdPages. node: it may have copies of all of them, so
+            it is asked first; 0: none may.
+    """
+
+    groups: tuple[tuple[Tag, npt.NDArray[np.void], npt.NDArray[np.float64]], ...]
+    node: int = 0
+
+
 @attrs.frozen
 class PullDone:
     """node → placement: the outcome of a Pull, one byte a page: 1 where its bytes are verified.
@@ -600,6 +649,7 @@ class PullDone:
 PlacementMessage: TypeAlias = (
     OfferPages | PagesTaken | ReportDrainState | ViewChanged | DrainBegan | DrainCancelled
     | PagesToGive | Granted | Committed | PullDone | OfferSpill | ReportRoom | ColdPages
+    | PagesToCopy
 )  # fmt: skip
 
 

@@ -385,10 +385,17 @@ class Config:
         False,  # noqa: FBT003 - the default of a setting
         "Offer the pages that this node evicts next to nodes with free memory or colder pages.",
     )
+    copies: int = setting(
+        WHOLE,
+        1,
+        "Nodes that keep each page in memory: with 2, a page outlives the death of one of them.",
+        low=1,
+        high=2,
+    )
     placement_rate: int = setting(
         SIZE,
         512 * 2**20,
-        "Bytes a second of pages that this node offers to other nodes ahead of their eviction.",
+        "Bytes a second of pages that this node offers to other nodes, for spill and copies.",
         low=2**20,
     )
     placement_min_age: float = setting(

@@ -185,6 +185,22 @@ class Spilled:
 
 
 @attrs.frozen(kw_only=True)
+class Copied:
+    """Pages that a node offered to others for a second copy, since it began.
+
+    copied, copied_bytes: another node took them. there: one had them. refused, failed: as above.
+    single: pages that it has now, and of which no other node has a copy.
+    """
+
+    copied: int = 0
+    there: int = 0
+    refused: int = 0
+    failed: int = 0
+    copied_bytes: int = 0
+    single: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class Reuse:
     """Which part of the pages used would be in other amounts of memory, as a node estimates it.
 
@@ -250,6 +266,7 @@ class Status:
     namespaces: tuple[NamespaceUse, ...] = ()
     draining: Draining = attrs.field(factory=Draining)
     spilled: Spilled = attrs.field(factory=Spilled)
+    copied: Copied = attrs.field(factory=Copied)
     reuse: Reuse = attrs.field(factory=Reuse)
     certificate_days: float = -1.0
     rdma: str = ""
@@ -415,6 +432,7 @@ _CLASSES: dict[str, type[Any]] = {
         Shard,
         Draining,
         Spilled,
+        Copied,
         Reuse,
         Thread,
         Detail,

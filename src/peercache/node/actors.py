@@ -95,6 +95,7 @@ class NodeActors:
             has_disk=config.disk_enabled,
             mirror_share=config.mirror_share,
             quotas=config.quotas,
+            copies=config.copies,
         )
         self.disk = _disk(config, metrics)
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
@@ -136,7 +137,13 @@ def _placement(
         min_age_s=config.placement_min_age,
         rng=rng,
     )
-    return Placement(me.incarnation, spaces, spilling)
+    copying = Spilling(
+        rate=config.placement_rate if config.copies > 1 else 0,
+        min_age_s=config.placement_min_age,
+        rng=rng,
+        is_copying=True,
+    )
+    return Placement(me.incarnation, spaces, spilling, copying)
 
 
 def _disk(config: Config, metrics: Metrics) -> DiskTier:

@@ -29,6 +29,7 @@ from peercache.model.status import (
     LISTED_MAX,
     OK,
     UNAVAILABLE,
+    Copied,
     Detail,
     Draining,
     Latencies,
@@ -271,6 +272,7 @@ class NodeStatus:
             rdma=str(figures.get("rdma", "")),
             draining=self.draining(),
             spilled=self._spilled(counters),
+            copied=self._copied(),
             reuse=self._reuse(),
             detail=details(self.config) if detail else Detail(),
         )  # fmt: skip
@@ -278,6 +280,17 @@ class NodeStatus:
     def _spilled(self, counters: Mapping[str, float]) -> Spilled:
         taken = int(counters.get("pages_taken_over", 0))
         return Spilled(taken=taken, **attrs.asdict(self.crew.placement.spilling.progress))
+
+    def _copied(self) -> Copied:
+        made = self.crew.placement.copying.progress
+        return Copied(
+            copied=made.moved,
+            there=made.there,
+            refused=made.refused,
+            failed=made.failed,
+            copied_bytes=made.moved_bytes,
+            single=self.crew.pool.copies.single_count,
+        )
 
     def _reuse(self) -> Reuse:
         uses = self.crew.pool.reuse.uses()

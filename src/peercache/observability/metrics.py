@@ -200,6 +200,16 @@ class Metrics:
             "outcome",
         )
         self.placement_bytes = gauge("placement_bytes", "Bytes of the pages that were moved so.")
+        self.copies_pages = gauge(
+            "copies_pages",
+            "Pages offered for a second copy since the node began: copied to another node, there "
+            "before, refused for want of room or colder pages, and failed.",
+            "outcome",
+        )
+        self.copies_bytes = gauge("copies_bytes", "Bytes of the pages that were copied so.")
+        self.pages_single = gauge(
+            "pages_single", "Pages of this node of which no other node has a copy, with copies = 2."
+        )
 
     def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Create the metrics of the directory, and of its readers."""

@@ -83,6 +83,7 @@ class Rig:
         share: float = 0.5,
         has_disk: bool = False,
         uncommitted_max: int | None = None,
+        copies: int = 1,
     ) -> None:
         self.pool = Pool(
             incarnation=Incarnation(77),
@@ -93,6 +94,7 @@ class Rig:
             rng=random.Random(1),
             mirror_share=share,
             has_disk=has_disk,
+            copies=copies,
         )
         self.now = 100.0
         self.sequence = 0

@@ -99,6 +99,7 @@ TABLE = {
     "OfferSpill":          (True,  False, False, False),
     "RequestRoom":         (True,  False, False, False),
     "ReportRoom":          (True,  False, False, False),
+    "CopiesEvicted":          (True,  False, False, False),
     "RequestOverlap":      (True,  True,  True,  True),
     "ReportOverlap":       (False, False, False, False),
     "RequestChanges":      (False, True,  True,  True),

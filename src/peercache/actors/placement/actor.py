@@ -1,23 +1,25 @@
-"""Placement: gives pages of this node to other nodes, of a drain or a spill, and takes theirs.
+"""Placement: gives pages of this node to other nodes (drain, spill, copies), and takes theirs.
 
 Owns    the drain of this node: which pages are offered to whom, and how far it is; the pages that
-        it offers ahead of their eviction (spill); and the offers of other nodes that are read here.
+        it offers ahead of their eviction (spill), or for a second copy; and the offers of other
+        nodes that are read here.
 Takes   OfferPages, OfferSpill, PagesTaken, ReportRoom and ReportDrainState, from members;
         ViewChanged, from membership; DrainBegan, DrainCancelled and PullDone, from the node;
-        PagesToGive, ColdPages and Granted, from the pool; Committed, from the directory shard, once
-        the owners of the records know of the pages.
+        PagesToGive, ColdPages, PagesToCopy and Granted, from the pool; Committed, from the
+        directory shard, once the owners of the records know of the pages.
 Sends   OfferPages, OfferSpill, RequestRoom, PagesTaken and RequestDrainState to members;
-        DrainChanged, RequestGive, RequestSpill, PagesGiven, TakeOver and TakenOver to the pool;
-        Pull to the node, which reads.
+        DrainChanged, RequestGive, RequestSpill, PagesGiven, RequestCopies, CopiesMade,
+        HoldersChanged, TakeOver and TakenOver to the pool; Pull to the node, which reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
         verified by the holder's seal, and what was removed meanwhile is not committed. For a drain
         nothing is evicted, for a spill what was touched longer ago. A node that is drained takes
         nothing, and spills nothing. Both ends' certificates bound of which namespaces pages are
         given and taken; pages of a drain are taken only from a node that reports that it drains.
         A node that may have missed removals spills nothing that it had then.
-Limits  one offer a target, of OFFER_PAGES and OFFER_BYTES; one spill at a time; TAKINGS_MAX offers
-        at once are read here, one of each node, at a minimum rate; one more of each waits. What is
-        lost of a drain is offered to another target, within the drain's time.
+Limits  one offer a target, of OFFER_PAGES and OFFER_BYTES; one spill and one offer of pages to copy
+        at a time, at one rate together; TAKINGS_MAX offers at once are read here, one of each node,
+        at a minimum rate; one more of each kind waits. What is lost of a drain is offered to
+        another target, within the drain's time.
 
 An offer of a drain waits twice: until its offerer has reported that it drains, and until one of the
 places is free. Each offerer has one place, and one more offer that waits: however many it sends,
@@ -26,7 +28,7 @@ the others have their turn. A read must come at a minimum rate, so no place is k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import Final, final
@@ -34,11 +36,13 @@ from typing import Final, final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect
+from peercache.actors.effects import Effect, TellPool
 from peercache.actors.mailboxes import (
     ColdPages,
     DrainBegan,
     DrainCancelled,
+    HoldersChanged,
+    PagesToCopy,
     PagesToGive,
     PlacementMessage,
     PullDone,
@@ -50,6 +54,7 @@ from peercache.actors.placement.drain import (
     Giving,
 )
 from peercache.actors.placement.spill import (
+    COPY_NUMBERS,
     SPILL_NUMBERS,
     Spilling,
 )
@@ -57,7 +62,7 @@ from peercache.actors.placement.takings import (
     Takings,
 )
 from peercache.model.keys import space_of
-from peercache.model.member import Member
+from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
     OfferPages,
@@ -85,9 +90,11 @@ class Placement:
     incarnation: int
     spaces: Callable[[], frozenset[int] | None] = lambda: None
     spilling: Spilling = attrs.field(factory=Spilling)
+    copying: Spilling = attrs.field(factory=partial(Spilling, is_copying=True))
     giving: Giving = attrs.field(init=False)
     takings: Takings = attrs.field(factory=Takings)
     _members: dict[int, Member] = attrs.field(factory=dict)
+    _others: frozenset[int] = frozenset()
     _deadline: float = inf
 
     @giving.default
@@ -96,7 +103,8 @@ class Placement:
 
     def __attrs_post_init__(self) -> None:
         """Let both directions follow the same rules."""
-        self.spilling.may_give = self._may_use
+        self.spilling.may_give = self.copying.may_give = self._may_use
+        self.copying.pace = self.spilling.pace
         self.takings.min_age_s = self.spilling.min_age_s
 
     def show(self, metrics: Metrics) -> None:
@@ -106,12 +114,14 @@ class Placement:
             size = metrics.drain_bytes.labels(state)
             size.set_function(partial(self._figure, f"{state}_bytes"))
         self.takings.count = metrics.pages_taken_over.inc
+        spilled, copied = self.spilling.progress, self.copying.progress
         for name in ("moved", "there", "refused", "failed"):
             pages = metrics.placement_pages.labels(name)
-            pages.set_function(partial(getattr, self.spilling.progress, name))
-        metrics.placement_bytes.set_function(
-            partial(getattr, self.spilling.progress, "moved_bytes")
-        )
+            pages.set_function(partial(getattr, spilled, name))
+            copies = metrics.copies_pages.labels("copied" if name == "moved" else name)
+            copies.set_function(partial(getattr, copied, name))
+        metrics.placement_bytes.set_function(partial(getattr, spilled, "moved_bytes"))
+        metrics.copies_bytes.set_function(partial(getattr, copied, "moved_bytes"))
 
     def _figure(self, name: str) -> float:
         return float(attrs.asdict(self.giving.progress)[name])
@@ -124,7 +134,11 @@ class Placement:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Give up targets that are silent, and ask again those that had no room."""
-        effects = [*self.giving.on_tick(now), *self.spilling.on_tick(now)]
+        effects = [
+            *self.giving.on_tick(now),
+            *self.copying.on_tick(now),
+            *self.spilling.on_tick(now),
+        ]
         self._note_deadline(now)
         return effects
 
@@ -136,11 +150,16 @@ class Placement:
         """Assert the bounds."""
         self.giving.check()
         self.spilling.check()
+        self.copying.check()
         self.takings.check()
 
     def _note_deadline(self, now: float) -> None:
-        self.spilling.serve(is_serving=self.giving.state == SERVING)
-        self._deadline = min(self.giving.deadline(now), self.spilling.deadline())
+        is_serving = self.giving.state == SERVING
+        self.spilling.serve(is_serving=is_serving)
+        self.copying.serve(is_serving=is_serving)
+        self._deadline = min(
+            self.giving.deadline(now), self.spilling.deadline(), self.copying.deadline()
+        )
 
     def _apply(self, sender: Origin, message: PlacementMessage, now: float) -> list[Effect]:
         match message:
@@ -150,19 +169,22 @@ class Placement:
                 return self.takings.offered(sender, message, member, has_room=takes)
             case ReportDrainState():
                 return self.takings.told(sender.identity, message)
+            case PagesTaken(number) if number > COPY_NUMBERS:
+                return self.copying.taken(sender.identity, message, now)
             case PagesTaken(number) if number > SPILL_NUMBERS:
                 return self.spilling.taken(sender.identity, message, now)
             case PagesTaken():
                 return self.giving.taken(sender.identity, message, now)
+            case ReportRoom(number) if number > COPY_NUMBERS:
+                return self.copying.reported(sender.identity, message, now)
             case ReportRoom():
                 return self.spilling.reported(sender.identity, message, now)
             case ColdPages():
                 return self.spilling.named(message, now)
+            case PagesToCopy():
+                return self.copying.named(message, now)
             case ViewChanged(members):
-                self._members = {member.incarnation: member for member in members}
-                self.takings.follow(self._members)
-                self.spilling.follow(members, self.incarnation, now)
-                return self.giving.follow(members, self.incarnation, now)
+                return self._follow(members, now)
             case DrainBegan(until):
                 return [*self.giving.begin(until, now), *self.takings.turn_away()]
             case DrainCancelled():
@@ -176,6 +198,19 @@ class Placement:
             case Committed():
                 return self.takings.committed(message)
         assert_never(message)
+
+    def _follow(self, members: Sequence[Member], now: float) -> list[Effect]:
+        self._members = {member.incarnation: member for member in members}
+        self.takings.follow(self._members)
+        self.spilling.follow(members, self.incarnation, now)
+        self.copying.follow(members, self.incarnation, now)
+        effects = self.giving.follow(members, self.incarnation, now)
+        there = {m.incarnation for m in members if m.state in (ALIVE, SUSPECT)}
+        others = frozenset(there - {self.incarnation})
+        if others != self._others:
+            self._others = others
+            effects.append(TellPool(HoldersChanged(others)))
+        return effects
 
     def _may_use(self, namespace: int) -> bool:
         spaces = self.spaces()

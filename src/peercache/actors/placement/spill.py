@@ -1,4 +1,4 @@
-"""The spill of a node: the pages that it evicts next are offered to nodes with room."""
+"""Offers of pages that stay here for now: those evicted next (spill), and those without a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import numpy.typing as npt
 from peercache.actors.effects import Effect, Send, TellPool
 from peercache.actors.mailboxes import (
     ColdPages,
+    CopiesMade,
     PagesGiven,
+    PagesToCopy,
+    RequestCopies,
     RequestSpill,
 )
 from peercache.actors.placement.drain import (
@@ -38,7 +41,7 @@ from peercache.wire.messages.pool import (
 
 COLDER_FACTOR: Final = 2.0
 """How many times as old as the offered page another node's coldest one must be: where all nodes
-evict at about the same age, to move pages helps none of them."""
+evict at about the same age, to move pages helps none of them, and to copy them again neither."""
 
 LOOK_S: Final = 0.1
 """How often the pool is asked which pages it will evict next."""
@@ -68,6 +71,9 @@ LOST_S: Final = 2.0
 SPILL_NUMBERS: Final = 2**32
 """Offers of spilled pages are numbered from here: those of a drain have smaller numbers."""
 
+COPY_NUMBERS: Final = 2**48
+"""Offers of pages without a copy are numbered from here."""
+
 
 @attrs.define
 class SpillProgress:
@@ -84,12 +90,25 @@ class SpillProgress:
     moved_bytes: int = 0
 
 
+@attrs.define(eq=False)
+class Pace:
+    """How fast a node offers pages, for whatever reason: the next offer waits for the last one."""
+
+    free_at: float = -inf
+
+    def spend(self, seconds: float, since: float) -> None:
+        """Take the time that an offer's bytes are worth."""
+        self.free_at = max(self.free_at, since) + seconds
+
+
 @final
 @attrs.define(eq=False)
 class Spilling:
-    """The pages that this node will evict next: to whom they are offered, and how fast.
+    """Pages that this node offers while it keeps serving: to whom, and how fast.
 
-    One offer is under way at a time, so OFFER_BYTES at most. Eviction never waits for one.
+    Either those that it evicts next, or (`is_copying`) those of which no other node has a copy.
+    One offer is under way at a time, so OFFER_BYTES at most. Neither eviction nor a set waits for
+    one.
 
     rate: bytes a second; 0: nothing is offered. min_age_s: younger pages are evicted for no offer.
     """
@@ -97,6 +116,8 @@ class Spilling:
     rate: int = 0
     min_age_s: float = 0.0
     rng: random.Random = attrs.field(factory=random.Random)
+    is_copying: bool = False
+    pace: Pace = attrs.field(factory=Pace)
     may_give: Callable[[int], bool] = lambda _: True
     """Whether this node may hand over pages of a namespace, given its tag."""
     progress: SpillProgress = attrs.field(factory=SpillProgress)
@@ -110,19 +131,32 @@ class Spilling:
     _offered_to: int = 0
     _until: float = inf
     """When what is waited for is given up."""
-    _last: int = SPILL_NUMBERS
+    _near: int = 0
+    """The node that may have copies of all that is queued; 0: none may."""
+    _last: int = attrs.field(init=False)
     _is_asking_pool: bool = False
     _only_new: bool = False
     _is_serving: bool = True
     _seen_at: float = inf
     _begins_at: float = -inf
     _began_at: float = -inf
+    _again_at: float = -inf
+    """When pages are offered for a copy that no node took."""
     _due: float = inf
+
+    @_last.default
+    def _last_before_any(self) -> int:
+        return COPY_NUMBERS if self.is_copying else SPILL_NUMBERS
 
     def follow(self, members: Sequence[Member], own: int, now: float) -> None:
         """Offer to the live members, but to this node."""
         others = [member for member in members if member.incarnation != own]
-        self._targets = tuple(m.incarnation for m in others if m.state == ALIVE)
+        alive = [m for m in others if m.state == ALIVE]
+        if self.is_copying:
+            # A copy is for the death of a host, not of a process alone.
+            hosts = {m.boot_id for m in members if m.incarnation == own}
+            alive = [m for m in alive if m.boot_id not in hosts] or alive
+        self._targets = tuple(m.incarnation for m in alive)
         # A member that is heard again may have asked for removals that this node has not seen.
         self._only_new |= not self._suspects.isdisjoint(self._targets)
         self._suspects = frozenset(m.incarnation for m in others if m.state == SUSPECT)
@@ -152,18 +186,21 @@ class Spilling:
             if self._rooms:
                 return self._choose(now)
             self._silent_until[self._offered_to] = now + SILENT_S
-            self.progress.failed += len(self._queue.popleft()[1])
-            return self._end(now)
+            _, records, _ = self._queue.popleft()
+            self.progress.failed += len(records)
+            made = self._made(records, self._offered_to, is_sure=False) if self.is_copying else []
+            return [*made, *self._end(now)]
         return self._go_on(now)
 
     def deadline(self) -> float:
         """Return when something is due."""
         return self._due
 
-    def named(self, cold: ColdPages, now: float) -> list[Effect]:
-        """Take from the pool the pages that it will evict next."""
+    def named(self, pages: ColdPages | PagesToCopy, now: float) -> list[Effect]:
+        """Take from the pool the pages to offer."""
         self._is_asking_pool = False
-        self._queue += [group for group in cold.groups if self.may_give(group[0])]
+        self._queue += [group for group in pages.groups if self.may_give(group[0])]
+        self._near = pages.node if isinstance(pages, PagesToCopy) else 0
         return self._go_on(now) if self._queue else []
 
     def reported(self, sender: int, room: ReportRoom, now: float) -> list[Effect]:
@@ -192,11 +229,14 @@ class Spilling:
         self.progress.failed += len(states) - refused - int((is_new | is_there).sum())
         self.progress.moved_bytes += size
         given = records[is_new | is_there]
-        drops = np.empty(len(given), DROP)
-        drops["key"], drops["generation"] = given["key"], given["generation"]
-        is_vain = not (is_new | is_there).any()
-        pause_s = REFUSED_S if is_vain else self._began_at + size / self.rate - now
-        return [TellPool(PagesGiven(drops)), *self._end(now, pause_s)]
+        self.pace.spend(size / self.rate, self._began_at)
+        is_vain = not len(given) and not self._near
+        fact = (
+            self._made(given, sender)
+            if self.is_copying
+            else [TellPool(PagesGiven(drops_of(given)))]
+        )
+        return [*fact, *self._end(now, is_vain=is_vain)]
 
     def check(self) -> None:
         """Assert the bounds."""
@@ -212,17 +252,24 @@ class Spilling:
             self._queue.clear()
         if not self._is_serving or self._suspects or not self._targets:
             return []
-        if now < self._begins_at:
-            self._due = min(self._due, self._begins_at)
+        begins_at = max(self._begins_at, self.pace.free_at)
+        if now < begins_at:
+            self._due = min(self._due, begins_at)
             return []
         if self._queue:
             return self._ask(now)
         self._is_asking_pool = True
         only_new, self._only_new = self._only_new, False
+        if self.is_copying:
+            return [TellPool(RequestCopies(only_new, again=self._again_at <= now))]
         return [TellPool(RequestSpill(only_new))]
 
     def _ask(self, now: float) -> list[Effect]:
         willing = [one for one in self._targets if self._silent_until.get(one, now) <= now]
+        if self._near in willing:
+            # Most likely it has them: no other node is asked for room.
+            self._last += 1
+            return self._offer(self._near, now)
         asked = self.rng.sample(willing, min(ASKED, len(willing)))
         if not asked:
             return self._refuse(now)
@@ -232,34 +279,54 @@ class Spilling:
 
     def _choose(self, now: float) -> list[Effect]:
         """Offer to the node with the most room, or else to the one with the coldest pages."""
-        namespace, records, ages = self._queue[0]
+        _, records, ages = self._queue[0]
         rooms = [(node, room) for node, room in self._rooms.items() if room is not None]
         self._rooms, self._until = {}, inf
         size = bytes_of(records)
-        colder_than = max(float(ages[ages >= 0].min(initial=inf)), self.min_age_s)
-        best = max(
-            rooms,
-            key=lambda each: (min(each[1].free_bytes, size), each[1].coldest_age_s),
-            default=None,
-        )
-        if best is None or (
-            not best[1].free_bytes and best[1].coldest_age_s <= colder_than * COLDER_FACTOR
-        ):
+        youngest = float(ages[ages >= 0].min(initial=inf))
+        colder_than = max(youngest, self.min_age_s) * COLDER_FACTOR
+        if self.is_copying:
+            # What was stored just now is copied wherever anything may be evicted at all.
+            colder_than = max(youngest * COLDER_FACTOR, self.min_age_s)
+        best = max(rooms, key=lambda each: _usefulness(each[1], size), default=None)
+        if best is None or (not best[1].free_bytes and best[1].coldest_age_s <= colder_than):
             return self._refuse(now)
-        self._offered_to, self._until, self._began_at = best[0], now + OFFER_S, now
+        return self._offer(best[0], now)
+
+    def _offer(self, node: int, now: float) -> list[Effect]:
+        namespace, records, ages = self._queue[0]
+        self._offered_to, self._until, self._began_at = node, now + OFFER_S, now
         packed = records.tobytes(), ages.astype("<f8").tobytes()
-        return [Send(self._offered_to, OfferSpill(self._last, namespace, *packed))]
+        return [Send(node, OfferSpill(self._last, namespace, *packed, self.is_copying))]
+
+    def _made(self, records: Records, node: int, *, is_sure: bool = True) -> list[Effect]:
+        return [TellPool(CopiesMade(drops_of(records), node, is_sure))]
 
     def _refuse(self, now: float) -> list[Effect]:
         self.progress.refused += len(self._queue[0][1])
-        self._queue.clear()
-        self._begins_at = now + REFUSED_S
-        return []
+        return self._end(now, is_vain=True)
 
-    def _end(self, now: float, pause_s: float = 0.0) -> list[Effect]:
-        """End the offer; go on after a pause."""
+    def _end(self, now: float, *, is_vain: bool = False) -> list[Effect]:
+        """End the offer, and go on; after a vain one with other pages, or after a pause."""
         self._offered_to, self._until = 0, inf
-        if pause_s >= REFUSED_S:
+        if is_vain:
             self._queue.clear()
-        self._begins_at = max(self._begins_at, now + pause_s)
+            if self.is_copying:
+                self._again_at = now + REFUSED_S
+            else:
+                self._begins_at = max(self._begins_at, now + REFUSED_S)
         return self._go_on(now)
+
+
+def _usefulness(room: ReportRoom, size: int) -> tuple[float, ...]:
+    """Return what to choose a node by: free room, then how old what it evicts for the rest is."""
+    if room.free_bytes >= size:
+        return inf, room.free_bytes
+    return room.free_bytes, room.coldest_age_s
+
+
+def drops_of(records: Records) -> Records:
+    """Return the drops of these records."""
+    drops = np.empty(len(records), DROP)
+    drops["key"], drops["generation"] = records["key"], records["generation"]
+    return drops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
 
 import attrs
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from peercache.actors.effects import Effect, Pull, Send, TellPool
 from peercache.actors.mailboxes import (
+    CopiesMade,
     PullDone,
     SpilledPages,
     TakenOver,
@@ -20,6 +21,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.placement.drain import (
     HANDING_OVER,
 )
+from peercache.actors.placement.spill import COLDER_FACTOR, drops_of
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of
@@ -72,6 +74,7 @@ class Taking:
     """An offer, waiting or being taken.
 
     ages: of pages that are spilled, in seconds; None: their node is drained.
+    is_copy: whether their node keeps them.
     is_due: whether it may be taken; of a drained node, whether it has confirmed that it is.
     states: of its pages, as granted.
     """
@@ -82,8 +85,14 @@ class Taking:
     records: Records
     member: Member
     ages: npt.NDArray[np.float64] | None = None
+    is_copy: bool = False
     is_due: bool = False
     states: bytes = b""
+
+    @property
+    def source(self) -> tuple[int, bool]:
+        """Return who offers it, and whether for a copy: of each there is one at a time."""
+        return self.origin.identity, self.is_copy
 
     @property
     def spilled(self) -> bool:
@@ -105,7 +114,7 @@ class Takings:
     """No page that was touched within this time is evicted for an offer."""
     _open: dict[int, Taking] = attrs.field(factory=dict)
     _waiting: dict[int, Taking] = attrs.field(factory=dict)
-    """By number, the one that has waited for longest first; one an offerer, all of them members."""
+    """By number, the one that has waited for longest first; one a `source`, all of them members."""
     _last: int = 0
 
     def offered(
@@ -128,11 +137,12 @@ class Takings:
         is_bounded = 0 < len(records) <= OFFERED_MAX
         if not is_sane or not is_bounded or (records["flags"] & RESIDENT == 0).any():
             return [Send(origin, PagesTaken(message.number, bytes((ABORTED,)) * len(records)))]
+        is_copy = isinstance(message, OfferSpill) and message.is_copy
         # An honest node sends its next offer when it has no answer to hope for.
-        self._drop({origin.identity})
+        self._drop([t for t in self._waiting.values() if t.source == (origin.identity, is_copy)])
         self._last += 1
         namespace = space_of(message.namespace)
-        taking = Taking(origin, message.number, namespace, records, member, ages)
+        taking = Taking(origin, message.number, namespace, records, member, ages, is_copy)
         self._waiting[self._last] = taking
         taking.is_due = taking.spilled
         return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
@@ -150,7 +160,7 @@ class Takings:
 
     def follow(self, members: Collection[int]) -> None:
         """Forget what waits of offerers that are no members any more."""
-        self._drop({t.origin.identity for t in self._waiting.values()} - set(members))
+        self._drop([t for t in self._waiting.values() if t.origin.identity not in members])
 
     def turn_away(self) -> list[Effect]:
         """Take nothing more: this node is drained itself."""
@@ -191,7 +201,7 @@ class Takings:
         has = (taking.records["flags"] & HAS_CHECKSUM) != 0
         checksums = np.where(has & (written == 1), taking.records["checksum"], np.uint64(0))
         commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
-        return [TellPool(TakenOver(commit, taking.ages))]
+        return [TellPool(TakenOver(commit, taking.ages, taking.is_copy))]
 
     def committed(self, committed: Committed) -> list[Effect]:
         """Tell the offerer what this node holds now."""
@@ -199,14 +209,16 @@ class Takings:
             self.count(committed.states.count(COMMITTED))
         taking = self._open[committed.sequence]
         states = _kept(taking, committed) if taking.spilled else committed.states
-        return self._answer(committed.sequence, states)
+        noted: list[Effect] = _noted(taking, committed, states) if taking.is_copy else []
+        return [*noted, *self._answer(committed.sequence, states)]
 
     def check(self) -> None:
         """Assert the bounds."""
         assert len(self._open) <= TAKINGS_MAX, f"{len(self._open)} offers are being taken"
-        for several in (self._open, self._waiting):
-            offerers = {taking.origin.identity for taking in several.values()}
-            assert len(offerers) == len(several), "two offers of one node"
+        offerers = {taking.origin.identity for taking in self._open.values()}
+        assert len(offerers) == len(self._open), "two offers of one node are read"
+        sources = {taking.source for taking in self._waiting.values()}
+        assert len(sources) == len(self._waiting), "two offers of one kind and node wait"
 
     def _begin(self) -> list[Effect]:
         """Ask the pool for free room for the offers whose turn it is."""
@@ -216,13 +228,16 @@ class Takings:
             if len(self._open) >= TAKINGS_MAX:
                 break
             if taking.is_due and taking.origin.identity not in busy:
+                busy.add(taking.origin.identity)
                 self._open[number] = self._waiting.pop(number)
                 keys = taking.records["key"].tobytes()
                 lengths = taking.records["length"].astype("<u8").tobytes()
                 reserve = Reserve(0, number, taking.namespace, keys, lengths)
-                spilled = (
-                    SpilledPages(taking.ages, self.min_age_s) if taking.ages is not None else None
-                )
+                spilled = None
+                if taking.ages is not None:
+                    # Of a copy its node loses nothing, and what goes for it may have to be copied.
+                    times = COLDER_FACTOR if taking.is_copy else 1.0
+                    spilled = SpilledPages(taking.ages, self.min_age_s, times)
                 effects.append(TellPool(TakeOver(reserve, spilled)))
         return effects
 
@@ -230,10 +245,8 @@ class Takings:
         taking = self._open.pop(sequence)
         return [Send(taking.origin, PagesTaken(taking.number, states)), *self._begin()]
 
-    def _drop(self, offerers: set[int]) -> None:
-        for number, taking in list(self._waiting.items()):
-            if taking.origin.identity in offerers:
-                del self._waiting[number]
+    def _drop(self, gone: Sequence[Taking]) -> None:
+        self._waiting = {number: t for number, t in self._waiting.items() if t not in gone}
 
 
 def _kept(taking: Taking, committed: Committed) -> bytes:
@@ -253,6 +266,18 @@ def _kept(taking: Taking, committed: Committed) -> bytes:
         if not offered[index] or checksums.get(key) != offered[index]:
             states[index] = REFUSED_SIZE
     return states.tobytes()
+
+
+def _noted(taking: Taking, committed: Committed, states: bytes) -> list[Effect]:
+    """Tell the pool of which pages the offerer has one too: those that it learns to be here."""
+    given = np.frombuffer(states, np.uint8)
+    kept = taking.records["key"][(given == COMMITTED) | (given == HERE)]
+    records = np.frombuffer(committed.records, RECORD)
+    both = np.isin(records["key"], kept)
+    return [
+        TellPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
+        TellPool(CopiesMade(drops_of(records[~both]), 0)),
+    ]
 
 
 def _full(origin: Origin, number: int, pages: int) -> Effect:

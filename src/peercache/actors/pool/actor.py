@@ -3,18 +3,19 @@
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
-        RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and ReserveAhead from the
-        publisher. From the disk actor: PagesSpilled, PagesForgotten, RequestResident,
-        RequestColdest, RequestHeld, RemovalDone. From the promote actor: PagesSought,
-        PromoteAnswered, and Reserve and Commit, as a client of its own node. From the placement
-        actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven.
+        RequestRoom and CopiesEvicted, from members; ClientGone, PoolGrew, NamespaceNamed, and
+        ReserveAhead from the publisher. From the disk actor: PagesSpilled, PagesForgotten,
+        RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
+        PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
+        placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven,
+        RequestCopies, CopiesMade, HoldersChanged.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
         the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
-        Granted, PagesToGive and ColdPages to the placement actor; what it commits the publisher has
-        answered. ReportRoom to members.
+        Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it commits the
+        publisher has answered. ReportRoom and CopiesEvicted to members.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
@@ -35,6 +36,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Final, final
 
@@ -56,7 +58,9 @@ from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
     ClientGone,
+    CopiesMade,
     DrainChanged,
+    HoldersChanged,
     NamespaceNamed,
     PagesColdest,
     PagesForgotten,
@@ -71,6 +75,7 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
     RemovalDone,
     RequestColdest,
+    RequestCopies,
     RequestGive,
     RequestHeld,
     RequestResident,
@@ -103,6 +108,7 @@ from peercache.actors.pool.answers import (
     spilled,
     unchanged,
 )
+from peercache.actors.pool.copies import Copies
 from peercache.actors.pool.page_table import Page, PageTable, Retention
 from peercache.actors.pool.reservations import (
     Mirrors,
@@ -128,7 +134,7 @@ from peercache.model.reuse import MEMORY, MEMORY_NAMES, ReuseSample, hashes_in
 from peercache.model.room import QuotaRule
 from peercache.model.runs import U64
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.membership import ReportRoom, RequestRoom
+from peercache.wire.messages.membership import CopiesEvicted, ReportRoom, RequestRoom
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -172,6 +178,7 @@ class Pool:
         has_disk: bool = False,
         mirror_share: float = 0.0,
         quotas: Sequence[QuotaRule] = (),
+        copies: int = 1,
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
@@ -180,6 +187,7 @@ class Pool:
         has_disk:     there are a disk actor and a promote actor beside this pool.
         mirror_share: of page_bytes, for copies of pages that other hosts hold.
         quotas:       which namespaces are guaranteed which part of page_bytes.
+        copies:       of each page in all; 2: a second one on another node.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -197,6 +205,7 @@ class Pool:
             granules=granules,
             sequence=rng.randrange(1, 2**61),
         )
+        self.copies = self._copies = Copies(self._pages, self._slots, is_wanted=copies > 1)
         self._retention = Retention(self._slots)
         self.reuse = ReuseSample(reach=MEMORY[-1] * page_bytes)
         """Of the pages that clients read here, and set here."""
@@ -216,6 +225,7 @@ class Pool:
         self._metrics = metrics
         if metrics is not None:
             show_pool(metrics, self.figures, self.hit_rates)
+            metrics.pages_single.set_function(partial(getattr, self._copies, "single_count"))
             self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
 
     def on_message(self, sender: Origin, message: PoolMessage, now: float) -> list[Effect]:
@@ -271,6 +281,8 @@ class Pool:
                 return [promote_answer(self._pages, message)]
             case TakeOver() | TakenOver() | RequestGive() | RequestSpill() | PagesGiven():
                 return self._place(message, now)
+            case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesEvicted():
+                return self._copy(sender, message, now)
             case RemovalDone():
                 return [TellPublisher(message)]
             case DrainChanged(is_draining):
@@ -287,12 +299,13 @@ class Pool:
     def on_tick(self, now: float) -> list[Effect]:
         """Reserve what was asked for ahead, and let retained pages go whose time is over."""
         self._retention.lapse(now)
+        effects = self._copies.on_tick(now)
         asked, self._asked_ahead, self._due = self._asked_ahead, [], inf
-        return [effect for one in asked for effect in self._reserve_ahead(one)]
+        return effects + [effect for one in asked for effect in self._reserve_ahead(one)]
 
     def deadline(self) -> float:
         """Return when what was asked for ahead is reserved, or a retained page is let go."""
-        return min(self._due, self._retention.deadline())
+        return min(self._due, self._retention.deadline(), self._copies.deadline())
 
     def check(self) -> None:
         """Assert that pages, slots and reservations add up, in constant time."""
@@ -300,6 +313,7 @@ class Pool:
         self._retention.check()
         self._reservations.check()
         self._pages.check()
+        self._copies.check()
         pages, slots = len(self._pages), self._slots.held_count
         assert pages == slots, f"{pages} pages in {slots} slots"
         reserved, known = self._slots.reserved_granules, self._reservations.granules
@@ -365,7 +379,9 @@ class Pool:
         if spilled is None:
             return self._reserve_copies(TAKER, reserve, now)
         limits = [
-            self._slots.ages.clock_at(now - max(age, spilled.min_age_s)) if age >= 0 else -1
+            self._slots.ages.clock_at(now - max(age * spilled.times, spilled.min_age_s))
+            if age >= 0
+            else -1
             for age in spilled.ages.tolist()
         ]
         return self._reserve_copies(TAKER, reserve, now, limits)
@@ -402,6 +418,7 @@ class Pool:
             for page in reversed(here):
                 if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
                     self._slots.adopt(page.slot)
+                    self._copies.stored([page.key])
                 elif not limits:
                     # What another node offers is no use of what is here.
                     self._slots.touch(page.slot)
@@ -495,7 +512,9 @@ class Pool:
 
     # --- Commit, and other ends of a reservation -------------------------------------------------
 
-    def _commit(self, origin: Origin, commit: Commit, now: float) -> list[Effect]:
+    def _commit(
+        self, origin: Origin, commit: Commit, now: float, *, is_copy: bool = False
+    ) -> list[Effect]:
         count, client = len(commit.written), origin.identity
         known = self._reservations.find(client, commit.sequence)
         fits = len(commit.checksums) == 8 * count
@@ -520,7 +539,7 @@ class Pool:
                 lengths = np.frombuffer(known.lengths, np.uint64)
                 length = int(lengths.mean()) if len(lengths) else 0
                 self._note_use(origin, hashes_in(known.keys, KEY_BYTES), length, now)
-            return self._commit_open(origin, commit, known)
+            return self._commit_open(origin, commit, known, is_copy=is_copy)
         if known is None:
             self._reservations.end(client, commit.sequence)
             return [committed(origin, commit, bytes((ABORTED,)) * count, NO_RECORDS, NO_RECORDS)]
@@ -531,7 +550,7 @@ class Pool:
         return [committed(origin, commit, states, NO_RECORDS, here)]
 
     def _commit_open(
-        self, origin: Origin, commit: Commit, reservation: Reservation
+        self, origin: Origin, commit: Commit, reservation: Reservation, *, is_copy: bool
     ) -> list[Effect]:
         """Make the written pages readable."""
         if origin == PROMOTER:
@@ -549,6 +568,8 @@ class Pool:
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
         if made is None:
             return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
+        if not is_copy:
+            self._copies.stored(split_keys(made.keys))
         records, words = self._pages.publish(made)
         told = RecordsChanged(records, NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
@@ -561,11 +582,11 @@ class Pool:
         return effects
 
     def _taken_over(
-        self, commit: Commit, ages: npt.NDArray[np.float64] | None, now: float
+        self, commit: Commit, ages: npt.NDArray[np.float64] | None, now: float, *, is_copy: bool
     ) -> list[Effect]:
         """Commit what was read of an offer; a page that was spilled is as old as it was there."""
         known = self._reservations.find(TAKER.identity, commit.sequence)
-        effects = self._commit(TAKER, commit, now)
+        effects = self._commit(TAKER, commit, now, is_copy=is_copy)
         if ages is not None and isinstance(known, Reservation):
             for key, slot, age in zip(
                 split_keys(known.keys), known.slots, np.abs(ages).tolist(), strict=True
@@ -582,8 +603,8 @@ class Pool:
         match message:
             case TakeOver(reserve, offered):
                 return self._take_over(reserve, offered, now)
-            case TakenOver(commit, ages):
-                return self._taken_over(commit, ages, now)
+            case TakenOver(commit, ages, is_copy):
+                return self._taken_over(commit, ages, now, is_copy=is_copy)
             case RequestGive(again):
                 if again or self._giving is None:
                     self._giving = GivingOrder(self._slots, self._granule)
@@ -608,6 +629,29 @@ class Pool:
             case PagesGiven(drops):
                 return self._give(drops)
         assert_never(message)
+
+    def _copy(
+        self,
+        sender: Origin,
+        message: RequestCopies | CopiesMade | HoldersChanged | CopiesEvicted,
+        now: float,
+    ) -> list[Effect]:
+        """Note where copies are, or name pages without one."""
+        match message:
+            case RequestCopies(only_new, again):
+                if only_new:
+                    self._spills_after = self._pages.newest
+                named = self._copies.named(self._spills_after, now, again=again)
+                return [TellPlacement(named)]
+            case CopiesMade():
+                self._copies.made(message)
+            case HoldersChanged(nodes):
+                self._copies.changed(nodes)
+            case CopiesEvicted():
+                self._copies.evicted_at(sender.identity, message, now)
+            case _:
+                assert_never(message)
+        return []
 
     def _give(self, drops: Records) -> list[Effect]:
         """Evict pages that another node holds now, but those touched since they were named."""
@@ -733,6 +777,7 @@ class Pool:
         The one place where pages leave memory: an evicted page that is on disk stays known so.
         """
         effects: list[Effect] = []
+        self._copies.ended(pages, is_removed=is_removed)
         firsts = dict.fromkeys([page.slot.first for page in pages] + reserved)
         drops = self._pages.end(pages) if pages else NO_DROPS
         words = self._pages.protect(list(firsts))

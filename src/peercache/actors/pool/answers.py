@@ -266,7 +266,9 @@ def cold_pages(
             break
         wanted -= _granules(slot)
         (page,) = pages.in_slots([slot])
-        if page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
+        # What has a copy elsewhere is not lost with its place here.
+        is_single = not page.copy_at
+        if is_single and page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
             page.named_at = now
             groups.setdefault(page.namespace, []).append(page)
             count, room = count + 1, room - _granules(slot)

@@ -87,7 +87,7 @@ class Page:
     """One committed page.
 
     disk_length: its length on this node's disk; 0: not there. named_at: when it was named for
-    spilling, in the actors' time.
+    spilling, in the actors' time. copy_at: the node that has a copy; 0: none is known.
     """
 
     key: bytes
@@ -98,6 +98,7 @@ class Page:
     checksum: int
     disk_length: int = 0
     named_at: float = -math.inf
+    copy_at: int = 0
 
 
 @final
@@ -150,6 +151,10 @@ class PageTable:
     def of_namespace(self, namespace: int) -> list[Page]:
         """Return the pages that a removal `covers`: a pass over all, for a call that is rare."""
         return [page for page in self._by_key.values() if covers(namespace, page.namespace)]
+
+    def all(self) -> Iterable[Page]:
+        """Return all pages: a pass over them is for events that are rare."""
+        return self._by_key.values()
 
     def judge(
         self, keys: Sequence[bytes], lengths: Sequence[int], bytes_max: int

@@ -194,6 +194,7 @@ class OfferSpill:
 
     ages: n × f64, seconds since each page was touched. The receiver may evict pages that it touched
     longer ago; for a page with a negative age, whose absolute value counts, it may evict nothing.
+    is_copy: the sender keeps its pages; each of the two reports when it evicts one.
     """
 
     declared: ClassVar = Declared(
@@ -204,6 +205,7 @@ class OfferSpill:
     namespace: Tag
     records: bytes
     ages: bytes
+    is_copy: bool = False
 
 
 @attrs.frozen
@@ -228,6 +230,20 @@ class ReportRoom:
     number: int
     free_bytes: int
     coldest_age_s: float
+
+
+@attrs.frozen
+class CopiesEvicted:
+    """Report to a node, which has copies of the sender's pages, that the sender has these no more.
+
+    number: of the reports to this node, from 1; a report without keys repeats the last number, so
+            that the node notices a lost one.
+    """
+
+    declared: ClassVar = Declared(65, Receiver.POOL, NODES)
+
+    number: int
+    keys: bytes
 
 
 @attrs.frozen

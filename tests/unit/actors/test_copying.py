@@ -1,0 +1,297 @@
+"""Pages without a copy: to whom a node offers them, and what both nodes note of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+import numpy as np
+
+from peercache.actors.effects import Send, TellPool
+from peercache.actors.mailboxes import (
+    ColdPages,
+    CopiesMade,
+    HoldersChanged,
+    PagesToCopy,
+    PullDone,
+    RequestCopies,
+    RequestSpill,
+    TakenOver,
+    TakeOver,
+    ViewChanged,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.placement.actor import Placement
+from peercache.actors.placement.drain import OFFER_S
+from peercache.actors.placement.spill import LOOK_S, REFUSED_S, Spilling, SpillProgress
+from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
+from peercache.wire.messages.membership import (
+    OfferSpill,
+    PagesTaken,
+    ReportRoom,
+    RequestRoom,
+)
+from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Granted
+from tests.unit.actors.test_spilling import (
+    INSIDE,
+    ME,
+    ONE,
+    PAGE,
+    THREE,
+    TWO,
+    committed,
+    records_of,
+)
+
+RATE = 2**30
+
+
+def member(incarnation: int, state: int = ALIVE, host: str = "") -> Member:
+    addresses = f"a:{incarnation}", f"b:{incarnation}"
+    return Member(incarnation, 1, state, 255, "h", *addresses, host or str(incarnation), "")
+
+
+@attrs.define(eq=False)
+class Story:
+    """The placement actor of a node that keeps two copies of each page, and its clock."""
+
+    rate: int = RATE
+    spill_rate: int = 0
+    now: float = 100.0
+    actor: Placement = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        copying = Spilling(self.rate, 20.0, random.Random(1), is_copying=True)
+        spilling = Spilling(self.spill_rate, 20.0, random.Random(2))
+        self.actor = Placement(ME, spilling=spilling, copying=copying)
+
+    @property
+    def progress(self) -> SpillProgress:
+        return self.actor.copying.progress
+
+    def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
+        effects = self.actor.on_message(sender, message, self.now)
+        self.actor.check()
+        return effects
+
+    def see(self, *members: Member) -> list[Any]:
+        return self.hear(ViewChanged((member(ME, host="mine"), *members)))
+
+    def wait(self, seconds: float) -> list[Any]:
+        effects: list[Any] = []
+        until = self.now + seconds
+        while self.actor.deadline() <= until:
+            self.now = max(self.now, self.actor.deadline())
+            effects += self.actor.on_tick(self.now)
+            self.actor.check()
+        self.now = until
+        return effects
+
+    def name(self, *numbers: int, age: float = 0.5, node: int = 0, length: int = PAGE) -> list[Any]:
+        """Let the pool name pages without a copy."""
+        ages = np.full(len(numbers), age)
+        return self.hear(PagesToCopy(((7, records_of(*numbers, length=length), ages),), node))
+
+    def answer(self, asked: list[Any], rooms: dict[int, tuple[int, float]]) -> list[Any]:
+        """Answer for the nodes that are asked for room."""
+        effects: list[Any] = []
+        for effect in asked:
+            assert isinstance(effect.message, RequestRoom)
+            report = ReportRoom(effect.message.number, *rooms.get(effect.to, (2**30, 0.0)))
+            effects += self.hear(report, Origin(effect.to))
+        return effects
+
+
+def begun(**kwargs: Any) -> Story:
+    """Return a story whose node has asked its pool."""
+    story = Story(**kwargs)
+    story.see(member(ONE), member(TWO))
+    assert TellPool(RequestCopies()) in story.wait(LOOK_S)
+    return story
+
+
+def offer_of(effects: list[Any]) -> tuple[int, OfferSpill]:
+    (offer,) = effects
+    assert isinstance(offer, Send)
+    assert isinstance(offer.to, int)
+    assert isinstance(offer.message, OfferSpill)
+    return offer.to, offer.message
+
+
+def made_in(effects: list[Any]) -> list[tuple[list[int], int, bool]]:
+    """Return what the pool learns: generations, node, and whether it is sure."""
+    facts = [e.fact for e in effects if isinstance(e, TellPool)]
+    return [
+        (fact.drops["generation"].tolist(), fact.node, fact.is_sure)
+        for fact in facts
+        if isinstance(fact, CopiesMade)
+    ]
+
+
+def test_a_page_without_a_copy_is_offered_and_stays() -> None:
+    """The pool learns who has it, and is asked for the next ones at once."""
+    story = begun()
+
+    to, offer = offer_of(story.answer(story.name(1, 2, 3), {TWO: (PAGE, 900.0)}))
+
+    assert (to, offer.is_copy, np.frombuffer(offer.ages).tolist()) == (ONE, True, [0.5] * 3)
+    answer = PagesTaken(offer.number, bytes((COMMITTED, HERE, REFUSED_FULL)))
+    effects = story.hear(answer, Origin(ONE))
+    assert made_in(effects) == [([2, 4], ONE, True)]
+    assert story.progress == SpillProgress(moved=1, there=1, refused=1, moved_bytes=PAGE)
+    assert TellPool(RequestCopies()) in [*effects, *story.wait(LOOK_S)]
+
+
+def test_a_copy_takes_the_place_of_what_is_colder() -> None:
+    """Twice as old as the page, and of the least age; else it is refused, and tried again."""
+    for age, colder, is_offered in (
+        (0.5, 20.5, True),
+        (0.5, 19.5, False),
+        (30.0, 61.0, True),
+        (30.0, 59.0, False),
+    ):
+        story = begun()
+        effects = story.answer(story.name(1, age=age), {ONE: (0, colder), TWO: (0, 0.0)})
+        assert bool([e for e in effects if isinstance(e, Send)]) == is_offered
+        if not is_offered:
+            assert story.progress == SpillProgress(refused=1)
+            requests: list[Any] = []
+            for _ in range(12):
+                story.hear(PagesToCopy(()))
+                requests += story.wait(LOOK_S)
+            assert TellPool(RequestCopies()) in requests
+
+
+def test_pages_that_no_node_took_hold_up_no_others() -> None:
+    """Until a pause is over the pool names only pages that were not offered yet."""
+    story = begun()
+    effects = story.answer(story.name(1), {ONE: (0, 0.0), TWO: (0, 0.0)})
+    assert effects == [TellPool(RequestCopies(again=False))]
+
+    assert story.hear(PagesToCopy(())) == []
+    requests = story.wait(REFUSED_S - 0.05)
+    assert requests == [TellPool(RequestCopies(again=False))]
+
+
+def test_of_two_nodes_with_room_the_one_with_more_takes_it() -> None:
+    """Whatever the age of its pages."""
+    story = begun()
+    rooms = {ONE: (2 * PAGE, 500.0), TWO: (9 * PAGE, 1.0)}
+    assert offer_of(story.answer(story.name(1, 2), rooms))[0] == TWO
+
+
+def test_a_node_that_may_have_the_pages_is_asked_first_and_for_no_room() -> None:
+    """If it is there; what it has not is offered to the others at once."""
+    story = begun()
+
+    to, offer = offer_of(story.name(1, 2, node=TWO))
+    assert to == TWO
+    effects = story.hear(PagesTaken(offer.number, bytes((HERE, REFUSED_FULL))), Origin(TWO))
+    assert made_in(effects) == [([2], TWO, True)]
+    assert TellPool(RequestCopies()) in effects
+
+    asked = story.name(2, node=THREE)
+    assert all(isinstance(effect.message, RequestRoom) for effect in asked)
+
+
+def test_of_an_offer_without_an_answer_the_node_may_have_taken_pages() -> None:
+    """It must learn when they are evicted here; another node is asked next."""
+    story = begun()
+    to, _ = offer_of(story.answer(story.name(1), {}))
+
+    effects = story.wait(OFFER_S + LOOK_S)
+
+    assert made_in(effects) == [([2], to, False)]
+    (asked,) = story.name(1)
+    assert asked.to != to
+
+
+def test_a_copy_goes_to_another_host() -> None:
+    """To a node of the own host only where there is no other one."""
+    near, far = member(ONE, host="mine"), member(TWO, host="other")
+    story = Story()
+    story.see(near, far)
+    story.wait(LOOK_S)
+    assert [effect.to for effect in story.name(1)] == [TWO]
+
+    alone = Story()
+    alone.see(near)
+    alone.wait(LOOK_S)
+    assert [effect.to for effect in alone.name(1)] == [ONE]
+
+
+def test_spill_and_copies_have_one_rate() -> None:
+    """What one offers, the other waits for."""
+    story = Story(rate=10 * PAGE, spill_rate=10 * PAGE)
+    story.see(member(ONE))
+    story.wait(LOOK_S)
+    _, offer = offer_of(story.answer(story.name(*range(1, 11)), {}))
+    story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 10), Origin(ONE))
+
+    cold = ColdPages(((7, records_of(20), np.array([99.0])),))
+    assert story.hear(cold) == []
+    assert not [e for e in story.wait(0.9) if isinstance(e, Send)]
+
+    (asked,) = [e for e in story.wait(0.2) if isinstance(e, Send)]
+    assert isinstance(asked.message, RequestRoom)
+    assert not [e for e in story.wait(60.0) if e == TellPool(RequestSpill(only_new=True))]
+
+
+def test_the_pool_learns_which_nodes_may_hold_copies() -> None:
+    """A suspected one may; a dead one holds none. Nothing is said where nothing changes."""
+    story = Story(rate=0)
+    both = TellPool(HoldersChanged(frozenset({ONE, TWO})))
+    assert both in story.see(member(ONE), member(TWO))
+    assert both not in story.see(member(ONE), member(TWO, SUSPECT))
+    assert TellPool(HoldersChanged(frozenset({ONE}))) in story.see(member(ONE), member(TWO, DEAD))
+    assert story.wait(60.0) == []
+
+
+# --- what a node takes ----------------------------------------------------------------------------
+
+
+def offer(story: Story, number: int, *numbers: int, is_copy: bool) -> list[Any]:
+    ages = np.full(len(numbers), 50.0).tobytes()
+    records = records_of(*numbers, holder=ONE).tobytes()
+    return story.hear(OfferSpill(number, 7, records, ages, is_copy), Origin(ONE))
+
+
+def test_of_a_copy_the_pool_learns_who_has_the_other() -> None:
+    """Of what is answered as kept; what the owners may not know has no copy, as it seems."""
+    for published, both, alone in ((2, [2, 4], []), (1, [], [2, 4])):
+        story = Story()
+        story.see(member(ONE))
+        (told,) = offer(story, 5, 1, 2, is_copy=True)
+        assert isinstance(told.fact, TakeOver)
+        sequence = told.fact.reserve.sequence
+        (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)) * 2, bytes(16)))
+        (told,) = story.hear(PullDone(pull.job, b"\1\1"))
+        assert isinstance(told.fact, TakenOver)
+        assert told.fact.is_copy
+
+        states = [COMMITTED, COMMITTED]
+        effects = story.hear(committed(sequence, states, (1, 101), (2, 102), published=published))
+
+        assert made_in(effects) == [(both, ONE, True), (alone, 0, True)]
+        assert isinstance(effects[-1].message, PagesTaken)
+
+
+def test_offers_of_both_kinds_wait_side_by_side() -> None:
+    """One node spills and copies at the same time: neither offer is dropped for the other."""
+    story = Story()
+    story.see(member(ONE))
+    (first,) = offer(story, 5, 1, is_copy=False)
+    assert offer(story, 6, 2, is_copy=True) == []
+    assert offer(story, 7, 3, is_copy=False) == []
+
+    answers: list[Any] = []
+    told = first
+    for _ in range(3):
+        sequence = told.fact.reserve.sequence
+        answer, *then = story.hear(Granted(0, sequence, bytes((REFUSED_FULL,)), bytes(8)))
+        answers.append(answer.message)
+        if then:
+            (told,) = then
+
+    assert sorted(answer.number for answer in answers) == [5, 6, 7]

@@ -1,0 +1,443 @@
+"""Which pages of a pool have a copy on another node, and how the two nodes learn of each other."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from peercache.actors.effects import Send, TellPlacement
+from peercache.actors.mailboxes import (
+    CopiesMade,
+    HoldersChanged,
+    PagesSpilled,
+    PagesToCopy,
+    RequestCopies,
+    RequestSpill,
+    SpilledPages,
+    TakenOver,
+    TakeOver,
+)
+from peercache.actors.origin import Origin
+from peercache.actors.pool.copies import (
+    COPY_PAGES,
+    DOUBT_S,
+    REPEAT_S,
+    REPORT_KEYS,
+    REPORT_S,
+)
+from peercache.model.records import DROP
+from peercache.wire.messages.membership import CopiesEvicted
+from peercache.wire.messages.pool import RESERVED, Commit, Remove, Reserve
+from tests.examples import examples
+from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, Rig, key, taken
+
+ONE, TWO = 21, 22
+
+
+class Copier(Rig):
+    """A pool whose pages have copies elsewhere, and that takes copies of others."""
+
+    def __init__(self, *, copies: int = 2, **kwargs: Any) -> None:
+        super().__init__(copies=copies, **kwargs)
+
+    def ask(self, *, only_new: bool = False, again: bool = True) -> PagesToCopy:
+        (told,) = self.say(RequestCopies(only_new, again), INSIDE)
+        assert isinstance(told, TellPlacement)
+        assert isinstance(told.fact, PagesToCopy)
+        return told.fact
+
+    def named(self, *, only_new: bool = False) -> list[int]:
+        """Return the pages without a copy that are named next."""
+        return numbers_in(self.ask(only_new=only_new))
+
+    def drops(self, *numbers: int) -> Any:
+        records = self.pool.records_of(b"".join(map(key, numbers)))
+        drops = np.zeros(len(records), DROP)
+        drops["key"], drops["generation"] = records["key"], records["generation"]
+        return drops
+
+    def copied(self, *numbers: int, to: int = ONE, is_sure: bool = True) -> None:
+        self.say(CopiesMade(self.drops(*numbers), to, is_sure), INSIDE)
+
+    def take(self, *numbers: int, source: int = ONE) -> None:
+        """Take copies of pages of another node."""
+        ages = np.full(len(numbers), 0.0)
+        self.sequence += 1
+        lengths = np.full(len(numbers), GRANULE, "<u8").tobytes()
+        reserve = Reserve(0, self.sequence, 1, b"".join(map(key, numbers)), lengths)
+        granted = taken(self.say(TakeOver(reserve, SpilledPages(ages, 0.0)), INSIDE))
+        written = bytes(state == RESERVED for state in granted)
+        commit = Commit(0, self.sequence, written, bytes(8 * len(numbers)), 0.0)
+        self.say(TakenOver(commit, ages, is_copy=True), INSIDE)
+        self.copied(*numbers, to=source)
+
+    def report(self, number: int, *numbers: int, source: int = ONE) -> list[Any]:
+        """Hear from another node that it has evicted pages."""
+        return self.say(CopiesEvicted(number, b"".join(map(key, numbers))), Origin(source))
+
+    def reports(self, within: float = REPORT_S) -> dict[int, tuple[int, list[int]]]:
+        """Return what each node learns within a time: the number of the report, and the pages."""
+        until, found = self.now + within, {}
+        while self.pool.deadline() <= until:
+            self.now = max(self.now, self.pool.deadline())
+            for effect in self.pool.on_tick(self.now):
+                assert isinstance(effect, Send)
+                assert isinstance(effect.message, CopiesEvicted)
+                keys = effect.message.keys
+                pages = [int.from_bytes(keys[i : i + 16], "big") for i in range(0, len(keys), 16)]
+                found[effect.to] = effect.message.number, sorted(pages)
+        self.now = until
+        return found
+
+
+def numbers_in(named: PagesToCopy) -> list[int]:
+    keys = [k for _, records, _ in named.groups for k in records["key"].tolist()]
+    return [int.from_bytes(each, "big") for each in keys]
+
+
+def test_pages_that_a_client_stores_are_named_until_they_have_a_copy() -> None:
+    """In the order in which they were stored; what no node took is named again, last."""
+    rig = Copier()
+    rig.store(1, 2, 3)
+    assert rig.pool.copies.single_count == 3
+
+    assert sorted(rig.named()) == [1, 2, 3]
+    rig.copied(1, 3)
+    rig.store(4)
+
+    assert rig.named() == [4]
+    assert rig.named() == [2, 4]
+    assert rig.pool.copies.single_count == 2
+    assert rig.pool.copies.counts() == {ONE: 2}
+
+
+def test_what_no_node_took_waits_until_it_may_be_named_again() -> None:
+    """Meanwhile what is stored has its turn at once."""
+    rig = Copier()
+    rig.store(1, 2)
+    rig.named()
+    rig.store(3)
+
+    assert numbers_in(rig.ask(again=False)) == [3]
+    assert rig.ask(again=False).groups == ()
+    assert sorted(rig.named()) == [1, 2, 3]
+
+
+def test_with_one_copy_of_each_page_none_is_named() -> None:
+    """Yet what it evicts of other nodes' pages it reports."""
+    rig = Copier(copies=1, pages=2)
+    rig.take(7)
+    rig.store(1)
+    assert rig.named() == []
+
+    rig.store(2, 3)
+
+    assert rig.reports() == {ONE: (1, [7])}
+
+
+def test_a_batch_of_names_is_bounded() -> None:
+    """One message does not have all pages of a pool."""
+    rig = Copier(pages=2 * COPY_PAGES)
+    rig.store(*range(COPY_PAGES + 5))
+
+    first, second = rig.named(), rig.named()
+
+    assert (len(first), len(set(first + second))) == (COPY_PAGES, COPY_PAGES + 5)
+
+
+def test_the_node_with_the_copy_learns_what_is_evicted() -> None:
+    """Within a moment, in one report for each node; pages without a copy concern none."""
+    rig = Copier(pages=4)
+    rig.store(1, 2, 3, 4)
+    rig.copied(1, 2, to=ONE)
+    rig.copied(3, to=TWO)
+
+    rig.store(5, 6, 7, 8)
+
+    assert rig.reports() == {ONE: (1, [1, 2]), TWO: (1, [3])}
+    assert rig.pool.copies.counts() == {}
+    assert rig.pool.copies.single_count == 4
+
+
+def test_what_is_removed_is_not_reported() -> None:
+    """The removal comes to the other node by itself."""
+    rig = Copier()
+    rig.store(1, 2)
+    rig.copied(1)
+
+    rig.say(Remove(1, 1, key(1), 0.1), INSIDE)
+
+    assert rig.reports(60.0) == {}
+    assert rig.named() == [2]
+
+
+def test_what_is_on_disk_is_not_lost_with_its_place_in_memory() -> None:
+    """The node still has the page."""
+    rig = Copier(pages=2, has_disk=True)
+    rig.store(1, 2)
+    rig.copied(1, 2)
+    rig.say(PagesSpilled(key(1), np.array([GRANULE])), INSIDE)
+
+    rig.store(3, 4)
+
+    assert rig.reports() == {ONE: (1, [2])}
+
+
+def test_a_page_whose_copy_is_evicted_elsewhere_is_named_again() -> None:
+    """Only where that node had the copy."""
+    rig = Copier()
+    rig.store(1, 2, 3)
+    rig.copied(1, 2)
+    rig.copied(3, to=TWO)
+
+    rig.report(1, 1, 3, 99)
+
+    assert rig.named() == [1]
+
+
+def test_pages_whose_node_is_dead_are_named_again() -> None:
+    """All of them."""
+    rig = Copier()
+    rig.store(1, 2, 3)
+    rig.copied(1, 2)
+    rig.copied(3, to=TWO)
+
+    rig.say(HoldersChanged(frozenset({TWO})), INSIDE)
+
+    assert sorted(rig.named()) == [1, 2]
+
+
+def test_a_page_that_was_taken_as_a_copy_has_one() -> None:
+    """Until the node that offered it evicts its own."""
+    rig = Copier()
+    rig.take(1, 2)
+    assert rig.named() == []
+
+    rig.report(1, 2)
+
+    assert rig.named() == [2]
+
+
+def test_a_page_that_went_while_it_was_copied_is_reported() -> None:
+    """Else the other node would rely on it."""
+    rig = Copier(pages=2)
+    rig.store(1, 2)
+    offered = rig.drops(1, 2)
+    rig.store(3)
+
+    rig.say(CopiesMade(offered, ONE), INSIDE)
+
+    ((_, gone),) = rig.reports().values()
+    assert gone == [n for n in (1, 2) if rig.holds(n) == [False]]
+    assert len(gone) == 1
+
+
+def test_a_node_that_may_have_taken_a_page_learns_of_its_eviction() -> None:
+    """Its answer was lost; the page is offered to others, and both learn it."""
+    rig = Copier(pages=2)
+    rig.store(1)
+    rig.copied(1, to=ONE, is_sure=False)
+    assert rig.named() == [1]
+    rig.copied(1, to=TWO)
+
+    rig.store(2, 3)
+
+    assert rig.reports() == {ONE: (1, [1]), TWO: (1, [1])}
+
+
+def test_a_third_node_with_the_page_is_asked_first_when_a_copy_is_lost() -> None:
+    """It relies on the page here, so it most likely has it."""
+    rig = Copier()
+    rig.store(1, 2)
+    rig.copied(1, 2, to=ONE)
+    rig.copied(1, to=TWO)
+
+    rig.report(1, 1, 2)
+
+    first, second = rig.ask(), rig.ask()
+    assert (TWO, [1]) in [(each.node, numbers_in(each)) for each in (first, second)]
+    assert 2 in numbers_in(first) + numbers_in(second)
+
+
+def test_after_a_lost_report_all_pages_of_that_node_are_offered_to_it_again() -> None:
+    """What it still has it then says; a report without pages tells as well."""
+    for number, pages in ((3, (1,)), (2, ())):
+        rig = Copier()
+        rig.store(1, 2, 3)
+        rig.copied(1, 2, 3)
+        assert rig.report(1, 3) == []
+        assert rig.named() == [3]
+
+        rig.report(number, *pages)
+        rig.wait(rig.now)
+
+        named = [rig.ask() for _ in range(3)]
+        assert sorted(n for each in named if each.node == ONE for n in numbers_in(each)) == [
+            n for n in (1, 2) if n not in pages
+        ]
+
+
+def test_reports_without_a_gap_cost_no_look_at_all_pages() -> None:
+    """And reports that repeat numbers at will have the pages looked at now and then at most."""
+    rig = Copier()
+    rig.store(1)
+    rig.copied(1)
+    rig.report(1, 50)
+    rig.report(1)
+    assert rig.named() == []
+    looks = 0
+    for number in range(100):
+        rig.report(1000 - number)
+        rig.wait(rig.now)
+        looks += bool(rig.named())
+        rig.copied(1)
+        rig.now += DOUBT_S / 50
+    assert looks == 2
+
+
+def test_the_number_of_the_last_report_is_sent_again() -> None:
+    """So a node learns too that it has missed the last one."""
+    rig = Copier(pages=2)
+    rig.store(1, 2)
+    rig.copied(1, 2)
+    rig.store(3)
+    ((number, _),) = rig.reports().values()
+
+    assert rig.reports(REPEAT_S) == {ONE: (number, [])}
+    assert rig.reports(600.0) == {}
+
+
+def test_a_long_report_is_cut() -> None:
+    """No message grows with the pool."""
+    count = REPORT_KEYS + 3
+    rig = Copier(pages=count)
+    rig.store(*range(2000))
+    for begin in range(2000, count, 2000):
+        rig.store(*range(begin, min(begin + 2000, count)))
+    rig.copied(*range(count))
+    effects: list[Any] = []
+    for number in range(count):
+        rig.store(count + number)
+    while rig.pool.deadline() <= rig.now + REPORT_S:
+        rig.now = rig.pool.deadline()
+        effects += rig.pool.on_tick(rig.now)
+
+    assert [(e.message.number, len(e.message.keys) // 16) for e in effects] == [
+        (1, REPORT_KEYS),
+        (2, 3),
+    ]
+
+
+def test_after_a_pause_only_new_pages_are_named() -> None:
+    """Of the others this node may have missed the removal; they count as pages without a copy."""
+    rig = Copier()
+    rig.store(1, 2)
+
+    assert rig.named(only_new=True) == []
+    rig.store(3)
+
+    assert rig.named() == [3]
+    assert rig.pool.copies.single_count == 3
+
+
+def test_a_page_with_a_copy_is_not_spilled() -> None:
+    """It has another home already."""
+    rig = Copier(pages=8)
+    rig.store(*range(8))
+    rig.now += 100.0
+    rig.copied(*range(6))
+
+    (told,) = rig.say(RequestSpill(), INSIDE)
+
+    assert {
+        int.from_bytes(k, "big") for _, r, _ in told.fact.groups for k in r["key"].tolist()
+    } <= {
+        6,
+        7,
+    }
+
+
+class Pair(RuleBasedStateMachine):
+    """Two pools that copy from each other, over a network that loses what it likes.
+
+    Reports come in order, or not at all; offers are answered, or not.
+    """
+
+    NAMES: ClassVar = {ONE: TWO, TWO: ONE}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rigs = {name: Copier(pages=4) for name in self.NAMES}
+        self.queues: dict[int, list[CopiesEvicted]] = {ONE: [], TWO: []}
+        """Reports on their way to each."""
+        self.sent = {ONE: 0, TWO: 0}
+
+    @rule(
+        at=st.sampled_from([ONE, TWO]),
+        pages=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True),
+    )
+    def store(self, at: int, pages: list[int]) -> None:
+        self.rigs[at].store(*pages)
+
+    @rule(at=st.sampled_from([ONE, TWO]), is_answered=st.booleans(), is_taken=st.booleans())
+    def offer(self, at: int, *, is_answered: bool, is_taken: bool) -> None:
+        pages = self.rigs[at].named()
+        offered = self.rigs[at].drops(*pages)
+        other = self.NAMES[at]
+        if pages and is_taken:
+            self.rigs[other].take(*pages, source=at)
+        if pages and is_answered and is_taken:
+            held = [held for n in pages for held in self.rigs[other].holds(n)]
+            self.rigs[at].say(CopiesMade(offered[np.array(held)], other), INSIDE)
+        elif pages and not is_answered:
+            self.rigs[at].say(CopiesMade(offered, other, is_sure=False), INSIDE)
+
+    @rule(seconds=st.sampled_from([0.0, REPORT_S, REPEAT_S, DOUBT_S]), is_lost=st.booleans())
+    def pass_time(self, seconds: float, *, is_lost: bool) -> None:
+        self._let_pass(seconds, is_lost=is_lost)
+
+    @precondition(lambda self: any(self.queues.values()))
+    @rule()
+    def deliver(self) -> None:
+        for at, queue in self.queues.items():
+            while queue:
+                self.rigs[at].say(queue.pop(0), Origin(self.NAMES[at]))
+
+    def _let_pass(self, seconds: float, *, is_lost: bool) -> None:
+        for at, rig in self.rigs.items():
+            until = rig.now + seconds
+            while rig.pool.deadline() <= until:
+                rig.now = max(rig.now, rig.pool.deadline())
+                for effect in rig.pool.on_tick(rig.now):
+                    self.sent[at] = effect.message.number
+                    if not is_lost:
+                        self.queues[self.NAMES[at]].append(effect.message)
+            rig.now = until
+
+    @invariant()
+    def counts_are_whole(self) -> None:
+        for rig in self.rigs.values():
+            rig.pool.check()
+
+    def teardown(self) -> None:
+        """Once a last report has come, no page relies on one that is gone."""
+        self._let_pass(REPORT_S, is_lost=False)
+        self.deliver()
+        for at, other in self.NAMES.items():
+            self.rigs[other].report(self.sent[at], source=at)
+        self._let_pass(DOUBT_S, is_lost=False)
+        self.deliver()
+        for at, rig in self.rigs.items():
+            named = {n for _ in range(8) for n in rig.named()}
+            other = self.rigs[self.NAMES[at]]
+            for number in range(10):
+                if rig.holds(number) == [True] and other.holds(number) == [False]:
+                    assert number in named, f"{number} is at {at} alone, and it does not know it"
+
+
+TestPair = Pair.TestCase
+TestPair.settings = settings(max_examples=examples(60), stateful_step_count=25)
