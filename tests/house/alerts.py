@@ -333,7 +333,7 @@ ALERTS = (
     ),
     Alert(
         "PeerCacheDiskDropsPages",
-        'rate(peercache_spills_dropped_total{reason=~"full|no_room|late|failed"}[5m]) > 0',
+        'rate(peercache_disk_writes_dropped_total{reason=~"full|no_room|late|failed"}[5m]) > 0',
         3,
         "warning",
         "{{ $labels.instance }}: pages do not get to the disk: {{ $labels.reason }}",
@@ -341,7 +341,7 @@ ALERTS = (
         "faults. These pages are lost at a restart.",
         "`df` of `disk_path`; `disk.writes_failed` and `disk.call_failed` in the log.",
         "Make room, or lower `disk_size`; replace a disk that fails.",
-        (counter("spills_dropped_total", 0, 60, reason="full"),),
+        (counter("disk_writes_dropped_total", 0, 60, reason="full"),),
         10,
         {**EVERYWHERE, "reason": "full"},
     ),

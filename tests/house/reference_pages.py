@@ -216,10 +216,10 @@ FILES: dict[str, Callable[[], str]] = {
     "../../deploy/prometheus/rules_test.yml": alerts.rules_test,
     "../../deploy/grafana/peercache.json": board.board,
     "prefix-index.openapi.json": lambda: json.dumps(openapi(), indent=1) + "\n",
-    "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
+    "../explanation/pages-compared.svg": lambda: peers_report.rates_picture(
         peers_report.measured()
     ),
-    "../explanation/exists-beside-others.svg": lambda: peers_report.asking_picture(
+    "../explanation/exists-compared.svg": lambda: peers_report.asking_picture(
         peers_report.measured()
     ),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),

@@ -76,7 +76,7 @@ def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
     )  # fmt: skip
 
     wanted = {
-        "raw_write_gb_s", "raw_read_gb_s", "spill_gb_s", "load_gb_s", "spill_ratio", "load_ratio",
+        "raw_write_gb_s", "raw_read_gb_s", "write_gb_s", "load_gb_s", "write_ratio", "load_ratio",
         "load_one_ms",
     }  # fmt: skip
     assert all(figures[name] > 0 for name in wanted)

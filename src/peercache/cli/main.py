@@ -28,7 +28,10 @@ peercache = LateGroup(
     help="Peer-to-peer L3 storage for SGLang's HiCache.",
     table={
         "demo": ("peercache.cli.demo.story:demo", "Three nodes here, every byte checked."),
-        "bench": ("peercache.cli.bench.command:bench", "How fast pages move, beside the limits."),
+        "bench": (
+            "peercache.cli.bench.command:bench",
+            "How fast pages move on this machine.",
+        ),
         "doctor": ("peercache.cli.doctor.checks:doctor", "What is wrong with this host."),
         "status": ("peercache.cli.operate.status:status", "How each member of a cluster is."),
         "top": ("peercache.cli.operate.top:top", "The rates of each member, live."),

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from peercache.cli.options import json_option
-from peercache.cli.terminal import console, duration, print_json, table, tell
+from peercache.cli.terminal import console, duration, print_json, show_progress, table
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.observability.latency import Counts, ObjectiveResult, added, counts_of, judged, since
 
@@ -68,7 +68,7 @@ def slo(
 
     counted = read()
     if over:
-        tell(f"reading again in {over:g} s")
+        show_progress(f"reading again in {over:g} s")
         time.sleep(over)
         counted = [since(*both) for both in zip(counted, read(), strict=True)]
     results = judged(added(counted))

@@ -49,7 +49,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
         "mailbox_full", "outbox_full", "links_full", "expired",
     ),
     "tcp_refused": ("bounds", "busy", "descriptors"),
-    "spills_dropped": (
+    "disk_writes_dropped": (
         "full", "no_room", "late", "failed", "queue_full", "changed", "too_large",
     ),
     "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced", "overwritten"),
@@ -283,10 +283,10 @@ class Metrics:
         self.disk_open = gauge("disk_open", "1 while the disk tier of this node works.")
         self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
         self.disk_pages = gauge("disk_pages", "Pages on disk.")
-        self.pages_spilled = counter("pages_spilled", "Pages written to disk.")
-        self.bytes_spilled = counter("bytes_spilled", "Bytes of pages written to disk.")
-        self.spills_dropped = counter(
-            "spills_dropped", "Pages that were dropped instead of written to disk.", "reason"
+        self.disk_pages_written = counter("disk_pages_written", "Pages written to disk.")
+        self.disk_bytes_written = counter("disk_bytes_written", "Bytes of pages written to disk.")
+        self.disk_writes_dropped = counter(
+            "disk_writes_dropped", "Pages that were dropped instead of written to disk.", "reason"
         )
         self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
         self.bytes_promoted = counter(

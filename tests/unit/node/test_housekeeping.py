@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from peercache.actors.effects import Tell, TellRdma
+from peercache.actors.effects import Notify, NotifyRdma
 from peercache.actors.mailboxes import ClientsConnected
 from peercache.config.settings import Config
 from peercache.model.ids import name_of
@@ -31,7 +31,7 @@ class House:
 
     def __init__(self, **settings: str) -> None:
         self.said: list[str] = []
-        self.told: list[Tell] = []
+        self.told: list[Notify] = []
         self.members: list[Member] = []
         self.sessions = {1: SimpleNamespace(identity=71), 2: SimpleNamespace(identity=72)}
         admission: Any = SimpleNamespace(
@@ -42,7 +42,7 @@ class House:
         log: Any = SimpleNamespace(info=lambda event, **_: self.said.append(event))
         self.housekeeping = Housekeeping(
             Config.load(settings), own_address=str, admission=admission, listener=listener,
-            links=links, tell=self.told.append, members=lambda: self.members, metrics=Metrics(),
+            links=links, notify=self.told.append, members=lambda: self.members, metrics=Metrics(),
             log=log, dialled=frozenset, looks=(),
         )  # fmt: skip
 
@@ -92,8 +92,8 @@ async def test_rdma_actor_hears_each_second_which_clients_are_connected(
         await trio.sleep(HOUSEKEEPING_S)
 
     assert house.told == [
-        TellRdma(ClientsConnected(frozenset({71, 72}))),
-        TellRdma(ClientsConnected(frozenset({72}))),
+        NotifyRdma(ClientsConnected(frozenset({71, 72}))),
+        NotifyRdma(ClientsConnected(frozenset({72}))),
     ]
 
 

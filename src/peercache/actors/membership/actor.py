@@ -29,7 +29,7 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
+from peercache.actors.effects import Effect, NotifyPublisher, Send, SendTo
 from peercache.actors.mailboxes import AddressesFound, MembershipMessage, PeerAnswered, Republish
 from peercache.actors.membership.candidates import Candidates, Places, Reconnect
 from peercache.actors.membership.gossip import (
@@ -517,7 +517,7 @@ class Membership:
             return []
         self._republish_owed = False
         self._republish_from = now + REPUBLISH_GAP_S
-        return [TellPublisher(Republish())]
+        return [NotifyPublisher(Republish())]
 
     # --- the view -------------------------------------------------------------------------------
 

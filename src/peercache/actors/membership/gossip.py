@@ -37,7 +37,13 @@ from typing import Final, final
 
 import attrs
 
-from peercache.actors.effects import Effect, TellDirectory, TellPlacement, TellRemoval, TellRing
+from peercache.actors.effects import (
+    Effect,
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyRemoval,
+    NotifyRing,
+)
 from peercache.actors.mailboxes import ViewChanged
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
@@ -533,8 +539,8 @@ class Announcing:
                 count = sum([member.state == state for member in changed.members])
                 self._metrics.members.labels(state=name).set(count)
         return [
-            TellRing(changed),
-            TellDirectory(changed),
-            TellRemoval(changed),
-            TellPlacement(changed),
+            NotifyRing(changed),
+            NotifyDirectory(changed),
+            NotifyRemoval(changed),
+            NotifyPlacement(changed),
         ]

@@ -149,7 +149,7 @@ class Placement:
                 takes = self.giving.state == SERVING and self._may_use(message.namespace)
                 return self.takings.offered(sender, message, member, has_room=takes)
             case ReportDrainState():
-                return self.takings.told(sender.identity, message)
+                return self.takings.drain_state(sender.identity, message)
             case PagesTaken(number) if number > SPILL_NUMBERS:
                 return self.spilling.taken(sender.identity, message, now)
             case PagesTaken():

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Send, TellPool
+from peercache.actors.effects import Effect, NotifyPool, Send
 from peercache.actors.mailboxes import (
     ColdPages,
     PagesGiven,
@@ -123,7 +123,7 @@ class Spilling:
         """Offer to the live members, but to this node."""
         others = [member for member in members if member.incarnation != own]
         self._targets = tuple(m.incarnation for m in others if m.state == ALIVE)
-        # A member that is heard again may have asked for removals that this node has not seen.
+        # A member that is reachable again may have asked for removals that this node has not seen.
         self._only_new |= not self._suspects.isdisjoint(self._targets)
         self._suspects = frozenset(m.incarnation for m in others if m.state == SUSPECT)
         for gone in self._silent_until.keys() - set(self._targets):
@@ -196,7 +196,7 @@ class Spilling:
         drops["key"], drops["generation"] = given["key"], given["generation"]
         is_vain = not (is_new | is_there).any()
         pause_s = REFUSED_S if is_vain else self._began_at + size / self.rate - now
-        return [TellPool(PagesGiven(drops)), *self._end(now, pause_s)]
+        return [NotifyPool(PagesGiven(drops)), *self._end(now, pause_s)]
 
     def check(self) -> None:
         """Assert the bounds."""
@@ -219,7 +219,7 @@ class Spilling:
             return self._ask(now)
         self._is_asking_pool = True
         only_new, self._only_new = self._only_new, False
-        return [TellPool(RequestSpill(only_new))]
+        return [NotifyPool(RequestSpill(only_new))]
 
     def _ask(self, now: float) -> list[Effect]:
         willing = [one for one in self._targets if self._silent_until.get(one, now) <= now]

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Pull, Send, TellPool
+from peercache.actors.effects import Effect, NotifyPool, Pull, Send
 from peercache.actors.mailboxes import (
     PullDone,
     SpilledPages,
@@ -137,13 +137,13 @@ class Takings:
         taking.is_due = taking.spilled
         return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
 
-    def told(self, sender: int, told: ReportDrainState) -> list[Effect]:
+    def drain_state(self, sender: int, report: ReportDrainState) -> list[Effect]:
         """Take the answer of an offerer: only who drains hands pages over."""
-        taking = self._waiting.get(told.request)
+        taking = self._waiting.get(report.request)
         if taking is None or taking.origin.identity != sender:
             return []
-        if told.figures.get("state") != HANDING_OVER:
-            del self._waiting[told.request]
+        if report.figures.get("state") != HANDING_OVER:
+            del self._waiting[report.request]
             return [_full(taking.origin, taking.number, len(taking.records))]
         taking.is_due = True
         return self._begin()
@@ -191,10 +191,10 @@ class Takings:
         has = (taking.records["flags"] & HAS_CHECKSUM) != 0
         checksums = np.where(has & (written == 1), taking.records["checksum"], np.uint64(0))
         commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
-        return [TellPool(TakenOver(commit, taking.ages))]
+        return [NotifyPool(TakenOver(commit, taking.ages))]
 
     def committed(self, committed: Committed) -> list[Effect]:
-        """Tell the offerer what this node holds now."""
+        """Report to the offerer which pages this node holds now."""
         if self.count is not None:
             self.count(committed.states.count(COMMITTED))
         taking = self._open[committed.sequence]
@@ -223,7 +223,7 @@ class Takings:
                 spilled = (
                     SpilledPages(taking.ages, self.min_age_s) if taking.ages is not None else None
                 )
-                effects.append(TellPool(TakeOver(reserve, spilled)))
+                effects.append(NotifyPool(TakeOver(reserve, spilled)))
         return effects
 
     def _answer(self, sequence: int, states: bytes) -> list[Effect]:

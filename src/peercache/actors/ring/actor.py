@@ -19,7 +19,7 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, NotifyDirectory, NotifyPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, RingMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
@@ -94,4 +94,4 @@ class RingActor:
         if ring.version == self.current.version:
             return []
         self.current = ring
-        return [TellPublisher(RingChanged(ring)), TellDirectory(RingChanged(ring))]
+        return [NotifyPublisher(RingChanged(ring)), NotifyDirectory(RingChanged(ring))]

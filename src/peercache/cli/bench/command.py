@@ -61,7 +61,7 @@ def seconds(of: str) -> Callable[[Callback], Callback]:
 
 
 def over_two_hosts(command: Callback) -> Callback:
-    """Add what both hosts of `bench serve` and `bench drive` must be told."""
+    """Add the options that `bench serve` and `bench drive` have in common."""
     command = sizes(WORKING_SET_BYTES)(command)
     command = click.option(
         "--rdma-device-names", metavar="NAME[,NAME...]", help="As in the settings."
@@ -79,7 +79,7 @@ def over_two_hosts(command: Callback) -> Callback:
 
 @click.group(no_args_is_help=False)
 def bench() -> None:
-    """Measure how fast pages move, beside what the machine itself can do."""
+    """Measure how fast pages move, compared with what the machine can do."""
 
 
 @bench.command()
@@ -146,13 +146,13 @@ def disk(
     *,
     as_json: bool,
 ) -> int:
-    """Measure the page store beside the raw device of a folder."""
+    """Measure the page store, compared with the raw device of a folder."""
     from peercache.cli.bench import report  # noqa: PLC0415 - heavy
     from peercache.cli.bench.disk import DiskPlan, run_disk  # noqa: PLC0415 - heavy
-    from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json, show_progress  # noqa: PLC0415 - heavy
 
     work = working_set(page_bytes, batch, pages, DISK_SET_BYTES)
-    figures = run_disk(DiskPlan(Path(folder), work, threads), tell)
+    figures = run_disk(DiskPlan(Path(folder), work, threads), show_progress)
     if as_json:
         print_json({"page_bytes": page_bytes, **figures})
     else:

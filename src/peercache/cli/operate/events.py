@@ -60,7 +60,7 @@ def events(
     as_json: bool,
     **where: Any,
 ) -> int:
-    """Tell what every node stores, moves to disk and drops, as it happens.
+    """Show what every node stores, moves to disk and drops, as it happens.
 
     It begins with all that is there. Exit status: 0, 2 if no node answers.
     """  # fmt: skip

@@ -175,9 +175,9 @@ def _model_of(
 
 def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) -> SizeCurve:
     with Operator(target_of(**target)) as operator:
-        told = [member.status for member in operator.statuses() if member.answers]
+        statuses = [member.status for member in operator.statuses() if member.answers]
         cluster = operator.cluster
-    reuse, memory = reuse_of(told), sum(status.pool.size for status in told)
+    reuse, memory = reuse_of(statuses), sum(status.pool.size for status in statuses)
     sizes = [
         Size(
             times=float(times),
@@ -190,7 +190,7 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
     return SizeCurve(
         source=f"cluster {cluster}",
         uses=reuse.uses,
-        hosts=hosts or len({status.host for status in told}),
+        hosts=hosts or len({status.host for status in statuses}),
         sizes=sizes,
     )
 
