@@ -373,7 +373,7 @@ def local(
         raise ConfigError("tls", "goes with --fabric tcp: shared memory is not encrypted")
     if plot:
         if not plot.endswith(".png"):
-            raise ConfigError("plot", f"{plot}: wants a name that ends in .png")
+            raise ConfigError("plot", f"{plot}: must be a name that ends in .png")
         require_plotting()
     results = []
     for size in PLOT_PAGE_BYTES if plot else (page_bytes,):

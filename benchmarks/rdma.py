@@ -353,7 +353,7 @@ def rdma(
 ) -> int:
     """Measure READs, compared with a bare loop of pyverbs, on this host."""
     if max(page_bytes) > total_bytes:
-        raise ConfigError("page-bytes", "wants sizes up to --total-bytes")
+        raise ConfigError("page-bytes", "must be sizes up to --total-bytes")
     devices = (near,) if near else ()
     plan = RdmaPlan(
         near=devices,

@@ -92,7 +92,7 @@ def run_tax(work: WorkingSet, seconds: float, progress: Callable[[str], None]) -
     """Measure an embedded and a standalone node; return the lost shares of the thread's speed."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("bench", "wants two processors: one for the engine, one for the rest")
+        raise ConfigError("bench", "requires two processors: one for the engine, one for the rest")
     figures: dict[str, float] = {}
     for shape in ("embedded", "standalone"):
         progress(shape)

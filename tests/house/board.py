@@ -65,7 +65,7 @@ def _quantiles(metric: str, chosen: str, by: str, legend: str) -> tuple[tuple[st
 
 
 def _slow(objective: Objective) -> str:
-    """Return the share of calls that were slower than an objective wants."""
+    """Return the share of calls that were slower than an objective allows."""
     fast = selector(objective, "bucket", le=str(objective.within_s)).replace("{", f"{{{ON},")
     every = selector(objective, "count").replace("{", f"{{{ON},")
     return f"1 - sum(rate({fast}[{WINDOW}])) / sum(rate({every}[{WINDOW}]))"

@@ -81,7 +81,7 @@ def labels_of_metrics() -> dict[str, tuple[str, ...]]:
 
 
 def _comment_of(reason: str) -> str:
-    """Return the comment beside a reason's constant, as a sentence."""
+    """Return the comment next to a reason's constant, as a sentence."""
     for line in inspect.getsource(miss_reasons).splitlines():
         if f' = "{reason}"' in line:
             text = line.partition("#")[2].strip()
@@ -189,7 +189,7 @@ def folders() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
-def beside_others() -> str:
+def compared_with_others() -> str:
     """Return the tables of the figures that `make peers` has measured."""
     return peers_report.markdown(peers_report.measured())
 
@@ -206,7 +206,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "errors.md": (exceptions,),
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
-    "../explanation/performance.md": (beside_others, time_to_first_token),
+    "../explanation/performance.md": (compared_with_others, time_to_first_token),
     "../how-to/runbook.md": (alerts.runbook,),
 }
 """The made parts of each page, in their order."""

@@ -54,7 +54,7 @@ def slo(
     A node is named by its HTTP port, 127.0.0.1:31997 by default.
     """
     if key and not cert:
-        raise click.UsageError("--key wants --cert.")
+        raise click.UsageError("--key requires --cert.")
     try:
         context = _context(ca, cert, key)
         token = Path(token_file).read_text().strip() if token_file else ""

@@ -101,7 +101,7 @@ class Access:
         if problem and reason == NO_DESCRIPTORS_REASON:
             raise problem
         shown = (
-            "this page wants the certificate of an operator or a node, or the bearer token of "
+            "this page requires the certificate of an operator or a node, or the bearer token of "
             "http_token_file"
         )
         return shown if not problem else f"{shown}; {problem.detail}"
@@ -220,7 +220,7 @@ class _Token:
         if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
             raise ConfigError(
                 "http_token_file",
-                f"{self._config.http_token_file} wants one token of at least "
+                f"{self._config.http_token_file} must contain one token of at least "
                 f"{TOKEN_CHARACTERS_MIN} characters: `openssl rand -hex 32` makes one",
             )
         return _digest(token)

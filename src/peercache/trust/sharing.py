@@ -42,8 +42,8 @@ PROBE_S = 0.5
 """How long to wait for a full queue of a listener."""
 
 NO_DESCRIPTORS = (
-    "this node cannot identify who connects, for want of a descriptor (Too many open files): "
-    "raise its limit (ulimit -n, LimitNOFILE)"
+    "this node cannot identify who connects, because it has no free file descriptor (Too many "
+    "open files): raise its limit (ulimit -n, LimitNOFILE)"
 )
 """Why a node without free descriptors refuses a connection on this host."""
 

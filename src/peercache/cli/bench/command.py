@@ -229,7 +229,7 @@ def replay(
 
     plan = plan_of(trace, blocks, **given)
     if picture and (picture.suffix != ".svg" or not picture.parent.is_dir()):
-        raise _refusal("picture", f"{picture}: wants a name that ends in .svg, in a folder")
+        raise _refusal("picture", f"{picture}: must be a name that ends in .svg, in a folder")
     outcomes = []
     try:
         for one in blocks:
@@ -274,7 +274,7 @@ def plan_of(
     if (prefill or nodes) > nodes:
         raise _refusal("prefill", f"{prefill} are more than all {nodes} nodes")
     if block_bytes & (block_bytes - 1):
-        raise _refusal("block-size", f"{block_bytes} wants a power of two")
+        raise _refusal("block-size", f"{block_bytes} must be a power of two")
     settings = dict(_assignment(one, OWN_SETTINGS) for one in assignments)
     Config.load(settings)
     plan = Plan(
@@ -288,7 +288,7 @@ def plan_of(
     )
     for one in blocks:
         if not plan.batch(one):
-            raise _refusal("blocks", f"{one} are too few: every node wants room for 4 at least")
+            raise _refusal("blocks", f"{one} are too few: every node requires room for 4 at least")
         expect_room(plan, one)
     return plan
 
@@ -297,7 +297,7 @@ def _assignment(text: str, own: Sequence[str]) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     name = name.replace("-", "_")
     if not separator:
-        raise _refusal("set", f"{text!r} wants NAME=VALUE")
+        raise _refusal("set", f"{text!r} must be NAME=VALUE")
     if name in own:
         raise _refusal("set", f"{name} is given by the replay itself")
     return name, value
