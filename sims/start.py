@@ -248,7 +248,7 @@ class _Node:
                     self.send_to(member.control, effect.message)
 
     def ring_built(self, build: BuildRing) -> None:
-        self.perform(self.ring.on_message(Origin(0), RingBuilt(build.ring()), self.start.now))
+        self.perform(self.ring.on_message(Origin(0), RingBuilt(build.build()), self.start.now))
 
     def count(self, message: Any) -> None:
         entries = 0

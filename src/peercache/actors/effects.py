@@ -6,6 +6,7 @@ The performer (the node in production, the simulated world in `sims/`) keeps tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -70,14 +71,7 @@ class BuildRing:
     """Build the ring of these members in a thread; the ring actor receives RingBuilt."""
 
     members: tuple[int, ...]
-    hosts: tuple[str, ...]
-    virtual_nodes: int
-    replicas: int | str
-
-    def ring(self) -> HashRing:
-        """Return the ring."""
-        members = dict(zip(self.members, self.hosts, strict=True))
-        return HashRing(members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+    build: Callable[[], HashRing]
 
 
 @attrs.frozen(eq=False)

@@ -212,9 +212,8 @@ class Housekeeping:
     def _close_unauthenticated(self) -> None:
         """Close connections that never sent Hello, after a while or when there are too many."""
         pipes = self._listener.pipes()
-        closing = self._admission.overstaying(
-            pipes, time.monotonic(), connections_max=self._shares().control
-        )
+        self._admission.connections_max = self._shares().control
+        closing = self._admission.overstaying(pipes, time.monotonic())
         for pipe in closing:
             self._listener.disconnect(pipe)
         self._metrics.connections.labels("control").set(len(pipes) - len(closing))

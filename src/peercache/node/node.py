@@ -420,7 +420,7 @@ class Node:
             local_secret=local_secret,
             gate=gate,
             probe=lambda home, name: LockProbe(home, name, self.sharing),
-            connections_max=lambda: self._shares().control,
+            connections_max=self._shares().control,
         )
 
     async def _follow_certificates(self, tls: LiveTls) -> None:

@@ -57,7 +57,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, Turn
 from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.model.hash_ring import HashRing
-from peercache.model.ids import incarnation_of, name_of
+from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.net.link import Link
 from peercache.net.peers import ControlTls, Gate, Peer, control_url
@@ -294,7 +294,7 @@ class Inbound:
             self._not_allowed(pipe, session, message, reason)
             return
         self._uncounted = type(message)
-        if (call := call_number(message)) and self._envelopes.log.isEnabledFor(logging.DEBUG):
+        if self._envelopes.log.isEnabledFor(logging.DEBUG) and (call := call_number(message)):
             what, name = type(message).__name__, name_of(session.identity)
             self._envelopes.log.debug(
                 "node.question_received", client=name, call=call, message=what
@@ -637,9 +637,9 @@ class Links:
 
     def _welcomed(self, address: str, dialled: _Dialled, member: Member) -> None:
         """Notify the membership which process has answered at an address that this node dialled."""
-        named = incarnation_of(self._envelopes.cluster, member.name, member.nonce)
         expected = dialled.expected
-        if member.incarnation != named or (expected and member.name != expected):
+        is_other = bool(expected) and member.name != expected
+        if is_other or is_invented(self._envelopes.cluster, member):
             self._envelopes.drop("identity", detail=f"Welcome of {address}")
             return
         self._mailboxes.deliver(NotifyMembership(PeerAnswered(address, member)))
@@ -744,7 +744,7 @@ class Switchboard:
 
     async def _build_ring(self, build: BuildRing) -> None:
         """Build a ring in a thread: numpy releases the GIL while it sorts."""
-        ring = await self._in_thread(build.ring)
+        ring = await self._in_thread(build.build)
         self.deliver(NotifyRing(RingBuilt(ring)))
 
     # --- certificates -----------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from typing import TypeAlias
 
 import attrs
 
-from peercache.config.quantities import is_loopback
 from peercache.errors import ConfigError, Rejected
 
 Address: TypeAlias = tuple[str, int]
@@ -221,7 +220,7 @@ class Sharing:
         local, remote: those of the accepted connection. A connection from another host is not
                        checked here: it has no uid.
         """
-        if not is_loopback(remote[0]):
+        if not _plain(remote[0]).is_loopback:
             return ""
         try:
             uid = uid_of_tcp_peer(local, remote)

@@ -581,13 +581,12 @@ async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
     """The switchboard makes it in a thread, and hands it to the ring actor."""
     threads: list[int] = []
 
-    class Build(BuildRing):
-        def ring(self) -> HashRing:
-            threads.append(threading.get_ident())
-            return super().ring()
+    def build() -> HashRing:
+        threads.append(threading.get_ident())
+        return HashRing([1, 2, 3], virtual_nodes=16, replicas=2)
 
     async with running(tmp_path) as board:
-        board.board.perform(Build((1, 2, 3), ("a", "b", "c"), 16, 2))
+        board.board.perform(BuildRing((1, 2, 3), build))
         await until(lambda: len(board.mailboxes.ring) == 1)
         ((name, _, fact),) = board.waiting()
 
