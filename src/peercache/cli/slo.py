@@ -32,7 +32,7 @@ READ_BYTES_MAX = 2**24
     type=click.FloatRange(min=0.0),
     default=0.0,
     metavar="SECONDS",
-    help="Read twice, so long apart, and judge the calls in between; 0 judges all since the start.",
+    help="Read twice, so long apart, and check the calls in between; 0 checks all since the start.",
 )
 @click.option("--token-file", metavar="FILE", help="Bearer token of the nodes' http_token_file.")
 @click.option("--ca", metavar="FILE", help="Certificate of the authority of https nodes.")

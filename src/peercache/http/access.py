@@ -79,7 +79,7 @@ class Access:
             tls.on_change(self._renew)
 
     async def follow(self) -> None:
-        """Use what the token's file holds as it changes; return where there is none."""
+        """Follow changes of the token's file; return at once without a file."""
         while self._token is not None:
             await trio.sleep(LOOK_S)
             # A network file system may hang forever, and nothing else of the node with it.

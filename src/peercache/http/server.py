@@ -1,6 +1,6 @@
 """The HTTP server of a node: on the node's own trio loop, no thread per connection.
 
-Takes   one request a connection, in clear text or, with certificates, over TLS: the first byte
+Takes   one request per connection, in clear text or, with certificates, over TLS: the first byte
         shows which.
 Sends   the answer of an ASGI application where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.

@@ -1,4 +1,4 @@
-"""Admission: which connections a node accepts, and as what.
+"""Admission: which connections a node accepts, and in which role.
 
 A connection begins with a Hello. It is refused, with a log line and a reason, if wire version,
 granule, certificate, user or proof do not fit; messages before a Hello are dropped. `trust.rights`

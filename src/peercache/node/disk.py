@@ -97,7 +97,7 @@ class NodeDisk:
 @final
 @attrs.define(eq=False)
 class DiskTroubles:
-    """Logs when an open disk stops to accept pages, and when it accepts them again.
+    """Logs when an open disk stops accepting pages, and when it accepts them again.
 
     trouble: returns why it does not, "" if it does. path: `disk_path`.
     """
@@ -146,7 +146,7 @@ async def flush_disk(
     cut_short: trio.Event,
     log: Any,
 ) -> None:
-    """Have all pages written that are only in memory; log the progress once a second.
+    """Write all pages that are only in memory to disk; log the progress once a second.
 
     notify: passes a message to the disk actor. It ends after `within_s`, or with `cut_short`: pages
           that are not written by then are lost with the memory.

@@ -58,9 +58,9 @@ holders meanwhile, and an operator who watches sees the end."""
 class Drainer:
     """The drain of one node.
 
-    giving:   how far the placement actor is.
-    others:   how many other nodes live.
-    within_s: the most time, unless the operator says another.
+    giving:   the progress of the placement actor.
+    others:   returns the number of other live nodes.
+    within_s: the time limit, unless the operator gives another one.
     leave:    begins the graceful stop.
     """
 
@@ -85,7 +85,7 @@ class Drainer:
     def answer(
         self, message: DrainNode | CancelDrain | RequestDrainState
     ) -> dict[str, int | float | str]:
-        """Do what an operator says; return how far the drain is, with a sentence if one is due."""
+        """Handle an operator's request; return the progress, and the problem if there is one."""
         problem = ""
         if isinstance(message, DrainNode):
             self._begin(message.within_s)
@@ -97,7 +97,7 @@ class Drainer:
         return {"state": self.state, "problem": problem, **attrs.asdict(progress)}
 
     def status(self) -> status.Draining:
-        """Return how far the drain is, as a status reports it."""
+        """Return the progress of the drain, as a status reports it."""
         if self.state == SERVING:
             return status.Draining()
         progress = self.giving.progress
@@ -163,7 +163,7 @@ CHANNELS_MAX: Final = 2
 @final
 @attrs.define(eq=False)
 class Puller:
-    """Performs what the placement actor asks for. Its threads begin with the first offers.
+    """Performs the Pull effects of the placement actor. Its threads start with the first Pull.
 
     It is made on the loop, and reads into `segment`; `notify` is called once per Pull, on the loop.
     """
@@ -184,20 +184,20 @@ class Puller:
     _threads: ThreadPoolExecutor | None = attrs.field(default=None, init=False)
 
     def follow(self, live: Collection[int]) -> None:
-        """Let the memory go of nodes that are members no longer."""
+        """Unmap the memory of nodes that are not members any more."""
         for gone in [one for one in list(self._mapped) if one not in live]:
             del self._mapped[gone]
             self._forget(gone)
 
     def perform(self, pull: Pull) -> None:
-        """Begin to read; never blocks."""
+        """Start the read of a Pull; never blocks."""
         if self._threads is None:
             # One for each offer that is taken at once: a slow one holds up no other.
             self._threads = ThreadPoolExecutor(TAKINGS_MAX, "peercache-pull")
         self._threads.submit(self._pull, pull)
 
     def close(self) -> None:
-        """End, after the reads that are under way: they are bounded, and write to the segment."""
+        """Stop, after the reads in progress: they are bounded, and write to the segment."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         for fabric in self._fabrics:

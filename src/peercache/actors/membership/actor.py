@@ -125,7 +125,7 @@ class Membership:
         self._exchange = ViewExchange(turn_s=self._turn_s, heartbeat_s=heartbeat_s)
         self._places = Places()
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
-        # When another node last showed that it holds this one for a member.
+        # When another node last showed that it has this one in its view.
         self._held_at = -math.inf
         self._republish_owed = False
         # The highest counter with which another node held this one dead.
@@ -146,7 +146,7 @@ class Membership:
     def is_joined(self) -> bool:
         """Whether a live member has shown recently that it holds this node for a member.
 
-        A node may know members that never reached it: those do not hold it for a member.
+        A node may know members that never reached it: those do not have it in their views.
         """
         return len(self._view.live()) > 1 and self._ran_at - self._held_at < self._dead_s
 

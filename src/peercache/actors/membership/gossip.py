@@ -12,7 +12,7 @@ that has just come back itself; a tombstone stays, and an address has one holder
 that was cut off, and comes back with a view full of dead members, would empty every view until the
 last of them has refuted.
 
-The failure detector keeps two clocks a member, because they answer two questions. *When did its
+The failure detector keeps two clocks per member, because they answer two questions. *When did its
 last message arrive?* is evidence, and only a message of the member sets it. *How long is it
 silent?* is suspicion, and starts again whenever this node could not have received a message: when
 it begins to judge the member, when another node shows that the member was alive, when this process

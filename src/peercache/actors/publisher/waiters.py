@@ -269,7 +269,7 @@ class WaitingCommits:
         return effects
 
     def give_up(self, owner: int) -> list[Effect]:
-        """Stop to wait for an owner; answer the commits that waited only for it."""
+        """Stop waiting for an owner; answer the commits that waited only for it."""
         effects: list[Effect] = []
         for waiter, waiting in list(self._waiters.items()):
             if waiting.awaited.pop(owner, None) is not None:

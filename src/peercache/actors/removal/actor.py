@@ -1,4 +1,4 @@
-"""Removal: pages and namespaces that clients want removed from every member, or retained.
+"""Removal: removes pages and namespaces from every member, or retains pages, for clients.
 
 Owns    the removals that are under way: the client that asked, and the members still to answer.
 Takes   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;

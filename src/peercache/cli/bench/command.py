@@ -73,7 +73,10 @@ def over_two_hosts(command: Callback) -> Callback:
         show_default=True,
     )(command)
     return click.option(
-        "--advertise", default="", metavar="HOST", help="Under which the other host reaches us."
+        "--advertise",
+        default="",
+        metavar="HOST",
+        help="Address at which the other host reaches this one.",
     )(command)
 
 

@@ -35,7 +35,7 @@ LOOK_S = 0.5
     multiple=True,
     metavar="HOST:PORT",
     shell_complete=complete_members,
-    help="Follow this node only; may be repeated. Default: every member, also those to come.",
+    help="Follow this node only; may be repeated. Default: every member, also later ones.",
 )
 @click.option(
     "--kind",
