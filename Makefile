@@ -9,7 +9,7 @@
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
-#   make peers     measures PeerCache beside other stores, and writes what docs/ shows of it
+#   make peers     compares PeerCache with other stores, and writes what docs/ shows of it
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
@@ -47,7 +47,7 @@ help:
 demo: $(STAMP)
 	@$(BIN)/peercache demo $(DEMO_FLAGS)
 
-# mypy needs one core for half of the time, so it runs beside the tests. Pure tests wait for nothing,
+# mypy needs one core for half of the time, so it runs in parallel with the tests. Pure tests wait for nothing,
 # and each worker reads all of them first: as many workers as cores.
 fast: lint
 	@$(BIN)/mypy & types=$$!; tests=0; \
@@ -55,7 +55,7 @@ fast: lint
 		tests/unit tests/house $(PYTEST_FLAGS) || tests=$$?; \
 	wait $$types && exit $$tests
 
-# mypy beside the tests here, too.
+# mypy in parallel with the tests here, too.
 test: lint
 	@$(BIN)/mypy & types=$$!; tests=0; \
 	$(MAKE) --no-print-directory --keep-going unit sglang || tests=$$?; \
@@ -143,7 +143,7 @@ ttft: $(STAMP)
 	@mv $(TTFT).new $(TTFT)
 	@$(MAKE) --no-print-directory docs
 
-# The figures of docs/explanation/performance.md beside Mooncake, PyPI's peercache and Redis, on a
+# The figures of docs/explanation/performance.md compared with Mooncake, PyPI's peercache and Redis, on a
 # quiet machine: nine minutes. Their environments are made in the user's cache folder the first time.
 peers: $(STAMP)
 	@$(BIN)/python -m benchmarks.peers --json $(PEERS).new $(PEERS_FLAGS) \

@@ -90,7 +90,7 @@ GUEST_TESTS = "tests/rdma/test_verbs.py tests/rdma/test_fabric.py tests/rdma/tes
 
 
 def can_make_environments(python: str) -> bool:
-    """Tell whether an interpreter runs, and has what a virtual environment takes."""
+    """Return whether an interpreter runs, and has what a virtual environment takes."""
     command = [python, "-c", "import ensurepip, venv"]
     return not subprocess.run(command, capture_output=True, check=False).returncode  # noqa: S603
 

@@ -33,7 +33,7 @@ WAIT_S = 30.0
 
 
 def page_of(key: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a page: they tell which one it is."""
+    """Return the bytes of a page, which follow from its key."""
     seed = int.from_bytes(key.encode()[-8:].rjust(8), "big")
     return np.random.default_rng(seed).integers(0, 256, MIB, dtype=np.uint8)
 

@@ -28,7 +28,7 @@ from peercache.cli.bench.limits import percentile
 from peercache.cli.main import run
 from peercache.cli.options import SizeType, json_option
 from peercache.cli.processes import NodeProcesses
-from peercache.cli.terminal import print_json, tell
+from peercache.cli.terminal import print_json, show_progress
 from peercache.client.client import Client
 from peercache.errors import ConfigError
 from peercache.storage.folder import open_folder
@@ -200,8 +200,8 @@ class _Silent:
 def disk(folder: str, page_bytes: int, entries: int, *, as_json: bool) -> int:
     """Measure promotes, sets with a disk, and the load of an index, below a folder."""
     with tempfile.TemporaryDirectory(prefix="peercache-bench-", dir=folder) as name:
-        figures = measure_cluster(page_bytes, Path(name) / "nodes", tell)
-        tell(f"an index of {entries} pages")
+        figures = measure_cluster(page_bytes, Path(name) / "nodes", show_progress)
+        show_progress(f"an index of {entries} pages")
         figures |= measure_index(entries, Path(name) / "index")
     if as_json:
         print_json(figures)

@@ -176,7 +176,7 @@ class Node:
             reply = decode(raw, cluster=CLUSTER).message
             assert isinstance(reply, ReportChanges)
             batch = self.follower.take(reply)
-            assert batch is not None, "each answer tells something"
+            assert batch is not None, "each answer reports something"
             self.index.apply(batch)
             count += len(batch.changes)
         return (time.thread_time() - started) / count

@@ -43,7 +43,7 @@ def main() -> None:
             mailbox = Mailbox[Message]()
 
             def hand_over(message: Message = message, mailbox: Mailbox[Message] = mailbox) -> None:
-                mailbox.tell(SELF, message)
+                mailbox.put(SELF, message)
                 mailbox.take()
 
             def encoded(message: Message = message) -> None:

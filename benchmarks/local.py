@@ -27,7 +27,7 @@ from peercache.cli.bench.report import Figures, print_table
 from peercache.cli.main import run
 from peercache.cli.options import json_option
 from peercache.cli.processes import READY_TIMEOUT_S, NodeProcess, NodeProcesses
-from peercache.cli.terminal import print_json, tell
+from peercache.cli.terminal import print_json, show_progress
 from peercache.client.client import Client
 from peercache.client.home import POPULATING
 from peercache.errors import ConfigError, PeerCacheError
@@ -373,12 +373,12 @@ def local(
         raise ConfigError("tls", "goes with --fabric tcp: shared memory is not encrypted")
     if plot:
         if not plot.endswith(".png"):
-            raise ConfigError("plot", f"{plot}: wants a name that ends in .png")
+            raise ConfigError("plot", f"{plot}: must be a name that ends in .png")
         require_plotting()
     results = []
     for size in PLOT_PAGE_BYTES if plot else (page_bytes,):
         work = working_set(size, batch, pages, WORKING_SET_BYTES)
-        figures = run_local(Plan(fabric, work, seconds, tls), tell)
+        figures = run_local(Plan(fabric, work, seconds, tls), show_progress)
         results.append((size, figures))
         if as_json:
             print_json({"page_bytes": size, **figures})

@@ -40,7 +40,7 @@ from benchmarks.peers_clusters import (
 from benchmarks.peers_install import LEFT_OUT, RECIPES
 from peercache.cli.bench.limits import percentile
 from peercache.cli.main import run
-from peercache.cli.terminal import tell
+from peercache.cli.terminal import show_progress
 from peercache.errors import PeerCacheError
 
 MIB = 2**20
@@ -125,7 +125,7 @@ class Samples:
         """Record a problem, once."""
         if text not in self.problems:
             self.problems.append(text)
-            tell(text)
+            show_progress(text)
 
     def summary(self) -> dict[str, Any]:
         """Return the median, minimum and maximum of each figure, and the share of the pages."""
@@ -169,24 +169,24 @@ class Measuring:
 
     def _pages_part(self) -> None:
         for size in self.plan.sizes:
-            tell(f"set and get, {size.name}")
+            show_progress(f"set and get, {size.name}")
             self._in_rounds(size, self.plan.rounds, self._moving, ("set", "get"), ("full",))
 
     def _exists_part(self) -> None:
-        tell("exists")
+        show_progress("exists")
         self._in_rounds(self.plan.asked, self.plan.rounds, self._asking, ASKING)
 
     def _busy_part(self) -> None:
-        tell("exists beside a node that serves at full rate")
+        show_progress("exists while a node serves at full rate")
         rounds = min(BUSY_ROUNDS, self.plan.rounds)
         self._in_rounds(self._first_size(), rounds, self._busy, ("prepare", "busy"))
 
     def _faults_part(self) -> None:
         for fault in FAULTS:
             for number in range(self.plan.fault_rounds):
-                tell(f"beside a {fault} node, round {number + 1}")
+                show_progress(f"with a {fault} node, round {number + 1}")
                 for store in self._turns(number):
-                    self._beside(fault, store)
+                    self._with_fault(fault, store)
 
     def _first_size(self) -> Size:
         return self.plan.sizes[0]
@@ -320,7 +320,7 @@ class Measuring:
 
     # --- with a node that died, or is paused ------------------------------------------------------
 
-    def _beside(self, fault: str, store: str) -> None:
+    def _with_fault(self, fault: str, store: str) -> None:
         size = attrs.evolve(self._first_size(), total_bytes=self._first_size().total_bytes // 4)
         # Sets in the meantime do not evict pages that are read.
         cluster = self._start(store, size, self.plan.fault_turns * size.batch_bytes)
@@ -333,14 +333,14 @@ class Measuring:
                 cluster.reader.do("get", generation=kept, fabric=fabric)
             cluster.reader.do("exists_unknown", calls=10)
             cluster.third_node(FAULTS[fault])
-            self._call_beside(fault, cluster, size, kept)
+            self._calls_with_fault(fault, cluster, size, kept)
         except StoreFailed as error:
             cluster.is_hung = True
-            self.samples.problem(f"{store}, beside a {fault} node: {error}")
+            self.samples.problem(f"{store}, with a {fault} node: {error}")
         finally:
             cluster.close()
 
-    def _call_beside(self, fault: str, cluster: Cluster, size: Size, kept: int) -> None:
+    def _calls_with_fault(self, fault: str, cluster: Cluster, size: Size, kept: int) -> None:
         """Set, get and ask in turn for some seconds after the fault; record the longest calls."""
         name = column(cluster)
         answers: dict[str, list[dict[str, Any]]] = {"set": [], "get": [], "exists": []}
@@ -442,8 +442,8 @@ def _processor() -> str:
 @click.command
 @click.option("--quick", is_flag=True, help="Little data, one round: to see that it works.")
 @click.option(
-    "--beside", type=click.Choice([*RECIPES, "none"]), multiple=True,
-    help="Measure beside these stores only, or beside none; default: all of them.",
+    "--compare", type=click.Choice([*RECIPES, "none"]), multiple=True,
+    help="Measure only these stores in comparison, or none; default: all of them.",
 )  # fmt: skip
 @click.option(
     "--part", "parts", type=click.Choice(PARTS), multiple=True,
@@ -454,10 +454,10 @@ def _processor() -> str:
     help="Write the figures into this file too.",
 )  # fmt: skip
 def peers(
-    *, quick: bool, beside: tuple[str, ...], parts: tuple[str, ...], json_file: Path | None
+    *, quick: bool, compare: tuple[str, ...], parts: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """Measure PeerCache beside the other stores that install here."""
-    stores = [store for store in beside or RECIPES if store != "none"]
+    """Compare PeerCache with the other stores that install here."""
+    stores = [store for store in compare or RECIPES if store != "none"]
     figures = measure(quick_plan() if quick else full_plan(), stores, parts or PARTS)
     print(peers_report.text(figures))
     if any(count for name, count in figures["wrong_pages"].items() if name.startswith(OURS)):

@@ -27,12 +27,12 @@ import attrs
 import numpy as np
 
 from peercache.actors.effects import (
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyPool,
+    NotifyPublisher,
     Pull,
     Send,
-    TellDirectory,
-    TellPlacement,
-    TellPool,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     TAKER,
@@ -161,13 +161,13 @@ class Cluster:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(node, effect)
-            elif isinstance(effect, TellPool):
+            elif isinstance(effect, NotifyPool):
                 self._pool(node, Origin(0), effect.fact)
-            elif isinstance(effect, TellPlacement):
+            elif isinstance(effect, NotifyPlacement):
                 self._place(node, Origin(0), effect.fact)
-            elif isinstance(effect, TellDirectory) and isinstance(effect.fact, RecordsChanged):
+            elif isinstance(effect, NotifyDirectory) and isinstance(effect.fact, RecordsChanged):
                 self._note(node, effect.fact)
-            elif isinstance(effect, TellPublisher) and isinstance(effect.fact, PagesCommitted):
+            elif isinstance(effect, NotifyPublisher) and isinstance(effect.fact, PagesCommitted):
                 self._answer(node, effect.fact)
             elif isinstance(effect, Pull):
                 self._read(node, effect)
@@ -187,10 +187,10 @@ class Cluster:
         for key in keys_of(changed.drops):
             self.holders[key].pop(node, None)
 
-    def _answer(self, node: int, told: PagesCommitted) -> None:
-        if told.origin == TAKER:
-            records = np.concatenate((told.records, told.here))
-            answer = Committed(0, told.sequence, told.states, records.tobytes(), len(records))
+    def _answer(self, node: int, fact: PagesCommitted) -> None:
+        if fact.origin == TAKER:
+            records = np.concatenate((fact.records, fact.here))
+            answer = Committed(0, fact.sequence, fact.states, records.tobytes(), len(records))
             self._place(node, Origin(0), answer)
 
     def _read(self, node: int, pull: Pull) -> None:

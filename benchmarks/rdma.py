@@ -25,7 +25,7 @@ import click
 from peercache.cli.bench.command import seconds
 from peercache.cli.main import run
 from peercache.cli.options import SizeType, json_option
-from peercache.cli.terminal import print_json, tell
+from peercache.cli.terminal import print_json, show_progress
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.rdma.key_table import MemoryKeys
@@ -62,12 +62,12 @@ class RdmaPlan:
     shm_dir: str
 
 
-def run_rdma(plan: RdmaPlan, tell: Callable[[str], None]) -> tuple[Figures, list[str]]:
+def run_rdma(plan: RdmaPlan, show: Callable[[str], None]) -> tuple[Figures, list[str]]:
     """Return the figures, and what could not be measured, one sentence each."""
     figures: Figures = {}
     problems: list[str] = []
     for page_bytes in plan.page_bytes:
-        tell(f"pages of {page_bytes >> 10} KiB")
+        show(f"pages of {page_bytes >> 10} KiB")
         try:
             found = _next_to_bare_loop(plan, page_bytes)
         except LoopbackFailed as failed:
@@ -75,7 +75,7 @@ def run_rdma(plan: RdmaPlan, tell: Callable[[str], None]) -> tuple[Figures, list
             break
         figures |= {f"{name}_{page_bytes >> 10}k": value for name, value in found.items()}
     if not problems:
-        tell("ib_read_bw")
+        show("ib_read_bw")
         for page_bytes in plan.page_bytes:
             rate, problem = perftest(plan, page_bytes)
             if problem:
@@ -351,9 +351,9 @@ def rdma(
     *,
     as_json: bool,
 ) -> int:
-    """Measure READs beside a bare loop of pyverbs, on this host."""
+    """Measure READs, compared with a bare loop of pyverbs, on this host."""
     if max(page_bytes) > total_bytes:
-        raise ConfigError("page-bytes", "wants sizes up to --total-bytes")
+        raise ConfigError("page-bytes", "must be sizes up to --total-bytes")
     devices = (near,) if near else ()
     plan = RdmaPlan(
         near=devices,
@@ -364,7 +364,7 @@ def rdma(
         seconds=seconds,
         shm_dir=shm_dir,
     )
-    figures, problems = run_rdma(plan, tell)
+    figures, problems = run_rdma(plan, show_progress)
     if as_json:
         print_json(figures)
     else:

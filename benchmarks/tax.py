@@ -24,7 +24,7 @@ from peercache.cli.bench.engine import POISON, Engine, WorkingSet
 from peercache.cli.main import run
 from peercache.cli.options import SizeType, json_option
 from peercache.cli.processes import NodeProcesses
-from peercache.cli.terminal import print_json, tell
+from peercache.cli.terminal import print_json, show_progress
 from peercache.errors import ConfigError, PeerCacheError
 
 ROUNDS = 5
@@ -92,7 +92,7 @@ def run_tax(work: WorkingSet, seconds: float, progress: Callable[[str], None]) -
     """Measure an embedded and a standalone node; return the lost shares of the thread's speed."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("bench", "wants two processors: one for the engine, one for the rest")
+        raise ConfigError("bench", "requires two processors: one for the engine, one for the rest")
     figures: dict[str, float] = {}
     for shape in ("embedded", "standalone"):
         progress(shape)
@@ -178,7 +178,7 @@ def _pin(process: int, cores: list[int], *, other_than: int = 0) -> None:
 @json_option
 def tax(page_bytes: int, batch: int, pages: int, seconds: float, *, as_json: bool) -> None:
     """Measure how much serving pages slows a Python-bound thread, embedded and standalone."""
-    figures = run_tax(WorkingSet(page_bytes, pages, batch), seconds, tell)
+    figures = run_tax(WorkingSet(page_bytes, pages, batch), seconds, show_progress)
     if as_json:
         print_json(figures)
         return

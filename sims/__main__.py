@@ -125,7 +125,7 @@ def _sweep(args: argparse.Namespace) -> int:
         if not outcome.ok and not args.json:
             _show(outcome)
 
-    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, tell=show_outcome)
+    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, report=show_outcome)
     _print(tally.as_json() if args.json else tally.summary())
     return 1 if tally.failures else 0
 

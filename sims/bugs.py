@@ -14,7 +14,7 @@ import trio
 
 from peercache.actors.directory import actor as directory
 from peercache.actors.directory.holdings import Holdings
-from peercache.actors.effects import Send, TellDirectory, TellPublisher
+from peercache.actors.effects import NotifyDirectory, NotifyPublisher, Send
 from peercache.actors.mailboxes import ClientGone, RecordsChanged
 from peercache.actors.membership import actor as membership
 from peercache.actors.membership import gossip
@@ -85,7 +85,7 @@ def _early(right: Any) -> Any:
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
         *published, last = self._commit_open(origin, commit, found)
         changed = RecordsChanged(last.fact.records, answers.NO_DROPS)
-        return [*effects, *published, TellPublisher(changed)]
+        return [*effects, *published, NotifyPublisher(changed)]
 
     return grant
 
@@ -210,7 +210,7 @@ def _frees(right: Any) -> Any:
         session = self.admission.sessions.get(pipe)
         right(self, pipe)
         if session is not None and session.role.value == "writer":
-            self.crew.mailboxes.pool.tell(SELF, ClientGone(session.identity))
+            self.crew.mailboxes.pool.put(SELF, ClientGone(session.identity))
 
     return pipe_ended
 
@@ -306,7 +306,7 @@ OUTBOX_WITHOUT_BOUND: Patches = ((Outbox, "put", _takes_everything),)
 
 def _refuses_nothing(_: Any) -> Any:
     def offer(self: Mailbox[Any], sender: Any, message: Any, size_bytes: int) -> bool:
-        self._put(sender, message, size_bytes)
+        self._append(sender, message, size_bytes)
         return True
 
     return offer
@@ -369,7 +369,9 @@ def _stays_known(right: Any) -> Any:
         kept = right(self, pages, reserved, **more)
         if not self._has_disk:
             return kept
-        return [effect for effect in kept if not isinstance(effect, (TellDirectory, TellPublisher))]
+        return [
+            effect for effect in kept if not isinstance(effect, (NotifyDirectory, NotifyPublisher))
+        ]
 
     return end
 
@@ -419,7 +421,7 @@ def _any_member_believed(right: Any) -> Any:
     return judge_view
 
 
-HEARSAY_BELIEVED: Patches = ((membership, "judge_view", _any_member_believed),)
+HEARSAY_TRUSTED: Patches = ((membership, "judge_view", _any_member_believed),)
 
 
 def _in_at_once(right: Any) -> Any:

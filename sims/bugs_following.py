@@ -47,34 +47,34 @@ def _it_may_come_back(_: Any) -> Any:
     return failed
 
 
-GAP_NOT_TOLD: Patches = ((Following, "_begins_again", _kept_or_not),)
+GAP_NOT_SENT: Patches = ((Following, "_begins_again", _kept_or_not),)
 
-UNCOUNTED_NOT_TOLD: Patches = ((Following, "on_tick", _counts_on),)
+UNCOUNTED_NOT_SENT: Patches = ((Following, "on_tick", _counts_on),)
 
-DROPS_NOT_TOLD: Patches = ((Following, "gone", _only_what_is_stored),)
+DROPS_NOT_SENT: Patches = ((Following, "gone", _only_what_is_stored),)
 
 DEAD_NODE_STAYS: Patches = ((NodeFollower, "failed", _it_may_come_back),)
 
 CANARIES = (
     Canary(
-        "gap-not-told",
-        "a follower that has missed changes is told the rest as if it had not",
+        "gap-not-sent",
+        "a follower that has missed changes receives the rest as if it had not",
         5,
-        patches=GAP_NOT_TOLD,
+        patches=GAP_NOT_SENT,
         story=follow,
     ),
     Canary(
-        "uncounted-not-told",
+        "uncounted-not-sent",
         "what changed while a node had no followers is not notified to those that come back",
         5,
-        patches=UNCOUNTED_NOT_TOLD,
+        patches=UNCOUNTED_NOT_SENT,
         story=follow,
     ),
     Canary(
-        "drops-not-told",
+        "drops-not-sent",
         "followers are notified of what is stored, and not what is evicted or removed",
         5,
-        patches=DROPS_NOT_TOLD,
+        patches=DROPS_NOT_SENT,
         story=follow,
     ),
     Canary(

@@ -30,7 +30,7 @@ OWN_SHARD_COUNTS: Patches = ((WaitingCommits, "expect", _known_at_home),)
 
 
 def _as_published(_: Any) -> Any:
-    def join(self: Any, *_told: Any) -> None:
+    def join(self: Any, *_changes: Any) -> None:
         del self
 
     return join

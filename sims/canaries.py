@@ -240,7 +240,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     Canary(
         "disk-deletion-not-published",
-        "a page that is deleted from disk is still told as on disk",
+        "a page that is deleted from disk is still reported as on disk",
         50,
         patches=bugs.DISK_DELETION_NOT_PUBLISHED,
     ),
@@ -263,14 +263,14 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.CHANGES_ON_A_WRONG_BASE,
     ),
     Canary(
-        "hearsay-believed",
+        "hearsay-trusted",
         "a node believes what members that are no masters say of others",
         50,
-        patches=bugs.HEARSAY_BELIEVED,
+        patches=bugs.HEARSAY_TRUSTED,
     ),
     Canary(
         "admitted-by-gossip",
-        "a member is in the view as soon as another one tells of it",
+        "a member is in the view as soon as another one reports it",
         20,
         patches=bugs.ADMITTED_BY_GOSSIP,
     ),

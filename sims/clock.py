@@ -40,7 +40,7 @@ class VirtualClock(trio.abc.Clock):
         return self.now_s
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Jump to the deadline, and tell trio not to sleep."""
+        """Jump to the deadline, and make trio not sleep."""
         self._polls += 1
         if self._polls % POLLS_BETWEEN_LOOKS == 0 and time.monotonic() > self._wall_until:
             self.overrun = True

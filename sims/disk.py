@@ -29,8 +29,8 @@ from peercache.actors.ports import (
     LateEnded,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from sims.network import Network
 from sims.places import Place
@@ -68,9 +68,9 @@ class SimDisk:
         rng: random.Random,
         network: Network,
         trace: Trace,
-        tell: Callable[[DiskFact], None],
+        notify: Callable[[DiskFact], None],
     ) -> None:
-        """Open `image` after a while; `tell` is called with the results."""
+        """Open `image` after a while; `notify` is called with the results."""
         self.has_ended = False
         self._image = image
         self._store = store
@@ -79,7 +79,7 @@ class SimDisk:
         self._rng = rng
         self._network = network
         self._trace = trace
-        self._tell = tell
+        self._notify = notify
         self._nursery: trio.Nursery | None = None
         self._asked: list[int] = []
 
@@ -92,25 +92,25 @@ class SimDisk:
             self._store.unix_s = int(trio.current_time())
             self._trace.line("disk", self._place.name, "opened", len(entries))
             slabs = self._options.disk_slabs
-            self._tell(DiskOpened(slabs * SLAB_BYTES, SLAB_BYTES, entries, self._store.unix_s))
+            self._notify(DiskOpened(slabs * SLAB_BYTES, SLAB_BYTES, entries, self._store.unix_s))
             while True:
                 await self._pass(SYNC_S)
                 self._image.sync()
                 for job in self._asked:
-                    self._tell(ForgetDone(job))
+                    self._notify(ForgetDone(job))
                 self._asked.clear()
 
     def perform(self, effect: DiskEffect) -> None:
         """Start an effect of the disk actor."""
         assert self._nursery is not None, "the actor says nothing before the disk is open"
-        if isinstance(effect, (Spill, Load)):
+        if isinstance(effect, (Write, Load)):
             self._nursery.start_soon(self._work, effect)
         elif isinstance(effect, Forget):
             self._store.forget(effect.places.tolist())
             if effect.job:
                 self._asked.append(effect.job)
 
-    async def _work(self, effect: Spill | Load) -> None:
+    async def _work(self, effect: Write | Load) -> None:
         """Do a job page by page; answer it, and report late pages afterwards."""
         outcomes: list[tuple[int, int]] = []
         late: list[tuple[int, Generator[None, None, Any]]] = []
@@ -129,24 +129,24 @@ class SimDisk:
             if self._happens(STUCK_CHANCE) and not self.has_ended:
                 self.has_ended = True
                 self._trace.line("disk", self._place.name, "stuck")
-                self._tell(DiskEnded("stuck"))
+                self._notify(DiskEnded("stuck"))
             await self._come_late(effect, late)
 
     async def _come_late(
-        self, effect: Spill | Load, late: list[tuple[int, Generator[None, None, Any]]]
+        self, effect: Write | Load, late: list[tuple[int, Generator[None, None, Any]]]
     ) -> None:
         """Finish a late job: it must harm no page, and its result is ignored."""
         for _, page in late:
             await self._pass(self._rng.expovariate(1 / LATE_S))
             await self._finish(page)
-        self._tell(LateEnded(effect.job, tuple(at for at, _ in late)))
+        self._notify(LateEnded(effect.job, tuple(at for at, _ in late)))
 
-    def _page(self, effect: Spill | Load, at: int) -> Generator[None, None, Any]:
+    def _page(self, effect: Write | Load, at: int) -> Generator[None, None, Any]:
         failed = DISK_FAILED if self._happens(self._options.disk_failure) else DISK_DONE
         if isinstance(effect, Load):
             return self._store.load(effect, at, failed)
         full = self._happens(self._options.disk_full)
-        return self._store.spill(effect, at, DISK_FULL if full else failed)
+        return self._store.write(effect, at, DISK_FULL if full else failed)
 
     async def _finish(self, page: Generator[None, None, Any]) -> tuple[int, int]:
         """Perform a page's steps; return its outcome and checksum."""
@@ -159,13 +159,13 @@ class SimDisk:
                 found = end.value
                 return found if isinstance(found, tuple) else (found, 0)
 
-    def _answer(self, effect: Spill | Load, outcomes: list[tuple[int, int]]) -> None:
+    def _answer(self, effect: Write | Load, outcomes: list[tuple[int, int]]) -> None:
         states = bytes(outcome for outcome, _ in outcomes)
-        if isinstance(effect, Spill):
-            self._tell(SpillDone(effect.job, states))
+        if isinstance(effect, Write):
+            self._notify(WriteDone(effect.job, states))
         else:
             checksums = np.array([checksum for _, checksum in outcomes], np.uint64)
-            self._tell(LoadDone(effect.job, states, checksums))
+            self._notify(LoadDone(effect.job, states, checksums))
 
     def _happens(self, chance: float) -> bool:
         return bool(chance) and self._network.faults_on and self._rng.random() < chance

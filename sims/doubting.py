@@ -53,7 +53,7 @@ ASKED_S = 0.0004
 ANSWERED_S = 0.05
 """How long after an owner's request no answer has arrived yet, and how long until all have."""
 
-TOLD_A_SECOND = 40
+SENT_A_SECOND = 40
 """Records that a holder hands over per second: the hand-over must take a second here."""
 
 HANDED_OVER_S = 4.0
@@ -81,7 +81,7 @@ def _options(seed: int, *, ring_s: float) -> Any:
         Crowd(readers=2, pages=64, seed=seed).options(),
         replicas=AUTO,
         cache_entries=0,
-        republish_rate=TOLD_A_SECOND,
+        republish_rate=SENT_A_SECOND,
         summary_s=2.0,
         ring_s=ring_s,
         partition_holds=False,

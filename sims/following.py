@@ -117,7 +117,9 @@ class Router:
         """Fail if anything is known of a node that died a while ago."""
         pages = self.index.pages(address_of(name))
         if pages:
-            raise Violation("followed-dead", f"{len(pages)} pages of {name} are told of, dead")
+            raise Violation(
+                "followed-dead", f"{len(pages)} pages of {name} are reported, and it is dead"
+            )
 
 
 async def _run(world: World) -> None:

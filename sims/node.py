@@ -15,10 +15,10 @@ from peercache.actors.directory.holdings import SUMMARY_AGE_MAX_S
 from peercache.actors.effects import (
     Effect,
     LocalEffect,
+    NotifyDirectory,
+    NotifyPublisher,
     Pull,
     StoreWords,
-    TellDirectory,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     TAKER,
@@ -190,11 +190,11 @@ class SimNode:
             rng=disk_rng,
             network=network,
             trace=trace,
-            tell=lambda fact: self.crew.mailboxes.disk.tell(SELF, fact),
+            notify=lambda fact: self.crew.mailboxes.disk.put(SELF, fact),
         )
         self.watched = {
             named.name: WatchedActor(
-                named.name, named.actor, named.mailbox, place, trace, truth, self._check_told
+                named.name, named.actor, named.mailbox, place, trace, truth, self._check_sent
             )
             for named in self.crew.actors
         }
@@ -236,11 +236,11 @@ class SimNode:
         """Hand the pages over, as the node's `Draining` does; False if that was cancelled."""
         self._trace.line("fault", "drain", self.place.name)
         giving, mailbox = self.crew.placement.giving, self.crew.mailboxes.placement
-        mailbox.tell(SELF, DrainBegan(self.place.local(trio.current_time()) + DRAIN_S))
+        mailbox.put(SELF, DrainBegan(self.place.local(trio.current_time()) + DRAIN_S))
         while self.place.alive and giving.state != HANDED_OVER:
             await trio.sleep(DRAIN_LOOK_S)
             if not goes_on():
-                mailbox.tell(SELF, DrainCancelled())
+                mailbox.put(SELF, DrainCancelled())
                 return False
         self._trace.line("drained", self.place.name, *attrs.astuple(giving.progress))
         return self.place.alive
@@ -256,7 +256,7 @@ class SimNode:
             self.memory.write(offset, offset, region.data, TAKER.identity)
             buffers.close(region)
         done = PullDone(pull.job, arrived(pull.records, pull.namespace, fetched))
-        self.crew.mailboxes.placement.tell(SELF, done)
+        self.crew.mailboxes.placement.put(SELF, done)
 
     async def _start(self, nursery: trio.Nursery) -> None:
         # A separate stream: how long an actor is busy does not affect other draws.
@@ -323,33 +323,35 @@ class SimNode:
     def perform(self, effect: Effect) -> None:
         """Perform an effect of an actor; records that become valid are checked first."""
         match effect:
-            case TellDirectory(RecordsChanged(published)) if len(published):
+            case NotifyDirectory(RecordsChanged(published)) if len(published):
                 self.memory.published(published, trio.current_time())
         self.switchboard.perform(effect)
 
-    def _check_told(self, effects: list[Effect]) -> None:
+    def _check_sent(self, effects: list[Effect]) -> None:
         """After a step of an actor, a page is reported as ON_DISK only if it is, and is not in
         memory.
 
         A report that the same step withdraws again, as for a page that is evicted at once, does not
         count; nor does a page with a withdrawal in flight from the disk actor to the pool.
         """
-        told: dict[bytes, int] = {}
+        reported: dict[bytes, int] = {}
         for effect in effects:
-            fact = effect.fact if isinstance(effect, (TellDirectory, TellPublisher)) else None
+            fact = effect.fact if isinstance(effect, (NotifyDirectory, NotifyPublisher)) else None
             if isinstance(fact, RecordsChanged):
                 on_disk = fact.records[(fact.records["flags"] & ON_DISK) != 0]
-                told.update(zip(keys_of(on_disk), on_disk["generation"].tolist(), strict=True))
+                reported.update(zip(keys_of(on_disk), on_disk["generation"].tolist(), strict=True))
                 for key, newest in zip(
                     keys_of(fact.drops), fact.drops["generation"].tolist(), strict=True
                 ):
-                    if told.get(key, newest + 1) <= newest:
-                        del told[key]
-        for key in told:
+                    if reported.get(key, newest + 1) <= newest:
+                        del reported[key]
+        for key in reported:
             if self.crew.pool.pages.find(key) is not None:
-                raise Violation("two-places", f"{key.hex()} is told as on disk, and is in memory")
+                raise Violation(
+                    "two-places", f"{key.hex()} has an ON_DISK record, and is in memory"
+                )
             if not self._may_be_on_disk(key):
-                raise Violation("not-on-disk", f"{key.hex()} is told as on disk, and is not")
+                raise Violation("not-on-disk", f"{key.hex()} has an ON_DISK record, and is not")
 
     def _may_be_on_disk(self, key: bytes) -> bool:
         """Return whether a page is on disk, or the pool is about to be notified that it is not."""
@@ -368,7 +370,7 @@ class SimNode:
     async def _populate(self) -> None:
         whole = self.memory.pages.nbytes
         for usable in (whole // 2, whole):
-            self.crew.mailboxes.pool.tell(SELF, PoolGrew(usable))
+            self.crew.mailboxes.pool.put(SELF, PoolGrew(usable))
             await trio.sleep(POPULATED_S)
 
     async def _keep_house(self) -> None:
@@ -376,7 +378,7 @@ class SimNode:
             await self.place.awake()
             for client in self.admission.exited():
                 self._trace.line("exited", self.place.name, f"{client:016x}")
-                self.crew.mailboxes.pool.tell(SELF, ClientGone(client))
+                self.crew.mailboxes.pool.put(SELF, ClientGone(client))
             members = self.crew.membership.view.members()
             kept = {m.control for m in members if m.state in (ALIVE, SUSPECT)}
             dialled = self.crew.membership.dialled()

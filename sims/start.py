@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache.actors.effects import BuildRing, Effect, Send, SendTo, TellRing
+from peercache.actors.effects import BuildRing, Effect, NotifyRing, Send, SendTo
 from peercache.actors.mailboxes import PeerAnswered, RingBuilt
 from peercache.actors.membership.actor import Membership
 from peercache.actors.membership.gossip import bytes_of
@@ -227,7 +227,7 @@ class _Node:
     def perform(self, effects: list[Effect]) -> None:
         costs = self.start.costs
         for effect in effects:
-            if isinstance(effect, TellRing):
+            if isinstance(effect, NotifyRing):
                 members = getattr(effect.fact, "members", ())
                 self.busy(len(members) * costs.announced)
                 self.perform(self.ring.on_message(Origin(0), effect.fact, self.start.now))
@@ -248,7 +248,7 @@ class _Node:
                     self.send_to(member.control, effect.message)
 
     def ring_built(self, build: BuildRing) -> None:
-        self.perform(self.ring.on_message(Origin(0), RingBuilt(build.ring()), self.start.now))
+        self.perform(self.ring.on_message(Origin(0), RingBuilt(build.build()), self.start.now))
 
     def count(self, message: Any) -> None:
         entries = 0

@@ -24,7 +24,7 @@ from peercache.actors.ports import (
     DISK_FULL,
     DISK_REPLACED,
     Load,
-    Spill,
+    Write,
 )
 from peercache.model.keys import KEY_BYTES, parts_of, tag_of
 from sims.content import Page
@@ -118,7 +118,7 @@ class Store:
     steps_a_page: int = 2
     unix_s: int = 0
 
-    def spill(self, job: Spill, at: int, outcome: int = DISK_DONE) -> Generator[None, None, int]:
+    def write(self, job: Write, at: int, outcome: int = DISK_DONE) -> Generator[None, None, int]:
         """Write one page of a job; outcome: the intended result."""
         record = job.records[at]
         offset, length = int(record["offset"]), int(record["length"])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from peercache.actors.directory.actor import DirectoryShard
-from peercache.actors.effects import Effect, Send, TellDirectory
+from peercache.actors.effects import Effect, NotifyDirectory, Send
 from peercache.actors.mailboxes import (
     CommitAnswered,
     PagesCommitted,
@@ -98,8 +98,8 @@ def note_effects(actor: Any, effects: list[Effect], truth: Truth) -> None:
         return
     for effect in effects:
         if isinstance(effect, Send):
-            _note_told(actor.incarnation, effect.to, effect.message, truth)
-        if not isinstance(effect, TellDirectory) or not isinstance(effect.fact, CommitAnswered):
+            _note_sent(actor.incarnation, effect.to, effect.message, truth)
+        if not isinstance(effect, NotifyDirectory) or not isinstance(effect.fact, CommitAnswered):
             continue
         answer = effect.fact.committed
         key = (actor.incarnation, effect.fact.origin.identity, answer.request)
@@ -122,7 +122,7 @@ def note_effects(actor: Any, effects: list[Effect], truth: Truth) -> None:
                 truth.unanswered.setdefault(name, {})[actor.incarnation] = noted
 
 
-def _note_told(holder: int, owner: Any, message: object, truth: Truth) -> None:
+def _note_sent(holder: int, owner: Any, message: object, truth: Truth) -> None:
     match message:
         case Put(number) | Delete(number) | Repair(number):
             truth.sent[holder, owner] = number

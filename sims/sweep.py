@@ -124,9 +124,9 @@ def sweep(
     *,
     minutes: float | None = None,
     jobs: int | None = None,
-    tell: Callable[[Outcome], None],
+    report: Callable[[Outcome], None],
 ) -> Tally:
-    """Run seeds until there are no more, or the time is up; `tell` is called with each outcome."""
+    """Run seeds until there are no more, or the time is up; call `report` with each outcome."""
     tally = Tally()
     started = time.monotonic()
     until = started + 60.0 * minutes if minutes is not None else float("inf")
@@ -139,7 +139,7 @@ def sweep(
         for outcome in pool.imap_unordered(play, _until(seeds, until, room)):
             room.release()
             tally.add(outcome)
-            tell(outcome)
+            report(outcome)
     tally.wall_s = time.monotonic() - started
     return tally
 

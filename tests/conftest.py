@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def counts_for_coverage(item: pytest.Item) -> bool:
-    """Tell whether a test's lines are counted.
+    """Return whether a test's lines are counted.
 
     Counting makes Python three times slower. Properties do the same again and again, and what only
     they or whole nodes come to has no test that states what it shall do.
@@ -55,7 +55,7 @@ def counts_for_coverage(item: pytest.Item) -> bool:
 
 
 def is_long(item: pytest.Item) -> bool:
-    """Tell whether a test may take seconds of one core: simulations and properties."""
+    """Return whether a test may take seconds of one core: simulations and properties."""
     return (
         item.nodeid.startswith("tests/sims/") or item.get_closest_marker("hypothesis") is not None
     )

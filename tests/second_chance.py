@@ -40,7 +40,7 @@ def listed(path: Path = LISTED) -> dict[str, str]:
 
 
 def ran_out_of_time(error: BaseException) -> bool:
-    """Tell whether this is all that an error says."""
+    """Return whether this is all that an error says."""
     if inner := getattr(error, "exceptions", ()):
         return all(ran_out_of_time(each) for each in inner)
     # Playwright is not there in every environment, and its errors share a name with Python's own.

@@ -62,11 +62,11 @@ files=$(ulimit -Hn)
     --env PEERCACHE_METRICS_PORT="${PORT:-31987}" \
     --env PEERCACHE_HOME=ipc:///run/peercache/home.ipc localhost/peercache >/dev/null
 for _ in $(seq 60); do
-    told=$("${podman[@]}" exec $name peercache health 2>&1) && break
+    answer=$("${podman[@]}" exec $name peercache health 2>&1) && break
     sleep 0.5
 done
-echo "health: $told"
-[ "$told" = ok ] || { "${podman[@]}" logs $name >&2; exit 1; }
+echo "health: $answer"
+[ "$answer" = ok ] || { "${podman[@]}" logs $name >&2; exit 1; }
 uid=$("${podman[@]}" exec $name python3 -c 'import os; print(os.stat("/proc/1").st_uid)')
 echo "uid: $uid"
 [ "$uid" = 65532 ]

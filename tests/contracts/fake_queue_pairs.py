@@ -31,9 +31,9 @@ class FakeQueuePairs:
     live: (client, channel) → the client's question and the number of the queue pair.
     """
 
-    def __init__(self, tell: Callable[[RdmaFact], None], *, absent_because: str = "") -> None:
+    def __init__(self, notify: Callable[[RdmaFact], None], *, absent_because: str = "") -> None:
         """Hand facts to `tell`; the first one comes with the first `step`."""
-        self._tell = tell
+        self._notify = notify
         self._absent_because = absent_because
         self._is_open = False
         self._usable_bytes = 0
@@ -52,9 +52,9 @@ class FakeQueuePairs:
             self._is_open = True
             if self._absent_because:
                 self.pending.clear()
-                self._tell(RdmaAbsent(self._absent_because))
+                self._notify(RdmaAbsent(self._absent_because))
             else:
-                self._tell(RdmaServes())
+                self._notify(RdmaServes())
         elif self.pending:
             self._do(self.pending.popleft())
 
@@ -72,7 +72,7 @@ class FakeQueuePairs:
         if not 1 <= wanted.mtu <= 5:
             self.live.pop(key, None)
             refusal = Refused(wanted.request, NO_PATH, "no queue pair has such an end")
-            self._tell(PairOpened(effect.origin, wanted.channel, is_open=False, answer=refusal))
+            self._notify(PairOpened(effect.origin, wanted.channel, is_open=False, answer=refusal))
             return
         known = self.live.get(key)
         if known is None or (known[0].qp_num, known[0].psn) != (wanted.qp_num, wanted.psn):
@@ -87,4 +87,4 @@ class FakeQueuePairs:
             page_bytes=GRANULE, seals_address=SEALS_ADDRESS, granule=GRANULE,
             regions=np.array(regions, "<u8").tobytes(),
         )  # fmt: skip
-        self._tell(PairOpened(effect.origin, wanted.channel, is_open=True, answer=answer))
+        self._notify(PairOpened(effect.origin, wanted.channel, is_open=True, answer=answer))

@@ -43,8 +43,8 @@ from peercache.actors.ports import (
     LoadDone,
     RdmaAbsent,
     RdmaEffect,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.actors.runtime import SELF, Mailbox, NamedActor
 from peercache.config.settings import Config
@@ -207,7 +207,7 @@ class World:
         elif isinstance(effect, RdmaEffect):
             pass  # There is no device.
         else:
-            self.crew.mailboxes.tell(effect)
+            self.crew.mailboxes.deliver(effect)
 
     def _step(self, named: NamedActor[Any], sender: Origin, message: Any) -> None:
         effects = self.handle(named, sender, message, self.now)
@@ -217,14 +217,14 @@ class World:
 
     def _store(self, effect: DiskEffect) -> None:
         disk = self.crew.mailboxes.disk
-        if isinstance(effect, Spill):
-            disk.tell(SELF, SpillDone(effect.job, bytes([DISK_DONE]) * len(effect.places)))
+        if isinstance(effect, Write):
+            disk.put(SELF, WriteDone(effect.job, bytes([DISK_DONE]) * len(effect.places)))
         elif isinstance(effect, Load):
             count = len(effect.places)
             sums = np.zeros(count, np.uint64)
-            disk.tell(SELF, LoadDone(effect.job, bytes([DISK_DONE]) * count, sums))
+            disk.put(SELF, LoadDone(effect.job, bytes([DISK_DONE]) * count, sums))
         elif isinstance(effect, Forget) and effect.job:
-            disk.tell(SELF, ForgetDone(effect.job))
+            disk.put(SELF, ForgetDone(effect.job))
 
 
 def world_of(handle: Handle) -> World:
@@ -248,15 +248,15 @@ def play(world: World) -> None:
     boxes = world.crew.mailboxes
     for effect in world.crew.membership.start(world.now):
         world.perform(effect)
-    boxes.pool.tell(SELF, PoolGrew(GRANULES * GRANULE))
-    boxes.rdma.tell(SELF, RdmaAbsent("this host has no device"))
+    boxes.pool.put(SELF, PoolGrew(GRANULES * GRANULE))
+    boxes.rdma.put(SELF, RdmaAbsent("this host has no device"))
     nothing = np.empty(0, DISK_ENTRY)
-    boxes.disk.tell(SELF, DiskOpened(4 * SLAB_BYTES, SLAB_BYTES, nothing, 1_000))
+    boxes.disk.put(SELF, DiskOpened(4 * SLAB_BYTES, SLAB_BYTES, nothing, 1_000))
     world.drain()
 
     world.hears(Origin(PEER, 3), Join(member(PEER)))
     assert [m.incarnation for m in world.takes(ShareView).view] == [ME]
-    boxes.membership.tell(SELF, PeerAnswered(member(PEER).control, member(PEER)))
+    boxes.membership.put(SELF, PeerAnswered(member(PEER).control, member(PEER)))
     world.drain()
     digest = world.crew.membership.view.digest()
     assert world.takes(HeartbeatSeen).view == digest

@@ -152,7 +152,7 @@ def open_port(
         else:
             metrics = Metrics()
             real = DeviceQueuePairs(
-                settings, segment, is_required=False, tell=port.tell, rng=rng(),
+                settings, segment, is_required=False, notify=port.tell, rng=rng(),
                 metrics=metrics, log=get_logger(),
             )  # fmt: skip
             port.pairs = real
@@ -277,7 +277,7 @@ async def test_port_without_devices_says_why_once_and_then_nothing(
             "peercache.rdma.serving.open_rails", lambda _: ((), ("no more of them",))
         )
         real = DeviceQueuePairs(
-            Config(), segment, is_required=False, tell=port.tell, rng=rng(), metrics=Metrics(),
+            Config(), segment, is_required=False, notify=port.tell, rng=rng(), metrics=Metrics(),
             log=get_logger(),
         )  # fmt: skip
         await real.run()

@@ -23,8 +23,8 @@ from peercache.actors.ports import (
     ForgetDone,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.model.keys import tags_of
 from peercache.model.runs import U64
@@ -61,24 +61,24 @@ class PoolOfRig:
 class AtOnce:
     """The simulated store, doing each job as soon as it is given."""
 
-    def __init__(self, store: Store, tell: Callable[[DiskFact], None]) -> None:
+    def __init__(self, store: Store, notify: Callable[[DiskFact], None]) -> None:
         """Tell what becomes of jobs."""
         self._store = store
-        self._tell = tell
+        self._notify = notify
 
     def perform(self, effect: DiskEffect) -> None:
         """Do a job."""
-        if isinstance(effect, Spill):
-            said = [_end_of(self._store.spill(effect, at)) for at in range(len(effect.places))]
-            self._tell(SpillDone(effect.job, bytes(said)))
+        if isinstance(effect, Write):
+            said = [_end_of(self._store.write(effect, at)) for at in range(len(effect.places))]
+            self._notify(WriteDone(effect.job, bytes(said)))
         elif isinstance(effect, Load):
             found = [_end_of(self._store.load(effect, at)) for at in range(len(effect.places))]
             checksums: U64 = np.array([checksum for _, checksum in found], np.uint64)
-            self._tell(LoadDone(effect.job, bytes(outcome for outcome, _ in found), checksums))
+            self._notify(LoadDone(effect.job, bytes(outcome for outcome, _ in found), checksums))
         elif isinstance(effect, Forget):
             self._store.forget(effect.places.tolist())
             self._store.image.sync()
-            self._tell(ForgetDone(effect.job))
+            self._notify(ForgetDone(effect.job))
 
     def close(self) -> None:
         """Make safe what is not yet."""
@@ -135,7 +135,7 @@ def flip(rig: Rig, number: int) -> None:
 def test_pages_come_back_byte_for_byte(open_store: OpenStore) -> None:
     """What was written is loaded, in any order."""
     with open_store() as rig:
-        assert rig.spill([1, 2, 3]) == bytes([DISK_DONE] * 3)
+        assert rig.write([1, 2, 3]) == bytes([DISK_DONE] * 3)
 
         assert rig.load([3, 1, 2]) == ["right"] * 3
 
@@ -143,17 +143,17 @@ def test_pages_come_back_byte_for_byte(open_store: OpenStore) -> None:
 def test_each_job_is_answered_once(open_store: OpenStore) -> None:
     """Under its own number."""
     with open_store() as rig:
-        first, second = rig.send_spill([1, 2]), rig.send_spill([3])
-        answers = [rig.await_fact(SpillDone) for _ in range(2)]
+        first, second = rig.send_write([1, 2]), rig.send_write([3])
+        answers = [rig.await_fact(WriteDone) for _ in range(2)]
 
         assert sorted(answer.job for answer in answers) == [first, second]
-        assert not [fact for fact in rig.told if isinstance(fact, SpillDone)]
+        assert not [fact for fact in rig.told if isinstance(fact, WriteDone)]
 
 
 def test_restart_finds_what_was_written(open_store: OpenStore) -> None:
     """Each page once, where it lies."""
     with open_store() as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         places = [rig.place_of(number) for number in (1, 2, 3)]
 
     with open_store() as again:
@@ -171,15 +171,15 @@ def test_evicted_page_is_not_written(open_store: OpenStore) -> None:
             np.array([1], np.uint64), 0,
         )  # fmt: skip
 
-        rig.perform(Spill(7, records, tags_of([5]), begun.places, np.array([1], np.uint64), 1e9))
+        rig.perform(Write(7, records, tags_of([5]), begun.places, np.array([1], np.uint64), 1e9))
 
-        assert rig.await_fact(SpillDone, 7).outcomes == bytes([DISK_CHANGED])
+        assert rig.await_fact(WriteDone, 7).outcomes == bytes([DISK_CHANGED])
 
 
 def test_a_place_that_holds_another_whole_page_gives_nothing(open_store: OpenStore) -> None:
     """As after a kill between the bytes of a page and its row: no damage, and no page."""
     with open_store() as rig:
-        rig.spill([1])
+        rig.write([1])
 
         assert rig.load([1], namespace=6) == [str(DISK_REPLACED)]
 
@@ -187,7 +187,7 @@ def test_a_place_that_holds_another_whole_page_gives_nothing(open_store: OpenSto
 def test_flipped_bit_is_damage(open_store: OpenStore) -> None:
     """Others are as they were."""
     with open_store() as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         flip(rig, 1)
 
         assert rig.load([1, 2]) == [str(DISK_DAMAGED), "right"]
@@ -198,7 +198,7 @@ def test_checksum_of_a_load_is_that_of_the_page(open_store: OpenStore) -> None:
     import xxhash
 
     with open_store() as rig:
-        rig.spill([1])
+        rig.write([1])
         job, (offset,) = rig.send_load([1])
         done = rig.await_fact(LoadDone, job)
 
@@ -209,7 +209,7 @@ def test_checksum_of_a_load_is_that_of_the_page(open_store: OpenStore) -> None:
 def test_forgotten_page_stays_forgotten_over_a_restart(open_store: OpenStore) -> None:
     """Once ForgetDone has been told."""
     with open_store() as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         rig.forget([1])
 
     with open_store() as again:

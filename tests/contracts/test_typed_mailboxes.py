@@ -10,7 +10,7 @@ from mypy import api
 ROOT = Path(__file__).parents[2]
 
 WRONG_RECEIVERS = """
-from peercache.actors.effects import TellPool, TellPublisher, TellRing
+from peercache.actors.effects import NotifyPool, NotifyPublisher, NotifyRing
 from peercache.actors.mailboxes import ClientGone, ViewChanged
 from peercache.actors.pool.actor import Pool
 from peercache.actors.ring.actor import RingActor
@@ -18,9 +18,9 @@ from peercache.actors.runtime import run_actor
 from peercache.node.switchboard import NodeMailboxes
 from peercache.wire.messages.directory import Lookup
 
-TellPool(ClientGone(1))
-TellRing(ClientGone(1))  # refused: the ring does not hear it
-TellPublisher(Lookup(1, b""))  # refused: a question for the directory
+NotifyPool(ClientGone(1))
+NotifyRing(ClientGone(1))  # refused: the ring does not hear it
+NotifyPublisher(Lookup(1, b""))  # refused: a question for the directory
 
 async def pair(boxes: NodeMailboxes, pool: Pool, ring: RingActor) -> None:
     await run_actor(ring, boxes.ring, print)
@@ -38,9 +38,9 @@ from peercache.actors.mailboxes import RingMessage, ViewChanged
 class NewFact:
     """A fact that was added to a mailbox, and that its actor does not match."""
 
-NewHears: TypeAlias = RingMessage | NewFact
+NewMessage: TypeAlias = RingMessage | NewFact
 
-def on_message(message: NewHears) -> int:
+def on_message(message: NewMessage) -> int:
     match message:
         case ViewChanged():
             return 1

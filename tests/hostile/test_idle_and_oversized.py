@@ -257,11 +257,16 @@ def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
     )
     admission.admit(2, Peer(Transport.INPROC), 5, hello("c"))
 
-    at_once = admission.overstaying([1, 2, 3], 100.0, connections_max=3)
-    full = admission.overstaying([1, 2, 3, 4], 105.0, connections_max=2)
-    late = admission.overstaying([1, 2, 3, 4], 100.0 + STRANGER_S, connections_max=9)
-    later = admission.overstaying([2, 4], 105.0 + STRANGER_S, connections_max=9)
-    forgotten = admission.overstaying([2, 1], 200.0, connections_max=0)
+    admission.connections_max = 3
+    at_once = admission.overstaying([1, 2, 3], 100.0)
+    admission.connections_max = 2
+    full = admission.overstaying([1, 2, 3, 4], 105.0)
+    admission.connections_max = 9
+    late = admission.overstaying([1, 2, 3, 4], 100.0 + STRANGER_S)
+    admission.connections_max = 9
+    later = admission.overstaying([2, 4], 105.0 + STRANGER_S)
+    admission.connections_max = 0
+    forgotten = admission.overstaying([2, 1], 200.0)
 
     assert (at_once, full, late, later) == ([], [1, 3], [1, 3], [4])
     assert forgotten == [1]

@@ -53,8 +53,8 @@ class Series:
 
 def counter(name: str, good: float, bad: float, **labels: str) -> Series:
     """Return a made counter of one node, by its increases a minute."""
-    told = "".join(f',{label}="{value}"' for label, value in labels.items())
-    return Series(f"peercache_{name}{{{INSTANCE}{told}}}", good, bad, grows=True)
+    more = "".join(f',{label}="{value}"' for label, value in labels.items())
+    return Series(f"peercache_{name}{{{INSTANCE}{more}}}", good, bad, grows=True)
 
 
 @attrs.frozen
@@ -62,7 +62,7 @@ class Alert:
     """An alert, its runbook entry, and the series on which it fires and clears.
 
     fault_m: minutes that the fault of the made series lasts.
-    labels:  those of the alert that fires, beside severity.
+    labels:  those of the alert that fires, in addition to severity.
     """
 
     name: str
@@ -77,14 +77,14 @@ class Alert:
     fault_m: int
     labels: Mapping[str, str] = attrs.Factory(lambda: dict(EVERYWHERE))
 
-    def told(self, text: str) -> str:
-        """Return a text of the alert with the labels that it fires with."""
+    def filled(self, text: str) -> str:
+        """Return a text of the alert with the values of its labels."""
         for name, value in self.labels.items():
             text = text.replace(f"{{{{ $labels.{name} }}}}", value)
         return text
 
     def annotations(self) -> dict[str, str]:
-        """Return what the alert tells a person."""
+        """Return the summary, and the link to the runbook."""
         return {"summary": self.summary, "runbook": f"docs/how-to/runbook.md#{self.name.lower()}"}
 
 
@@ -96,7 +96,7 @@ def selector(objective: Objective, suffix: str, **more: str) -> str:
 
 
 def slow_ratio(objective: Objective, window: str) -> str:
-    """Return the share of calls that were slower than an objective wants, by node."""
+    """Return the share of calls that were slower than an objective allows, by node."""
     fast = selector(objective, "bucket", le=str(objective.within_s))
     every = selector(objective, "count")
     by = "sum by (job, instance)"
@@ -185,8 +185,8 @@ ALERTS = (
         2,
         "page",
         "{{ $labels.instance }} sees fewer members than Prometheus scrapes",
-        "Nodes that answer Prometheus are not members for this node: the network between nodes is "
-        "cut, or they refuse each other. Each side serves its own pages only.",
+        "Nodes that answer Prometheus are not in the view of this node: the network between nodes "
+        "is cut, or they refuse each other. Each side serves its own pages only.",
         "`peercache_members` of all nodes by state; in the logs `node.peer_refused`, "
         "`node.not_reached`, `membership.member_changed`.",
         "Open the control and data ports (31998, 31999) between the nodes in both directions; for "
@@ -205,9 +205,9 @@ ALERTS = (
         '{reason=~"internal|verify_failed|wrong_page"}[10m]) > 0',
         0,
         "page",
-        "{{ $labels.instance }}: pages were withheld for {{ $labels.reason }}",
-        "A read found bytes, or a record, that were not what they should be. No wrong byte was "
-        "returned: the pages were misses. It is never normal.",
+        "{{ $labels.instance }}: reads failed verification: {{ $labels.reason }}",
+        "A read found wrong bytes or a wrong record. No wrong byte was returned: the pages were "
+        "misses. A healthy cluster never does this.",
         "`client.checksum_failed` or `client.call_failed` in the log of the engine; errors of the "
         "memory of the holder's host (`dmesg`, `edac-util`).",
         "Report it with these lines. Take a host with memory errors out of service.",
@@ -223,7 +223,7 @@ ALERTS = (
         "{{ $labels.instance }} received records in another node's name",
         "A peer publishes records of pages that another node holds. They were refused.",
         "Which processes can reach the control port; the certificates in use (`peercache certs "
-        "show`). Without certificates every process that connects is believed to be a member.",
+        "show`). Without certificates every process that connects is accepted as a member.",
         "Revoke the certificate (`peercache certs revoke`), and "
         "[secure the cluster](secure-a-cluster.md).",
         (counter("records_refused_total", 0, 1, reason="forged"),),
@@ -236,7 +236,7 @@ ALERTS = (
         '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 0',
         0,
         "warning",
-        "{{ $labels.instance }} refuses a peer for its {{ $labels.reason }}",
+        "{{ $labels.instance }} refuses a peer because of its {{ $labels.reason }}",
         "A node or a client with other settings, another release or a certificate that does not "
         "fit tries to join. It is outside of the cluster until that is fixed.",
         "`node.peer_refused` in the log of the node names the peer and what differs.",
@@ -252,11 +252,11 @@ ALERTS = (
         3,
         "warning",
         "{{ $labels.instance }}: pages are not stored: {{ $labels.reason }}",
-        "Engines of this host hand over pages that are not kept: the home node was away, the pool "
+        "Engines of this host set pages that are not stored: the home node did not run, the pool "
         "has no room, or a page is larger than the pool.",
         'By reason: `peercache_home_attached_total`, `peercache_pool_bytes{state="reserved"}` and '
         "`peercache_reservations`, the page size of the engine.",
-        "`no_home`: see that the node runs. `pool_full`: raise `client_uncommitted_max` or the "
+        "`no_home`: start the node. `pool_full`: raise `client_uncommitted_max` or the "
         "[pool](size-the-pool.md). `too_large`: a larger pool.",
         (counter("sets_refused_total", 0, 60, reason="no_home"),),
         10,
@@ -270,13 +270,12 @@ ALERTS = (
         "sum by (job, instance) (rate(peercache_pages_missed_total[5m]))) > 0.05",
         5,
         "warning",
-        "{{ $labels.instance }}: 5 % of the pages asked for are at peers that do not answer",
-        "A burst is a node that dies, and ends by itself. For minutes it is a firewall, an "
-        "overloaded host, or a wrong `advertise`.",
+        "{{ $labels.instance }}: 5 % of the requested pages are on peers that do not answer",
+        "A short burst means that a node died. If it lasts for minutes, the cause is a firewall, "
+        "an overloaded host, or a wrong `advertise`.",
         "`peercache_members` by state, `peercache_breakers_opened_total`, `tcp.read_failed` and "
         "`node.not_reached` in the logs.",
-        "Open the data port (31999); correct `advertise`; take a host that comes and goes out of "
-        "service.",
+        "Open the data port (31999); correct `advertise`; take an unstable host out of service.",
         (
             counter("pages_missed_total", 0, 60, reason="peer_unreachable"),
             counter("pages_hit_total", 60, 60, fabric="tcp"),
@@ -289,7 +288,7 @@ ALERTS = (
         0,
         "warning",
         "{{ $labels.instance }}: calls of its engines end after their deadline",
-        "A call outlived `op_timeout_s` or `exists_timeout_s`: something held the engine's thread.",
+        "A call took longer than `op_timeout_s` or `exists_timeout_s`: its thread was blocked.",
         "Whether the host is out of processor time or swaps; `peercache_latency_seconds` by tier.",
         "Leave the engine's threads a core; smaller batches or a larger `op_timeout_s`.",
         (Series(f"peercache_deadlines_overrun_total{{{INSTANCE}}}", 0, 60, grows=True),),
@@ -302,7 +301,7 @@ ALERTS = (
         10,
         "warning",
         "{{ $labels.instance }}: half of the pool is reserved and not committed",
-        "A live client holds slots that it does not commit: it is stopped, or hangs in a copy. "
+        "A live client holds slots that it does not commit: it is paused, or hangs in a copy. "
         "Memory that a client may still write to is never reused.",
         "`peercache_reservations`; the processes of engines on the host (state T or D).",
         "Continue or end that process: its slots are free when it is gone.",
@@ -321,8 +320,8 @@ ALERTS = (
         2,
         "warning",
         "{{ $labels.instance }} works without its disk tier",
-        "The disk tier that was asked for is not open, or was given up. The node serves "
-        "from memory.",
+        "The configured disk tier could not be opened, or has failed. The node serves from "
+        "memory only.",
         "`disk_problem` in `/healthz`; `disk.open_failed` and `disk.ended` in the log.",
         "Fix the path, its rights or the device, and restart the node.",
         (
@@ -333,15 +332,15 @@ ALERTS = (
     ),
     Alert(
         "PeerCacheDiskDropsPages",
-        'rate(peercache_spills_dropped_total{reason=~"full|no_room|late|failed"}[5m]) > 0',
+        'rate(peercache_disk_writes_dropped_total{reason=~"full|no_room|late|failed"}[5m]) > 0',
         3,
         "warning",
-        "{{ $labels.instance }}: pages do not get to the disk: {{ $labels.reason }}",
+        "{{ $labels.instance }}: pages are not written to disk: {{ $labels.reason }}",
         "`full` and `no_room`: the file system has no room. `late` and `failed`: the disk has "
         "faults. These pages are lost at a restart.",
         "`df` of `disk_path`; `disk.writes_failed` and `disk.call_failed` in the log.",
         "Make room, or lower `disk_size`; replace a disk that fails.",
-        (counter("spills_dropped_total", 0, 60, reason="full"),),
+        (counter("disk_writes_dropped_total", 0, 60, reason="full"),),
         10,
         {**EVERYWHERE, "reason": "full"},
     ),
@@ -353,7 +352,7 @@ ALERTS = (
         "{{ $labels.instance }}: pages on disk could not be read: {{ $labels.reason }}",
         "A page's bytes or header on disk were not what was written. The page was dropped.",
         "`disk.page_damaged` names the file and place; `dmesg`, `smartctl -a`.",
-        "`peercache disk check` on the stopped node; replace the device if it goes on.",
+        "`peercache disk check` on the stopped node; replace the device if this continues.",
         (counter("disk_pages_lost_total", 0, 1, reason="damaged"),),
         5,
         {**EVERYWHERE, "reason": "damaged"},
@@ -364,7 +363,7 @@ ALERTS = (
         60,
         "warning",
         "{{ $labels.instance }}: the certificate expires within a week",
-        "Without a valid certificate a node is refused by all others and is no member any more.",
+        "Without a valid certificate a node is refused by all others and is not a member any more.",
         "`peercache certs show FILE`.",
         "Issue a new one to the same path: files are read again without a restart "
         "([secure a cluster](secure-a-cluster.md)).",
@@ -393,7 +392,7 @@ ALERTS = (
         10,
         "warning",
         "{{ $labels.instance }}: {{ $labels.source }} gives no addresses",
-        "A source of `discovery_addr` does not answer. A running cluster goes on; a node that "
+        "A source of `discovery_addr` does not answer. A running cluster continues; a node that "
         "starts now may stay alone.",
         "`discovery.source_failed` in the log has the reason.",
         "Fix the name service, etcd or the rights of the pod "
@@ -450,7 +449,7 @@ def rules_test() -> str:
             lines.append(f"      - {{series: {_yaml(series.name)}, values: {_yaml(values)}}}")
         fired = {
             "exp_labels": {**alert.labels, "severity": alert.severity},
-            "exp_annotations": {k: alert.told(v) for k, v in alert.annotations().items()},
+            "exp_annotations": {k: alert.filled(v) for k, v in alert.annotations().items()},
         }
         last_bad = GOOD_BEFORE_M + alert.fault_m - 1
         lines += ["    alert_rule_test:"]

@@ -65,7 +65,7 @@ def _quantiles(metric: str, chosen: str, by: str, legend: str) -> tuple[tuple[st
 
 
 def _slow(objective: Objective) -> str:
-    """Return the share of calls that were slower than an objective wants."""
+    """Return the share of calls that were slower than an objective allows."""
     fast = selector(objective, "bucket", le=str(objective.within_s)).replace("{", f"{{{ON},")
     every = selector(objective, "count").replace("{", f"{{{ON},")
     return f"1 - sum(rate({fast}[{WINDOW}])) / sum(rate({every}[{WINDOW}]))"
@@ -175,12 +175,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Bytes by state", "bytes", ((gauge("disk_bytes", "state", unborn=True),
                                            "{{state}}"),)),
         Panel("Pages on disk", "short", ((gauge("disk_pages"), "{{instance}}"),)),
-        Panel("Written and loaded, pages", "ops", ((rate("pages_spilled_total"), "written"),
+        Panel("Written and loaded, pages", "ops", ((rate("disk_pages_written_total"), "written"),
                                                    (rate("pages_promoted_total"), "loaded"))),
-        Panel("Written and loaded, bytes", "Bps", ((rate("bytes_spilled_total"), "written"),
+        Panel("Written and loaded, bytes", "Bps", ((rate("disk_bytes_written_total"), "written"),
                                                    (rate("bytes_promoted_total"), "loaded"))),
         Panel("Dropped instead of written", "ops",
-              ((rate("spills_dropped_total", "reason"), "{{reason}}"),)),
+              ((rate("disk_writes_dropped_total", "reason"), "{{reason}}"),)),
         Panel("Deleted from disk", "ops",
               ((rate("disk_pages_lost_total", "reason"), "{{reason}}"),)),
         Panel("Time until a holder answers for its disk", "s",

@@ -81,7 +81,7 @@ def labels_of_metrics() -> dict[str, tuple[str, ...]]:
 
 
 def _comment_of(reason: str) -> str:
-    """Return the comment beside a reason's constant, as a sentence."""
+    """Return the comment next to a reason's constant, as a sentence."""
     for line in inspect.getsource(miss_reasons).splitlines():
         if f' = "{reason}"' in line:
             text = line.partition("#")[2].strip()
@@ -189,7 +189,7 @@ def folders() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
-def beside_others() -> str:
+def compared_with_others() -> str:
     """Return the tables of the figures that `make peers` has measured."""
     return peers_report.markdown(peers_report.measured())
 
@@ -206,7 +206,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "errors.md": (exceptions,),
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
-    "../explanation/performance.md": (beside_others, time_to_first_token),
+    "../explanation/performance.md": (compared_with_others, time_to_first_token),
     "../how-to/runbook.md": (alerts.runbook,),
 }
 """The made parts of each page, in their order."""
@@ -216,10 +216,10 @@ FILES: dict[str, Callable[[], str]] = {
     "../../deploy/prometheus/rules_test.yml": alerts.rules_test,
     "../../deploy/grafana/peercache.json": board.board,
     "prefix-index.openapi.json": lambda: json.dumps(openapi(), indent=1) + "\n",
-    "../explanation/pages-beside-others.svg": lambda: peers_report.rates_picture(
+    "../explanation/pages-compared.svg": lambda: peers_report.rates_picture(
         peers_report.measured()
     ),
-    "../explanation/exists-beside-others.svg": lambda: peers_report.asking_picture(
+    "../explanation/exists-compared.svg": lambda: peers_report.asking_picture(
         peers_report.measured()
     ),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),

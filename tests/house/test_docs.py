@@ -46,7 +46,7 @@ def test_made_page_is_current(page: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_made_file_is_current(file: str) -> None:
-    """A picture shows the figures of the table beside it, a rule the metrics of this build."""
+    """A picture shows the figures of the table next to it, a rule the metrics of this build."""
     assert (PAGES / file).read_text() == FILES[file](), f"{file} is old: make docs"
 
 

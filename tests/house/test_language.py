@@ -1,7 +1,8 @@
 """The rules of language that a machine can check; each is shown to fail on a small offender.
 
 `DIALECT` is checked in the documentation that is written by hand. Of it, code and commit subjects
-are checked for `IN_CODE`: the other words are still in many docstrings.
+are checked for `IN_CODE`, and what is not a test for `IN_PRODUCT` too: the other words are still in
+many docstrings, and these in names of tests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ DIALECT = {
     r"to be had": "available",
     r"for ever": "forever, permanently",
     r"shall": "must, should",
+    r"wants": "requires, must be, expects",
+    r"for want of": "without, for lack of",
 }
 """Words that a reader would not search for, and what the documentation of other projects has."""
 
@@ -54,6 +57,14 @@ IN_CODE = (
     r"for ever",
 )  # fmt: skip
 """Those of `DIALECT` that no line of code, comment or text has any more, nor a commit subject."""
+
+IN_PRODUCT = (r"told|tells?|telling", r"hears?|heard", r"beside")
+"""Those that no line of `PRODUCT` has any more."""
+
+PRODUCT = ("src", "sims", "benchmarks", "examples", "deploy", ".ci")
+
+OF_OTHERS = (r"docs/adr/\S+", r"\bfp\.tell\(\)")
+"""Names that stay: decisions keep their file names, and a file of Python has a position."""
 
 SUBJECTS_SINCE = "e9b753ca605e03f115fd1cdf0ff58218e77f0cc5"
 """The commit after which subjects are checked."""
@@ -255,11 +266,15 @@ def test_what_to_write_instead_is_no_word_of_the_dialect() -> None:
     assert not list(dialect_in(proposed))
 
 
-def forbidden_in(text: str) -> Iterator[str]:
-    """Yield each line with a word that code may not have, and what to write instead."""
+def forbidden_in(text: str, forbidden: Iterable[str] = IN_CODE) -> Iterator[str]:
+    """Yield each line with a word that code may not have, and what to write instead.
+
+    A part of a name is a word, too: `_told`, `TellPool`.
+    """
     for number, line in enumerate(text.splitlines(), start=1):
-        for words in IN_CODE:
-            for found in re.findall(rf"\b(?:{words})\b", line, re.IGNORECASE):
+        read = re.sub("|".join(OF_OTHERS), "", line)
+        for words in forbidden:
+            for found in re.findall(rf"(?<![A-Za-z])(?i:{words})(?![a-z]|(?<=[A-Z])[A-Z])", read):
                 yield f"{number}: {found!r}, write: {DIALECT[words]}: {line.strip()}"
 
 
@@ -278,6 +293,25 @@ def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
     ]
 
     assert len(files) > 500
+    assert not found, "\n".join(found)
+
+
+def test_what_is_not_a_test_has_none_of_more_words() -> None:
+    """Of Python, C, templates and the files of a deployment."""
+    files = [
+        path
+        for folder in PRODUCT
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file() and path.suffix in SUFFIXES | {".yaml", ".tpl", ".json"}
+        if not MADE_BY_TOOLS & set(path.parts)
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{problem}"
+        for path in files
+        for problem in forbidden_in(path.read_text(), IN_PRODUCT)
+    ]
+
+    assert len(files) > 350
     assert not found, "\n".join(found)
 
 
@@ -300,6 +334,20 @@ def test_a_word_of_the_dialect_is_found_in_code() -> None:
     (found,) = forbidden_in("x = 1  # begin an" + "ew")
 
     assert found.startswith("1: 'an" + "ew', write: again")
+
+
+@pytest.mark.parametrize(
+    "text", ["def _told(): ...", "TellPool(fact)", "# heard of it", "--beside", "TOLD_MAX = 3"]
+)
+def test_a_part_of_a_name_is_a_word(text: str) -> None:
+    """A name is read, too."""
+    assert list(forbidden_in(text, IN_PRODUCT))
+
+
+@pytest.mark.parametrize("text", ["decoder.fp.tell()", "untold, intellect, sheared, HEARTBEAT_MS"])
+def test_names_of_others_and_parts_of_words_pass(text: str) -> None:
+    """The rule looks at whole words of names."""
+    assert not list(forbidden_in(text, IN_PRODUCT))
 
 
 def test_log_events_are_named_after_their_component() -> None:

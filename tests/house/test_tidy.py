@@ -384,7 +384,7 @@ def test_whole_package_obeys(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "sims", "benchmarks"])
-def test_files_beside_the_package_are_short_too(folder: str) -> None:
+def test_files_outside_the_package_are_short_too(folder: str) -> None:
     """A file is a subject; what outgrows one is two subjects."""
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
 

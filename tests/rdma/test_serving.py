@@ -61,7 +61,7 @@ class Rig:
         self.told: list[Any] = []
         self.heard = trio.Event()
         self.pairs = DeviceQueuePairs(
-            Config(), segment, is_required=is_required, tell=self.tell,
+            Config(), segment, is_required=is_required, notify=self.tell,
             rng=rng(), metrics=Metrics(), log=get_logger(),
         )  # fmt: skip
 

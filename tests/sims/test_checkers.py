@@ -184,7 +184,7 @@ def test_a_mailbox_beyond_its_bound_is_noticed() -> None:
     """Facts from inside may be more; what the network brought may not."""
     mailbox: Mailbox[Any] = Mailbox(messages_max=2)
     for _ in range(5):
-        mailbox.tell(SELF, "a fact")
+        mailbox.put(SELF, "a fact")
     check_bounds(mailbox, "pool")
     for _ in range(3):
         mailbox.waiting.append((SELF, "from the network", 10))

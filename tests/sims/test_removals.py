@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.effects import Send, TellDirectory
+from peercache.actors.effects import NotifyDirectory, Send
 from peercache.actors.mailboxes import ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import Remover
@@ -45,7 +45,7 @@ class Scene:
     def say(self, sender: Origin, message: object, now: float) -> None:
         before = dict(self.actor._pending)
         effects = self.actor.on_message(sender, message, now)  # type: ignore[arg-type]
-        assert all(isinstance(effect, Send | TellDirectory) for effect in effects)
+        assert all(isinstance(effect, Send | NotifyDirectory) for effect in effects)
         self.seen.look(sender, message, before, self.actor._pending, now)
 
     def remove(self, message: Remove | Clear, *answers: int) -> None:

@@ -76,7 +76,7 @@ def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
     )  # fmt: skip
 
     wanted = {
-        "raw_write_gb_s", "raw_read_gb_s", "spill_gb_s", "load_gb_s", "spill_ratio", "load_ratio",
+        "raw_write_gb_s", "raw_read_gb_s", "write_gb_s", "load_gb_s", "write_ratio", "load_ratio",
         "load_one_ms",
     }  # fmt: skip
     assert all(figures[name] > 0 for name in wanted)
@@ -258,7 +258,7 @@ def test_plot_without_matplotlib_is_refused_before_anything_is_measured(
 def test_plot_into_another_kind_of_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The name decides the format, and only PNG is written."""
     assert run(local.local, "benchmarks.local", ["--plot", "picture.gif"]) == 2
-    assert "picture.gif: wants a name that ends in .png" in capsys.readouterr().err
+    assert "picture.gif: must be a name that ends in .png" in capsys.readouterr().err
 
 
 def test_engine_that_dies_is_an_error_with_its_status() -> None:

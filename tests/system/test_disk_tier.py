@@ -66,7 +66,7 @@ def read_all(client: Client, names: list[str], within_s: float = TIMEOUT_S) -> l
         time.sleep(0.05)
 
 
-def spilled(client: Client, pages: int) -> None:
+def wait_for_disk_pages(client: Client, pages: int) -> None:
     """Wait until a node has so many pages on its disk."""
     wait_until(lambda: client.stats().get("home_disk_pages", 0) >= pages)
 
@@ -90,7 +90,7 @@ def test_more_pages_than_the_pool_holds_are_read_back_from_disk(
 
     for begin in range(0, PAGES, 16):
         store_all(at_home, names[begin : begin + 16])
-        spilled(at_home, begin + 16)
+        wait_for_disk_pages(at_home, begin + 16)
 
     assert at_home.batch_exists(names) == PAGES
     assert all(read_all(at_home, names))
@@ -108,7 +108,7 @@ def test_everything_is_read_back_after_every_node_was_restarted(
     open_disk(client)
     for begin in range(0, PAGES, 16):
         store_all(client, names[begin : begin + 16])
-        spilled(client, begin + 16)
+        wait_for_disk_pages(client, begin + 16)
     # An index row comes a moment after its page; until then a kill may lose it.
     wait_until(lambda: stats_of(tmp_path / "a" / "0").pages == PAGES)
 
@@ -153,7 +153,7 @@ def test_removed_pages_stay_removed_over_a_restart(cluster: LocalCluster, tmp_pa
     client = cluster.client(node)
     open_disk(client)
     store_all(client, names)
-    spilled(client, 16)
+    wait_for_disk_pages(client, 16)
 
     went = client.remove(names[:4])
     # What was removed is forgotten within a moment; until then a kill may bring it back.
@@ -200,7 +200,7 @@ def test_damaged_pages_are_misses_and_the_others_hits(
     names, others = names_of(0, 16), names_of(16, 64)
     open_disk(client)
     store_all(client, names)
-    spilled(client, 16)
+    wait_for_disk_pages(client, 16)
     store_all(client, others)
 
     for slab in (tmp_path / "a").rglob("slab-*"):
@@ -230,7 +230,7 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
     names, others = names_of(0, 16), names_of(16, 32)
     open_disk(client)
     store_all(client, names)
-    spilled(client, 16)
+    wait_for_disk_pages(client, 16)
     # Of pages that are stored within one second the last ones are evicted first.
     wait_until(lambda: is_stored_in_memory(client, others))
 

@@ -6,6 +6,7 @@ The performer (the node in production, the simulated world in `sims/`) keeps tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import attrs
@@ -33,7 +34,7 @@ from peercache.model.runs import U64
 from peercache.model.seal import Seals
 from peercache.wire.messages.declared import Message
 
-Hears_contra = TypeVar("Hears_contra", contravariant=True)
+MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 
 
 @attrs.frozen
@@ -67,22 +68,15 @@ class StoreWords:
 
 @attrs.frozen
 class BuildRing:
-    """Make the ring of these members beside the loop, and tell the ring actor RingBuilt."""
+    """Build the ring of these members in a thread; the ring actor receives RingBuilt."""
 
     members: tuple[int, ...]
-    hosts: tuple[str, ...]
-    virtual_nodes: int
-    replicas: int | str
-
-    def ring(self) -> HashRing:
-        """Return the ring."""
-        members = dict(zip(self.members, self.hosts, strict=True))
-        return HashRing(members, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+    build: Callable[[], HashRing]
 
 
 @attrs.frozen(eq=False)
 class Pull:
-    """Read pages of another node into slots of this one, and tell the placement actor PullDone.
+    """Read pages of another node into slots of this one; the placement actor receives PullDone.
 
     job:       a number that no other Pull of this node had.
     records:   (n,) RECORD of the member's pages, all of one namespace.
@@ -101,106 +95,105 @@ class Pull:
 
 
 # --- facts to the other actors of this node: never lost, never encoded ----------------------------
-# One class a receiver, so that mypy refuses a fact that its receiver does not hear. actor: the name
-# of its mailbox.
+# One class per receiver, so that mypy refuses a fact that its receiver does not handle. actor: the
+# name of its mailbox.
 
 
 @attrs.frozen
-class TellMembership:
-    """Hand a fact to the membership."""
+class NotifyMembership:
+    """Send a fact to the membership."""
 
     actor: ClassVar = "membership"
     fact: PeerAnswered
 
 
 @attrs.frozen
-class TellRing:
-    """Hand a fact to the ring."""
+class NotifyRing:
+    """Send a fact to the ring."""
 
     actor: ClassVar = "ring"
     fact: RingMessage
 
 
 @attrs.frozen
-class TellDirectory:
-    """Hand a fact to the directory shard of this node."""
+class NotifyDirectory:
+    """Send a fact to the directory shard of this node."""
 
     actor: ClassVar = "directory"
     fact: DirectoryMessage
 
 
 @attrs.frozen
-class TellPublisher:
-    """Hand a fact to the publisher."""
+class NotifyPublisher:
+    """Send a fact to the publisher."""
 
     actor: ClassVar = "publisher"
     fact: PublisherMessage
 
 
 @attrs.frozen
-class TellPool:
-    """Hand a fact to the pool."""
+class NotifyPool:
+    """Send a fact to the pool."""
 
     actor: ClassVar = "pool"
     fact: PoolMessage
 
 
 @attrs.frozen
-class TellDisk:
-    """Hand a fact to the disk actor."""
+class NotifyDisk:
+    """Send a fact to the disk actor."""
 
     actor: ClassVar = "disk"
     fact: DiskMessage
 
 
 @attrs.frozen
-class TellPromote:
-    """Hand a fact to the promote actor."""
+class NotifyPromote:
+    """Send a fact to the promote actor."""
 
     actor: ClassVar = "promote"
     fact: PromoteMessage
 
 
 @attrs.frozen
-class TellRdma:
-    """Hand a fact to the rdma actor."""
+class NotifyRdma:
+    """Send a fact to the rdma actor."""
 
     actor: ClassVar = "rdma"
     fact: RdmaMessage
 
 
 @attrs.frozen
-class TellPlacement:
-    """Hand a fact to the placement actor."""
+class NotifyPlacement:
+    """Send a fact to the placement actor."""
 
     actor: ClassVar = "placement"
     fact: PlacementMessage
 
 
 @attrs.frozen
-class TellRemoval:
-    """Hand a fact to the removal actor."""
+class NotifyRemoval:
+    """Send a fact to the removal actor."""
 
     actor: ClassVar = "removal"
     fact: RemovalMessage
 
 
-Tell: TypeAlias = (
-    TellMembership | TellRing | TellDirectory | TellPublisher | TellPool | TellDisk | TellPromote
-    | TellRdma
-    | TellRemoval | TellPlacement
+Notify: TypeAlias = (
+    NotifyMembership | NotifyRing | NotifyDirectory | NotifyPublisher | NotifyPool | NotifyDisk
+    | NotifyPromote | NotifyRdma | NotifyRemoval | NotifyPlacement
 )  # fmt: skip
 
 LocalEffect: TypeAlias = StoreWords | Pull | DiskEffect | RdmaEffect
 """What is done with the memory, the disk and the devices of this node."""
 
-Effect: TypeAlias = Send | SendTo | BuildRing | Tell | LocalEffect
+Effect: TypeAlias = Send | SendTo | BuildRing | Notify | LocalEffect
 
 
-class StateActor(Protocol[Hears_contra]):
+class StateActor(Protocol[MessageT_contra]):
     """A state machine that never awaits. `now` is monotonic seconds, handed in."""
 
-    def on_message(self, sender: Origin, message: Hears_contra, now: float) -> list[Effect]:
+    def on_message(self, sender: Origin, message: MessageT_contra, now: float) -> list[Effect]:
         """Take one message and return what must be done."""
 
     def on_tick(self, now: float) -> list[Effect]:

@@ -1,9 +1,9 @@
-"""Mailboxes: everything that the actors of a node hear, grouped by the actor that hears it.
+"""Mailboxes: the messages of the actors of a node, grouped by receiver.
 
-Each actor has one union of types, `...Hears`: the messages of the wire that its mailbox takes, and
-the facts that other actors of the node tell it. A fact crosses no socket: it is never encoded and
-never lost. mypy refuses a fact for an actor that does not hear it (`actors.effects`) and a message
-of the wire without a receiver (`node.switchboard`).
+Each actor has one union of types, `...Message`: the messages of the wire for its mailbox, and the
+facts that other actors of the node send it. A fact crosses no socket: it is never encoded and never
+lost. mypy refuses a fact for an actor that does not handle it (`actors.effects`) and a message of
+the wire without a receiver (`node.switchboard`).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Republish:
 
 @attrs.frozen
 class ReserveAhead:
-    """publisher → pool: what a Commit asked for beside, now that the Commit is answered."""
+    """publisher → pool: the slots ahead that a Commit requested, now that it is answered."""
 
     origin: Origin
     reserve: Reserve
@@ -232,9 +232,9 @@ class PagesCommitted:
     timeout_s: float
     ahead: int = 0
     offsets: bytes = b""
-    """A reservation made ahead, which the answer tells of."""
+    """A reservation made ahead, which the answer reports."""
     then: tuple[ReserveAhead, ...] = ()
-    """What the pool hears as soon as the Commit is answered."""
+    """What the pool receives as soon as the Commit is answered."""
 
 
 OwnerAnswer: TypeAlias = Acknowledged | SummaryMatches | SummaryDiffers
@@ -375,7 +375,7 @@ class HoldersChanged:
 
 
 @attrs.frozen(eq=False)
-class PagesSpilled:
+class PagesWritten:
     """disk → pool: these pages are on disk, in lengths[i] bytes each.
 
     keys: n packed keys, 16 bytes each; lengths: (n,) int64.
@@ -445,7 +445,7 @@ class PromoteAnswered:
 PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
-    | PagesSpilled | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
+    | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
     | PagesGiven | RequestRoom | RemovalDone
     | RequestCopies | CopiesMade | HoldersChanged | CopiesEvicted
@@ -459,7 +459,7 @@ PoolMessage: TypeAlias = (
 class PagesStored:
     """pool → disk: pages that were committed, all of one namespace.
 
-    The disk answers with PagesSpilled for those that it has already.
+    The disk answers with PagesWritten for those that it has already.
     """
 
     records: npt.NDArray[np.void]
@@ -502,7 +502,7 @@ class PagesRemoved:
 
 @attrs.frozen(eq=False)
 class DiskIndexed:
-    """node → disk: what DiskOpened tells, with the index that a thread has made of it.
+    """node → disk: the content of DiskOpened, with the index that a thread has built from it.
 
     index: a DiskIndex of the disk actor's own; to make one takes seconds for a million pages.
     """

@@ -33,7 +33,7 @@ DISK_FULL = 4
 """No space on the file system, or less than its floor: the place cannot be written for now."""
 DISK_LATE = 5
 """The call was running at the deadline, *and may still write*: into the pool (Load) or into the
-place (Spill). Slot and place stay allocated until `LateEnded` names the page."""
+place (Write). Slot and place stay allocated until `LateEnded` names the page."""
 DISK_UNTRIED = 6
 """The deadline passed, or the tier ended, before the page's turn: nothing was touched."""
 DISK_REPLACED = 7
@@ -59,8 +59,8 @@ DISK_ENTRY = np.dtype(
 
 
 @attrs.frozen(eq=False)
-class Spill:
-    """disk → store: write pages of the pool to places. Answered by one SpillDone.
+class Write:
+    """disk → store: write pages of the pool to places. Answered by one WriteDone.
 
     The store compares each page's generation word with its record's generation before and after; a
     page that changed in between is DISK_CHANGED. Consecutive places are written by one call. A
@@ -87,11 +87,11 @@ class Load:
     """disk → store: read pages into reserved slots of the pool. Answered by one LoadDone.
 
     The slots' generation words are odd during the load. A page's slot takes its length rounded up
-    to 4 KiB, which a granule always has. Loads are done before spills.
+    to 4 KiB, which a granule always has. Loads are done before writes.
 
     keys:    n packed keys, 16 bytes each.
     lengths: (n,) uint64. The page found must have this key, namespace and length.
-    places:  (n,) uint64, as given to Spill or reported by DiskOpened.
+    places:  (n,) uint64, as given to Write or reported by DiskOpened.
     offsets: (n,) uint64, of the slots in page memory.
     until:   deadline, in the actor's time.
     """
@@ -107,9 +107,9 @@ class Load:
 
 @attrs.frozen(eq=False)
 class Forget:
-    """disk → store: these places are empty now; delete their index rows, in order with Spill.
+    """disk → store: these places are empty now; delete their index rows, in order with Write.
 
-    A Spill to a forgotten place may follow at once: the row is deleted first.
+    A Write to a forgotten place may follow at once: the row is deleted first.
 
     places: (n,) uint64. Their slots stay as they are until they are written again: an index that
             is rebuilt from slots finds those pages.
@@ -127,7 +127,7 @@ class NoteUse:
     places: U64
 
 
-DiskEffect: TypeAlias = Spill | Load | Forget | NoteUse
+DiskEffect: TypeAlias = Write | Load | Forget | NoteUse
 
 
 # --- results from the page store (to the disk actor) ----------------------------------------------
@@ -152,8 +152,8 @@ class DiskOpened:
 
 
 @attrs.frozen
-class SpillDone:
-    """store → disk: the outcome of each page of a Spill, one byte each."""
+class WriteDone:
+    """store → disk: the outcome of each page of a Write, one byte each."""
 
     job: int
     outcomes: bytes
@@ -196,7 +196,7 @@ class DiskEnded:
     reason: str
 
 
-DiskFact: TypeAlias = DiskOpened | SpillDone | LoadDone | LateEnded | ForgetDone | DiskEnded
+DiskFact: TypeAlias = DiskOpened | WriteDone | LoadDone | LateEnded | ForgetDone | DiskEnded
 
 
 # --- effects: rdma → queue pairs ------------------------------------------------------------------

@@ -30,11 +30,11 @@ TURN_MESSAGES = 16
 SELF = Origin(0)
 """The sender of messages from other actors of this node."""
 
-Hears = TypeVar("Hears")
+MessageT = TypeVar("MessageT")
 
 
 @final
-class Mailbox(Generic[Hears]):
+class Mailbox(Generic[MessageT]):
     """The queue of one actor. Messages from inside the node are never dropped: each is the effect
     of an accepted message, so they are as bounded as those are.
     """
@@ -42,7 +42,7 @@ class Mailbox(Generic[Hears]):
     def __init__(self, *, messages_max: int = MAILBOX_MESSAGES_MAX) -> None:
         """Start empty."""
         self.messages_max = messages_max
-        self.waiting: deque[tuple[Origin, Hears, int]] = deque()
+        self.waiting: deque[tuple[Origin, MessageT, int]] = deque()
         """Oldest first. Other tasks only check whether it is empty."""
         self._waiting_bytes = 0
         self._wake = trio.Event()
@@ -56,16 +56,16 @@ class Mailbox(Generic[Hears]):
         """Return how many messages are pending."""
         return len(self.waiting)
 
-    def offer(self, sender: Origin, message: Hears, size_bytes: int) -> bool:
+    def offer(self, sender: Origin, message: MessageT, size_bytes: int) -> bool:
         """Add a message from the network, with its size; return False if the mailbox is full."""
         if len(self.waiting) >= self.messages_max or self._waiting_bytes >= MAILBOX_BYTES_MAX:
             return False
-        self._put(sender, message, size_bytes)
+        self._append(sender, message, size_bytes)
         return True
 
-    def tell(self, sender: Origin, message: Hears) -> None:
+    def put(self, sender: Origin, message: MessageT) -> None:
         """Add a message from inside the node."""
-        self._put(sender, message, 0)
+        self._append(sender, message, 0)
 
     def close(self) -> None:
         """Drop all messages from now on: no actor reads them."""
@@ -73,7 +73,7 @@ class Mailbox(Generic[Hears]):
         self.waiting.clear()
         self._waiting_bytes = 0
 
-    def take(self) -> tuple[Origin, Hears] | None:
+    def take(self) -> tuple[Origin, MessageT] | None:
         """Return the oldest message, or None."""
         if not self.waiting:
             return None
@@ -95,7 +95,7 @@ class Mailbox(Generic[Hears]):
         """Wake the actor's task."""
         self._wake.set()
 
-    def _put(self, sender: Origin, message: Hears, size_bytes: int) -> None:
+    def _append(self, sender: Origin, message: MessageT, size_bytes: int) -> None:
         if self._is_closed:
             return
         self.waiting.append((sender, message, size_bytes))
@@ -137,16 +137,16 @@ class Turn:
 
 @final
 @attrs.frozen(eq=False)
-class NamedActor(Generic[Hears]):
+class NamedActor(Generic[MessageT]):
     """An actor and its mailbox."""
 
     name: str
-    actor: StateActor[Hears]
-    mailbox: Mailbox[Hears]
+    actor: StateActor[MessageT]
+    mailbox: Mailbox[MessageT]
 
 
 async def run_actor(
-    actor: StateActor[Hears], mailbox: Mailbox[Hears], perform: Callable[[Effect], None]
+    actor: StateActor[MessageT], mailbox: Mailbox[MessageT], perform: Callable[[Effect], None]
 ) -> None:
     """Hand the actor one message, or one tick, at a time until cancelled.
 

@@ -6,7 +6,7 @@ import attrs
 import click
 
 from peercache.cli.options import json_option
-from peercache.cli.terminal import print_json, tell
+from peercache.cli.terminal import print_json, show_progress
 from peercache.observability.log import get_logger
 from peercache.storage.check import StoreCheck, StoreFigures, check, folders_in, stats_of
 
@@ -25,7 +25,7 @@ def check_command(path: str, *, as_json: bool) -> int:
     """Verify every page of a stopped node, and repair its index."""
     is_whole = True
     for folder in folders_in(path):
-        found = check(folder, tell, get_logger())
+        found = check(folder, show_progress, get_logger())
         is_whole = is_whole and found.is_whole
         if as_json:
             print_json({**attrs.asdict(found), "whole": found.is_whole})
@@ -38,7 +38,7 @@ def check_command(path: str, *, as_json: bool) -> int:
 @click.argument("path")
 @json_option
 def stats_command(path: str, *, as_json: bool) -> None:
-    """Tell what a page store holds; a running node may have it open."""
+    """Show what a page store contains; a running node may have it open."""
     for folder in folders_in(path):
         found = stats_of(folder)
         if as_json:

@@ -31,7 +31,7 @@ class SizeType(click.ParamType[int]):
         except ValueError as error:
             self.fail(f"{value!r} {error}", param, ctx)
         if size < self._multiple_of or size % self._multiple_of:
-            self.fail(f"{value!r} wants a multiple of {self._multiple_of}", param, ctx)
+            self.fail(f"{value!r} must be a multiple of {self._multiple_of}", param, ctx)
         return size
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from peercache.cli.options import json_option
-from peercache.cli.terminal import console, duration, print_json, table, tell
+from peercache.cli.terminal import console, duration, print_json, show_progress, table
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.observability.latency import Counts, ObjectiveResult, added, counts_of, judged, since
 
@@ -32,7 +32,7 @@ READ_BYTES_MAX = 2**24
     type=click.FloatRange(min=0.0),
     default=0.0,
     metavar="SECONDS",
-    help="Read twice, so long apart, and judge the calls in between; 0 judges all since the start.",
+    help="Read twice, so long apart, and check the calls in between; 0 checks all since the start.",
 )
 @click.option("--token-file", metavar="FILE", help="Bearer token of the nodes' http_token_file.")
 @click.option("--ca", metavar="FILE", help="Certificate of the authority of https nodes.")
@@ -54,7 +54,7 @@ def slo(
     A node is named by its HTTP port, 127.0.0.1:31997 by default.
     """
     if key and not cert:
-        raise click.UsageError("--key wants --cert.")
+        raise click.UsageError("--key requires --cert.")
     try:
         context = _context(ca, cert, key)
         token = Path(token_file).read_text().strip() if token_file else ""
@@ -68,7 +68,7 @@ def slo(
 
     counted = read()
     if over:
-        tell(f"reading again in {over:g} s")
+        show_progress(f"reading again in {over:g} s")
         time.sleep(over)
         counted = [since(*both) for both in zip(counted, read(), strict=True)]
     results = judged(added(counted))

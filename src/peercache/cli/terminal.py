@@ -47,7 +47,7 @@ def print_json(values: dict[str, Any]) -> None:
     print(json.dumps(rounded))
 
 
-def tell(text: str) -> None:
+def show_progress(text: str) -> None:
     """Print a line of progress if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"  {text}", file=sys.stderr)

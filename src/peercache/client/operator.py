@@ -349,7 +349,7 @@ def _listens(url: str) -> bool:
     return True
 
 
-_WANTS_CERTIFICATES = "it wants certificates: give --tls-ca, --tls-cert and --tls-key"
+_WANTS_CERTIFICATES = "it requires certificates: give --tls-ca, --tls-cert and --tls-key"
 _HINT = "start a node there, or name another one with --at HOST:PORT"
 
 

@@ -38,10 +38,10 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", re.ASCII)
 _PREFIX_CHARACTERS_MAX = 200
 
-_DNS = "wants dns://NAME or dns://NAME:PORT"
-_ETCD = "wants etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds:// for TLS"
+_DNS = "must be dns://NAME or dns://NAME:PORT"
+_ETCD = "must be etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds:// for TLS"
 _ETCD_SCHEMES = ("etcd", "etcds")
-_KUBERNETES = "wants k8s://SERVICE, k8s://SERVICE.NAMESPACE or k8s://SERVICE.NAMESPACE:PORT"
+_KUBERNETES = "must be k8s://SERVICE, k8s://SERVICE.NAMESPACE or k8s://SERVICE.NAMESPACE:PORT"
 
 
 @attrs.frozen
@@ -123,7 +123,7 @@ def parse_source(text: str) -> SourceAddress:
         return _parse_etcd(text, scheme, rest)
     if scheme == "k8s":
         return _parse_kubernetes(text, rest)
-    raise ValueError(f"{text!r} wants HOST:PORT, dns://, etcd://, etcds:// or k8s://")
+    raise ValueError(f"{text!r} must be HOST:PORT, dns://, etcd://, etcds:// or k8s://")
 
 
 def _whole(items: Iterable[str]) -> Iterable[str]:
@@ -147,7 +147,7 @@ def _entry(text: str) -> str:
         return parse_source(text).text
     host, port = parse_address(text, default_port=DEFAULT_CONTROL_PORT)
     if not host or not port:
-        raise ValueError(f"{text!r} wants a host, and a port above 0, to connect to")
+        raise ValueError(f"{text!r} must have a host, and a port above 0, to connect to")
     return format_address(host, port)
 
 
@@ -254,11 +254,11 @@ def parse_quotas(value: Any) -> tuple[QuotaRule, ...]:
     elif isinstance(value, (list, tuple)):
         items = [str(item) for item in value]
     else:
-        raise TypeError(f"wants {_WANTED}")
+        raise TypeError(f"must be {_WANTED}")
     rules = tuple([_rule(item.strip()) for item in items if item.strip()])
     patterns = [rule.pattern for rule in rules]
     if len(rules) > RULES_MAX:
-        raise ValueError(f"wants at most {RULES_MAX} rules")
+        raise ValueError(f"must have at most {RULES_MAX} rules")
     for pattern in patterns:
         if patterns.count(pattern) > 1:
             raise ValueError(f"{pattern!r} has two rules")
@@ -277,7 +277,7 @@ def written_quotas(rules: tuple[QuotaRule, ...]) -> str:
 def _rule(text: str) -> QuotaRule:
     match = re.fullmatch(r"([^=;,]+)=([^/,=]+)(?:/([^/,=]+))?(?:,\s*priority=(\d{1,9}))?", text)
     if match is None:
-        raise ValueError(f"{text!r}: wants {_WANTED}")
+        raise ValueError(f"{text!r}: must be {_WANTED}")
     pool = _amount(match[2])
     priority = int(match[4] or 0)
     if priority > PRIORITY_MAX:

@@ -36,7 +36,7 @@ def parse_size(value: Any) -> int:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value), re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError("wants a size: bytes, or '4GiB', '100gb'")
+        raise ValueError("must be a size: bytes, or '4GiB', '100gb'")
     number, unit = match[1], _UNITS[match[2].lower()]
     # A whole number stays exact: a float rounds sizes above 8 PiB.
     return int(float(number) * unit) if "." in number else int(number) * unit
@@ -46,7 +46,7 @@ def parse_power_of_two(value: Any) -> int:
     """Return a size that is a power of two."""
     size = parse_size(value)
     if size < 1 or size & (size - 1):
-        raise ValueError("wants a power of two")
+        raise ValueError("must be a power of two")
     return size
 
 
@@ -97,7 +97,7 @@ def parse_names(value: Any, *, of: str = "a name") -> tuple[str, ...]:
     elif isinstance(value, (list, tuple)):
         items = [str(item) for item in value]
     else:
-        raise TypeError(f"wants {of}, or several of them")
+        raise TypeError(f"must be {of}, or several of them")
     return tuple([item.strip() for item in items if item.strip()])
 
 
@@ -134,28 +134,28 @@ def parse_ipc(value: Any) -> str:
     text = parse_text(value)
     path = text.removeprefix("ipc://")
     if text and (path == text or not path):
-        raise ValueError("wants ipc://PATH")
+        raise ValueError("must be ipc://PATH")
     # sockaddr_un holds 108 bytes with the closing zero.
     if len(os.fsencode(path)) > 100:
-        raise ValueError("wants a path of at most 100 bytes")
+        raise ValueError("must be a path of at most 100 bytes")
     return text
 
 
 def parse_text(value: Any) -> str:
     """Return a string, or a path as one."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError("wants a string")
+        raise TypeError("must be a string")
     return str(os.fspath(value))
 
 
 def parse_whole(value: Any) -> int:
     """Return a whole number."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError("wants a whole number")
+        raise ValueError("must be a whole number")
     try:
         return int(value)
     except (ValueError, OverflowError, TypeError) as error:
-        raise ValueError("wants a whole number") from error
+        raise ValueError("must be a whole number") from error
 
 
 def parse_replicas(value: Any) -> int | str:
@@ -165,7 +165,7 @@ def parse_replicas(value: Any) -> int | str:
     try:
         return parse_whole(value)
     except ValueError as error:
-        raise ValueError(f"wants a whole number, or '{AUTO}'") from error
+        raise ValueError(f"must be a whole number, or '{AUTO}'") from error
 
 
 def parse_seconds(value: Any) -> float:
@@ -178,7 +178,7 @@ def parse_share(value: Any) -> float:
     wanted = "a share from 0 to 1"
     number = _finite(value, wanted)
     if not 0 <= number <= 1:
-        raise ValueError(f"wants {wanted}")
+        raise ValueError(f"must be {wanted}")
     return number
 
 
@@ -186,10 +186,10 @@ def _finite(value: Any, wanted: str) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (ValueError, OverflowError, TypeError) as error:
-        raise ValueError(f"wants {wanted}") from error
+        raise ValueError(f"must be {wanted}") from error
     if not math.isfinite(number):
         # A deadline of NaN never passes: NaN compares false with every time.
-        raise ValueError(f"wants {wanted}")
+        raise ValueError(f"must be {wanted}")
     return number
 
 
@@ -197,5 +197,5 @@ def parse_switch(value: Any) -> bool:
     """Return a bool from true, false, on, off, yes, no, 1 or 0, in any case."""
     found = _SWITCHES.get(str(value).strip().lower())
     if found is None:
-        raise ValueError("wants true or false")
+        raise ValueError("must be true or false")
     return found

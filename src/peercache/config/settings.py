@@ -77,8 +77,8 @@ SGLANG_KEYS = frozenset(
 LOOPBACK = "127.0.0.1"
 
 HTTP_WAYS_OUT = (
-    "other hosts reach that address: without certificates it wants http_open = true, which shows "
-    "/metrics and /healthz only, or insecure = NAME"
+    "other hosts reach that address: without certificates it requires http_open = true, which "
+    "shows /metrics and /healthz only, or insecure = NAME"
 )
 
 UNNAMED_PORT = -1
@@ -93,15 +93,15 @@ WAYS_OUT = (
 RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
         "pool_size",
-        "wants at least one granule",
+        "must be at least one granule",
         lambda config: config.pool_size >= config.granule,
     ),
     (
         "suspect_s",
-        "wants more than 2 heartbeat_s",
+        "must be more than 2 heartbeat_s",
         lambda config: config.suspect_s > 2 * config.heartbeat_s,
     ),
-    ("dead_s", "wants more than suspect_s", lambda config: config.dead_s > config.suspect_s),
+    ("dead_s", "must be more than suspect_s", lambda config: config.dead_s > config.suspect_s),
     (
         "tls_ca",
         "tls_ca, tls_cert and tls_key go together: set all three, or none",
@@ -144,7 +144,7 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "http_listen",
-        "says something else than metrics_port: leave one of them out",
+        "contradicts metrics_port: set only one of them",
         lambda config: not config.http_listen or _is_one_port(config),
     ),
     (
@@ -154,7 +154,7 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "disk_path",
-        "wants a folder where disk_enabled is true",
+        "must name a folder if disk_enabled is true",
         lambda config: bool(config.disk_path) or not config.disk_enabled,
     ),
 )
@@ -242,9 +242,9 @@ class Config:
         LISTEN,
         "",
         'HOST:PORT of control and discovery; ":PORT" is every interface. An address that other '
-        "hosts reach wants tls_ca or insecure. Default: 127.0.0.1, or every interface with tls_ca "
-        "or insecure; port 31998, or a free port where that is taken. A port named here must be "
-        "free.",
+        "hosts reach requires tls_ca or insecure. Default: 127.0.0.1, or every interface with "
+        "tls_ca or insecure; port 31998, or a free port where that is taken. A port named here "
+        "must be free.",
     )
     advertise: str = setting(
         HOST,
@@ -289,7 +289,7 @@ class Config:
         FILE,
         "",
         "Certificates of the authorities that sign this cluster's certificates, as PEM; two while "
-        "one replaces the other. Goes with tls_cert and tls_key.",
+        "one replaces the other. Requires tls_cert and tls_key.",
     )
     tls_cert: str = setting(
         FILE,
@@ -355,7 +355,7 @@ class Config:
     hugepages: str = setting(
         choice("off", "2M", "1G"),
         "off",
-        "Huge pages for the pool, which must be free at the start: 2M or 1G; off takes normal "
+        "Huge pages for the pool, which must be free at the start: 2M or 1G; off uses normal "
         "pages from shm_dir.",
     )
     hugepages_dir: str = setting(
@@ -367,15 +367,15 @@ class Config:
     client_uncommitted_max: int = setting(
         SIZE,
         0,
-        "Most bytes one client may have reserved and not committed; 0 is its share of half of the "
-        "pool.",
+        "Maximum of bytes that one client may have reserved and not committed; 0 is its share of "
+        "half of the pool.",
         low=0,
     )
     mirror_pulls: str = setting(
         choice("off", "hot", "all"),
         "off",
         "Which pages a client keeps a copy of in its home node's pool when it has read them from "
-        "another host: hot is those that it read within the last minute too.",
+        "another host: hot means those that it read within the last minute, too.",
     )
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
@@ -439,8 +439,8 @@ class Config:
     disk_queue: int = setting(
         SIZE,
         256 * 2**20,
-        "Most bytes that wait to be written to disk; the disk tier counts pages beyond that, and "
-        "does not write them.",
+        "Maximum of bytes that wait to be written to disk; pages beyond it are counted, "
+        "and not written.",
         low=0,
     )
     disk_flush_s: float = setting(
@@ -475,7 +475,10 @@ class Config:
         SECONDS, 6.0, "Silence after which a member is dead; more than suspect_s."
     )
     directory_replicas: int | str = setting(
-        REPLICAS, "auto", "Nodes that keep each record; auto: one a host, 2 beyond 8 hosts.", low=1
+        REPLICAS,
+        "auto",
+        "Nodes that keep each record; auto: one per host, 2 beyond 8 hosts.",
+        low=1,
     )
     virtual_nodes: int = setting(
         WHOLE,
@@ -511,7 +514,7 @@ class Config:
     max_channels_per_peer: int = setting(
         WHOLE,
         16,
-        "Most tcp connections, and queue pairs a rail, that a client keeps to one peer.",
+        "Maximum of tcp connections, and of queue pairs per rail, that a client keeps to one peer.",
         low=1,
         high=1024,
     )
@@ -552,7 +555,7 @@ class Config:
     rdma_retry_count: int = setting(
         WHOLE,
         6,
-        "How often a packet is sent again. Never 7: to some devices that means forever.",
+        "Times that a packet is sent again; not 7: some devices then never stop.",
         low=0,
         high=6,
     )
@@ -600,7 +603,7 @@ class Config:
     http_listen: str = setting(
         LISTEN,
         "",
-        "HOST or HOST:PORT of the dashboard, /metrics and /healthz; beyond loopback it wants "
+        "HOST or HOST:PORT of the dashboard, /metrics and /healthz; beyond loopback it requires "
         "tls_ca, http_open or insecure. Default: 127.0.0.1, and the port of metrics_port.",
     )
     http_open: bool = setting(
@@ -627,13 +630,13 @@ class Config:
         "",
         "Endpoint of SGLang's first rank, such as tcp://127.0.0.1:5558: it publishes there, as "
         "Mooncake's store does, which of the engine's pages its home node holds, for routers. "
-        "Empty: it does not. Wants the extra `events`.",
+        "Empty: it does not. Requires the extra `events`.",
     )
     event_readers: tuple[str, ...] = setting(
         NETWORKS,
         (),
         "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
-        "Wanted where that endpoint is beyond loopback: its readers show no certificate.",
+        "Required if that endpoint is beyond loopback: its readers show no certificate.",
     )
     log_format: str = setting(
         choice("auto", "json", "console"),
@@ -643,7 +646,7 @@ class Config:
     log_level: str = setting(
         choice("debug", "info", "warning", "error"),
         "info",
-        "Least level that is logged; in an engine the default is the engine's own.",
+        "Lowest level that is logged; in an engine the default is the engine's own.",
     )
 
     @classmethod
@@ -742,7 +745,7 @@ def _of_the_trial(config: Config) -> Config:
     if not config.insecure:
         return config
     if len(config.insecure) > CLUSTER_CHARACTERS_MAX:
-        raise ConfigError("insecure", f"wants at most {CLUSTER_CHARACTERS_MAX} characters")
+        raise ConfigError("insecure", f"must have at most {CLUSTER_CHARACTERS_MAX} characters")
     if config.cluster not in (DEFAULT_CLUSTER, config.insecure):
         problem = f"names the cluster {config.insecure!r}, and cluster names {config.cluster!r}"
         raise ConfigError("insecure", problem)

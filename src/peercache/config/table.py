@@ -72,7 +72,7 @@ def choice(*choices: str) -> Kind:
 
     def parse(value: Any) -> str:
         if value not in choices:
-            raise ValueError(f"wants one of {', '.join(choices)}")
+            raise ValueError(f"must be one of {', '.join(choices)}")
         return str(value)
 
     return Kind("|".join(choices), parse)
@@ -170,7 +170,7 @@ class Setting:
             and (self.below is None or measured < self.below)
         )
         if not is_allowed:
-            raise ConfigError(self.name, f"{shown}wants {self.allowed}")
+            raise ConfigError(self.name, f"{shown}must be {self.allowed}")
         return parsed
 
 

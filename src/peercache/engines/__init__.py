@@ -1,1 +1,1 @@
-"""What adapters of several engines share: client, threads behind the engine, names of weights."""
+"""The common parts of the engine adapters: client, background threads, names of weights."""

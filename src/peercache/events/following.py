@@ -277,7 +277,7 @@ class ClusterFollower:
         thread.start()
 
     def _look(self) -> None:
-        """Follow the members, and stop to follow other nodes."""
+        """Follow the members, and stop following other nodes."""
         while not self._is_closing.is_set():
             try:
                 members = set(self._members())

@@ -1,1 +1,1 @@
-"""The HTTP server of a node: /metrics, /healthz, the dashboard and the JSON beside it."""
+"""The HTTP server of a node: /metrics, /healthz, the dashboard and its data as JSON."""

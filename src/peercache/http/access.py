@@ -43,7 +43,7 @@ class HttpClient:
     """What is known of the client of one connection.
 
     local, remote: numeric addresses and ports of the connection's ends.
-    certificate:   what `ssl` tells of the client's certificate; None without one.
+    certificate:   what `ssl` reports about the client's certificate; None without one.
     """
 
     local: tuple[str, int]
@@ -79,7 +79,7 @@ class Access:
             tls.on_change(self._renew)
 
     async def follow(self) -> None:
-        """Use what the token's file holds as it changes; return where there is none."""
+        """Follow changes of the token's file; return at once without a file."""
         while self._token is not None:
             await trio.sleep(LOOK_S)
             # A network file system may hang forever, and nothing else of the node with it.
@@ -91,7 +91,7 @@ class Access:
         """Return why this page is not for the client, in words for it; "" where it is.
 
         authorization, host: the headers of these names, "" without one.
-        Raises Rejected where the node cannot tell for now who asks.
+        Raises Rejected where the node cannot determine now who asks.
         """
         watchers, problem = self._watchers(client, authorization, host)
         if may_read(path, watchers, is_open=self._is_open):
@@ -100,11 +100,11 @@ class Access:
         self.count(reason, client, detail)
         if problem and reason == NO_DESCRIPTORS_REASON:
             raise problem
-        told = (
-            "this page wants the certificate of an operator or a node, or the bearer token of "
+        shown = (
+            "this page requires the certificate of an operator or a node, or the bearer token of "
             "http_token_file"
         )
-        return told if not problem else f"{told}; {problem.detail}"
+        return shown if not problem else f"{shown}; {problem.detail}"
 
     def count(self, reason: str, client: HttpClient, detail: str = "") -> None:
         """Count a refused request or connection, and log it once for each peer and reason."""
@@ -141,12 +141,12 @@ class Access:
         return watcher_of(self._tls.admit(client.certificate["serialNumber"], names))
 
     def _of_token(self, client: HttpClient, authorization: str) -> Watcher | None:
-        scheme, _, told = authorization.partition(" ")
+        scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
         if not client.is_encrypted and not is_loopback(client.remote[0]):
             raise Rejected("token_in_clear", "a token travels over TLS only: make a new one")
-        if self._token is None or not self._token.fits(told.strip()):
+        if self._token is None or not self._token.fits(given.strip()):
             raise Rejected("token", "the token is not this node's")
         return Watcher.TOKEN
 
@@ -210,17 +210,17 @@ class _Token:
             # The old one holds until the file is right again.
             self._log.error("http.token_rejected", problem=str(error))
 
-    def fits(self, told: str) -> bool:
+    def fits(self, given: str) -> bool:
         """Return whether a token is the one that was read last."""
-        # Digests of one length: a comparison must not tell how long the token is.
-        return hmac.compare_digest(_digest(told), self._digest)
+        # Digests of one length: a comparison must not reveal how long the token is.
+        return hmac.compare_digest(_digest(given), self._digest)
 
     def _read(self) -> bytes:
         token = read_secret("http_token_file", self._config.http_token_file, self._config).strip()
         if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
             raise ConfigError(
                 "http_token_file",
-                f"{self._config.http_token_file} wants one token of at least "
+                f"{self._config.http_token_file} must contain one token of at least "
                 f"{TOKEN_CHARACTERS_MIN} characters: `openssl rand -hex 32` makes one",
             )
         return _digest(token)

@@ -3,7 +3,7 @@
 From statuses, their history and a time to HTML. It asks nothing itself. Every value is escaped by
 the templates: names and reasons are texts of other nodes.
 
-Charts are pure geometry: lines and areas over time, as paths of SVG. Texts stand beside a chart in
+Charts are pure geometry: lines and areas over time, as paths of SVG. Texts are next to a chart in
 HTML, so that they are readable at every width.
 """
 
@@ -87,8 +87,8 @@ class Chart:
     @property
     def summary(self) -> str:
         """The chart in one sentence, for those who do not see it."""
-        told = ", ".join(f"{line.label} {line.now}" for line in self.lines)
-        return f"{self.title}: {told or 'nothing yet'}"
+        values = ", ".join(f"{line.label} {line.now}" for line in self.lines)
+        return f"{self.title}: {values or 'nothing yet'}"
 
 
 def line_chart(
@@ -259,19 +259,19 @@ class Tile:
 
     label: str
     value: str
-    beside: str = ""
+    detail: str = ""
     part: float | None = None
 
 
 async def cluster_page(view: PageFacts) -> str:
     """Return the page of all members."""
     members = sorted(view.members, key=_place)
-    told = [member.status for member in members if member.answers]
-    namespaces = namespaces_of(told)
-    workers = [(status, worker) for status in told for worker in status.workers]
+    statuses = [member.status for member in members if member.answers]
+    namespaces = namespaces_of(statuses)
+    workers = [(status, worker) for status in statuses for worker in status.workers]
     peers = [
         (status, peer)
-        for status in told
+        for status in statuses
         for peer in status.peers
         if peer.lagging or peer.state == "suspect"
     ]
@@ -282,17 +282,17 @@ async def cluster_page(view: PageFacts) -> str:
         members_more=max(0, len(members) - ROWS_MAX),
         problems=_problems(members),
         states=Counter(member.status.state for member in members).items(),
-        versions=sorted({status.version for status in told if status.version}),
-        cluster=next((status.cluster for status in told), ""),
-        tiles=_tiles(told, view.history, EVERY_MEMBER),
+        versions=sorted({status.version for status in statuses if status.version}),
+        cluster=next((status.cluster for status in statuses), ""),
+        tiles=_tiles(statuses, view.history, EVERY_MEMBER),
         charts=await _charts(view.history, EVERY_MEMBER),
-        memory=memory_chart(reuse_of(told)),
+        memory=memory_chart(reuse_of(statuses)),
         fabrics=_fabrics(view.history, EVERY_MEMBER),
         workers=workers[:ROWS_MAX],
-        workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in told),
+        workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in statuses),
         peers=peers[:ROWS_MAX],
         namespaces=namespaces[:ROWS_MAX],
-        balance=_balance(told),
+        balance=_balance(statuses),
     )
 
 
@@ -445,10 +445,10 @@ def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
     return sorted(found, key=lambda each: order.index(each[0]))[:ROWS_MAX]
 
 
-def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
+def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Tile]:
     """Return the figures at the top."""
-    share, ever = _hit_share(history, member), _total_share(told)
-    workers = sum(len(s.workers) + s.workers_more for s in told)
+    share, ever = _hit_share(history, member), _total_share(statuses)
+    workers = sum(len(s.workers) + s.workers_more for s in statuses)
     return [
         Tile(
             "Hit rate, 5 min",
@@ -471,14 +471,14 @@ def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
             written_time(history.quantile("get", 0.99, RECENT_S, member)),
             f"p50 {written_time(history.quantile('get', 0.5, RECENT_S, member))}",
         ),
-        _tier_tile("Pool", [s.pool for s in told]),
-        _tier_tile("Disk", [s.disk for s in told])
-        if any(s.disk.size for s in told)
+        _tier_tile("Pool", [s.pool for s in statuses]),
+        _tier_tile("Disk", [s.disk for s in statuses])
+        if any(s.disk.size for s in statuses)
         else Tile("Disk", "none", "no node has a disk tier"),
         Tile("Engines", str(workers), "attached workers"),
         Tile(
             "Directory",
-            written_count(sum(s.shard.records for s in told)),
+            written_count(sum(s.shard.records for s in statuses)),
             "records in the shards",
         ),
     ]
@@ -486,13 +486,13 @@ def _tiles(told: Sequence[Status], history: History, member: str) -> list[Tile]:
 
 def _tier_tile(label: str, tiers: Sequence[Tier]) -> Tile:
     used, size, pages = (sum(getattr(t, f) for t in tiers) for f in ("used", "size", "pages"))
-    beside = f"of {written_size(size)}, {written_count(pages)} pages"
-    return Tile(label, written_size(used), beside, part_of(used, size))
+    detail = f"of {written_size(size)}, {written_count(pages)} pages"
+    return Tile(label, written_size(used), detail, part_of(used, size))
 
 
-def _total_share(told: Sequence[Status]) -> float:
-    hits = sum(status.total("pages_hit") for status in told)
-    asked = hits + sum(status.total("pages_missed") for status in told)
+def _total_share(statuses: Sequence[Status]) -> float:
+    hits = sum(status.total("pages_hit") for status in statuses)
+    asked = hits + sum(status.total("pages_missed") for status in statuses)
     return hits / asked if asked else math.nan
 
 
@@ -539,7 +539,7 @@ async def _charts(history: History, member: str) -> list[Chart]:
             "Pages between the tiers",
             [
                 ("evicted from memory", of("evicted")),
-                ("written to disk", of("pages_spilled")),
+                ("written to disk", of("disk_pages_written")),
                 ("promoted from disk", of("pages_promoted")),
                 ("deleted from disk", of("evicted_disk")),
             ],
@@ -565,9 +565,9 @@ def _fabrics(history: History, member: str) -> list[tuple[str, str, float]]:
     return [(fabric, written_rate(rate), rate / total) for fabric, rate in known.items()]
 
 
-def _balance(told: Sequence[Status]) -> str:
+def _balance(statuses: Sequence[Status]) -> str:
     """Return how evenly the records of the directory are spread, in words."""
-    shares = [status.shard.share for status in told if status.shard.share > 0]
+    shares = [status.shard.share for status in statuses if status.shard.share > 0]
     if len(shares) < 2:
         return ""
     mean = sum(shares) / len(shares)

@@ -41,7 +41,7 @@ _TOTALS = (
     "pages_set",
     "sets_refused",
     "pages_promoted",
-    "pages_spilled",
+    "disk_pages_written",
     "bytes_read",
     "bytes_written",
     *(f"pages_hit/{fabric}" for fabric in FABRICS),
@@ -59,13 +59,13 @@ MEMBERS_MAX = HISTORY_BYTES_MAX // (POINTS * len(COLUMNS) * 4)
 
 @attrs.define(eq=False)
 class _Track:
-    """One member. totals: as it told them last; at: when it did."""
+    """One member. totals: as it last reported them; at: when."""
 
     incarnation: str
     at: float
     totals: Rates
     rates: npt.NDArray[np.float32] | None
-    """Shape (POINTS, columns), NaN where it told nothing; None for a member beyond the bound."""
+    """Shape (POINTS, columns), NaN where it reported nothing; None beyond the bound."""
 
 
 @final
@@ -92,12 +92,12 @@ class History:
         self._skip(now)
         place = self._advance()
         self._at[place] = now
-        told = [
+        reported = [
             rates
             for member in members
             if member.answers and (rates := self._rates_of(member.status, now, place)) is not None
         ]
-        self._sum[place] = np.sum(told, axis=0) if told else np.nan
+        self._sum[place] = np.sum(reported, axis=0) if reported else np.nan
         for name in [n for n, track in self._tracks.items() if now - track.at > POINTS * STEP_S]:
             del self._tracks[name]
 
@@ -131,7 +131,7 @@ class History:
         is_same = track.incarnation == status.incarnation
         # What a restarted node counts it has counted since its start.
         grown = np.maximum(totals - track.totals, 0.0) if is_same else totals
-        # A member may tell any number; the rows are of float32.
+        # A member may report any number; the rows are of float32.
         with np.errstate(over="ignore"):
             found: Rates = np.minimum(grown / max(now - track.at, 0.001), RATE_MAX)
         track.incarnation, track.at, track.totals = status.incarnation, now, totals
@@ -156,13 +156,19 @@ class History:
             self._take_buckets(operation, status.latency.get(operation, Latencies()), totals)
         return totals
 
-    def _take_buckets(self, operation: str, told: Latencies, totals: Rates) -> None:
-        if len(told.counts) != len(told.bounds) + 1 or len(told.counts) > BUCKETS_MAX:
+    def _take_buckets(self, operation: str, latencies: Latencies, totals: Rates) -> None:
+        if (
+            len(latencies.counts) != len(latencies.bounds) + 1
+            or len(latencies.counts) > BUCKETS_MAX
+        ):
             return
         # Buckets of another version's bounds cannot be added to these.
-        if self._bounds.setdefault(operation, told.bounds) == told.bounds and told.bounds:
+        if (
+            self._bounds.setdefault(operation, latencies.bounds) == latencies.bounds
+            and latencies.bounds
+        ):
             first = COLUMNS[f"{operation}/0"]
-            totals[first : first + len(told.counts)] = told.counts
+            totals[first : first + len(latencies.counts)] = latencies.counts
 
     def series(self, column: str, member: str = EVERY_MEMBER) -> Rates:
         """Return a column's rates, the oldest first: shape (POINTS,), NaN where unknown."""

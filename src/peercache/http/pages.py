@@ -89,8 +89,8 @@ class Pages:
         routes = {
             "/": self._shown,
             "/nodes/{name}": self._shown_node,
-            "/api/v1/status": self._told,
-            "/api/v1/status/{name}": self._told_node,
+            "/api/v1/status": self._status,
+            "/api/v1/status/{name}": self._status_of_node,
             "/metrics": self._measured,
             "/healthz": self._judged,
             **{f"/files/{name}": _filed(name) for name in _FILES},
@@ -131,14 +131,14 @@ class Pages:
         """Answer 200 only while the node truly serves."""
         found, bug = self._health()
         if bug:
-            return _told(503, {"status": "unknown", "reason": bug})
+            return _respond(503, {"status": "unknown", "reason": bug})
         if found.serving and found.degraded:
             # 200: a node that is restarted for its disk would lose its memory too.
-            told = {"status": "degraded", "reason": found.degraded}
-            return _told(200, {**told, **found.facts})
+            degraded = {"status": "degraded", "reason": found.degraded}
+            return _respond(200, {**degraded, **found.facts})
         if found.serving:
-            return _told(200, {"status": "ok", **found.facts})
-        return _told(503, {"status": "unavailable", "reason": found.reason, **found.facts})
+            return _respond(200, {"status": "ok", **found.facts})
+        return _respond(503, {"status": "unavailable", "reason": found.reason, **found.facts})
 
     async def _shown(self, _: Request) -> Response:
         """Answer with the cluster, also by a node that does not serve: a person reads it."""
@@ -153,18 +153,18 @@ class Pages:
             return _page(404, await absent_page(view, name))
         return _page(200, await node_page(view, found))
 
-    async def _told(self, _: Request) -> Response:
+    async def _status(self, _: Request) -> Response:
         """Answer with the statuses of all members, without the details of their processes."""
         members = await self.watching.members()
-        return _told(200, {"told_by": self.own(), "members": to_plain(members)})
+        return _respond(200, {"reported_by": self.own(), "members": to_plain(members)})
 
-    async def _told_node(self, request: Request) -> Response:
+    async def _status_of_node(self, request: Request) -> Response:
         """Answer with the status of one member, and the details of its process."""
         name = request.path_params["name"]
         found = _named(await self.watching.members(detail=True), name)
         if found is None:
-            return _told(404, {"error": f"no member is called {name}: /api/v1/status lists all"})
-        return _told(200, to_plain(found))
+            return _respond(404, {"error": f"no member is called {name}: /api/v1/status lists all"})
+        return _respond(200, to_plain(found))
 
     def _view(self, members: Sequence[MemberStatus]) -> PageFacts:
         at = datetime.now(timezone.utc).strftime("%H:%M:%S UTC")
@@ -192,7 +192,7 @@ def _filed(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _absent(_: Request, __: Exception) -> Response:
-    return _told(
+    return _respond(
         404,
         {
             "error": "there are /, /nodes/NODE, /api/v1/status, /api/v1/prefix/openapi.json, "
@@ -204,19 +204,19 @@ async def _absent(_: Request, __: Exception) -> Response:
 async def _refused(_: Request, error: Exception) -> Response:
     # Starlette's exception has the methods of the route.
     allowed = ", ".join(sorted(getattr(error, "headers", {})["Allow"].split(", ")))
-    refusal = _told(405, {"error": f"only {allowed.replace(', ', ' and ')}"})
+    refusal = _respond(405, {"error": f"only {allowed.replace(', ', ' and ')}"})
     refusal.headers["allow"] = allowed
     return refusal
 
 
 async def _not_installed(_: Request) -> Response:
-    told = "this node lacks the prefix index: pip install 'peercache-kv[rest]' where it runs"
-    return _told(501, {"error": told})
+    why = "this node lacks the prefix index: pip install 'peercache-kv[rest]' where it runs"
+    return _respond(501, {"error": why})
 
 
 async def _failed(_: Request, error: Exception) -> Response:
     """Answer 500; Starlette raises the error again, and the gateway logs it."""
-    return _told(500, {"error": f"{type(error).__name__}: {error}"})
+    return _respond(500, {"error": f"{type(error).__name__}: {error}"})
 
 
 def _named(members: Sequence[MemberStatus], name: str) -> MemberStatus | None:
@@ -228,7 +228,7 @@ def _page(status: int, page: str) -> Response:
     return _whole(status, "text/html; charset=utf-8", page.encode(errors="replace"))
 
 
-def _told(status: int, facts: Any) -> Response:
+def _respond(status: int, facts: Any) -> Response:
     return _whole(status, "application/json", (json.dumps(facts) + "\n").encode())
 
 

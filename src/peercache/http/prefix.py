@@ -152,7 +152,7 @@ class PrefixIndex:
         return await self._answered(request, HashesAsked, self._of_hashes)
 
     async def _engines(self, _: Request) -> Response:
-        return _told(200, Engines(tuple(self.gpu.find(np.empty(0, np.uint32)))))
+        return _respond(200, Engines(tuple(self.gpu.find(np.empty(0, np.uint32)))))
 
     async def _answered(
         self, request: Request, kind: type[Any], answer: Callable[[Any], Awaitable[FoundPrefix]]
@@ -161,26 +161,28 @@ class PrefixIndex:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A web page of another site cannot send this type without asking first.
-            return _told(415, Problem("a question is sent as application/json"))
+            return _respond(415, Problem("a question is sent as application/json"))
         try:
             self.limit.acquire_on_behalf_of_nowait(request)
         except trio.WouldBlock:
-            return _told(503, Problem(f"{QUESTIONS_MAX} questions are being answered: ask again"))
+            return _respond(
+                503, Problem(f"{QUESTIONS_MAX} questions are being answered: ask again")
+            )
         try:
             with trio.move_on_after(BODY_S) as until_read:
                 body = await request.body()
             if until_read.cancelled_caught:
-                return _told(408, Problem(f"the body did not come within {BODY_S:g} s"))
+                return _respond(408, Problem(f"the body did not come within {BODY_S:g} s"))
             await trio.lowlevel.checkpoint()
             with trio.move_on_after(ANSWER_S):
-                return _told(200, await answer(msgspec.json.decode(body, type=kind)))
-            return _told(503, Problem(f"other nodes took longer than {ANSWER_S:g} s: ask again"))
+                return _respond(200, await answer(msgspec.json.decode(body, type=kind)))
+            return _respond(503, Problem(f"other nodes took longer than {ANSWER_S:g} s: ask again"))
         except msgspec.ValidationError as error:
-            return _told(422, Problem(f"the question is not as the schema has it: {error}"))
+            return _respond(422, Problem(f"the question is not as the schema has it: {error}"))
         except InvalidRequest as error:
-            return _told(422, Problem(str(error)))
+            return _respond(422, Problem(str(error)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _told(400, Problem(f"the body is no JSON: {error}"))
+            return _respond(400, Problem(f"the body is not JSON: {error}"))
         finally:
             self.limit.release_on_behalf_of(request)
 
@@ -220,12 +222,12 @@ def _digest(space: Space) -> bytes:
     return Namespace(space.name, space.geometry, space.coordinates, space.weights).digest()
 
 
-def _told(status: int, told: Any) -> Response:
-    return Response(msgspec.json.encode(told), status, media_type="application/json")
+def _respond(status: int, body: Any) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 async def _described(_: Request) -> Response:
-    return _told(200, openapi())
+    return _respond(200, openapi())
 
 
 def openapi() -> dict[str, Any]:
@@ -276,8 +278,8 @@ def _asked(name: str, summary: str, kind: type, problems: dict[str, str]) -> dic
 
 def _shown(name: str, summary: str, kind: type) -> dict[str, Any]:
     refused = {"description": "The client has proved no right to ask.", "content": _json(Problem)}
-    told = {"description": "The answer.", "content": _json(kind)}
-    return {"operationId": name, "summary": summary, "responses": {"200": told, "401": refused}}
+    answer = {"description": "The answer.", "content": _json(kind)}
+    return {"operationId": name, "summary": summary, "responses": {"200": answer, "401": refused}}
 
 
 def _json(kind: type) -> dict[str, Any]:

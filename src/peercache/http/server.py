@@ -1,7 +1,7 @@
 """The HTTP server of a node: on the node's own trio loop, no thread per connection.
 
-Takes   one request a connection, in clear text or, with certificates, over TLS: the first byte
-        tells which.
+Takes   one request per connection, in clear text or, with certificates, over TLS: the first byte
+        shows which.
 Sends   the answer of an ASGI application where `Access` allows it, and closes.
 Keeps   no client delays a stop: no send is shielded from cancellation.
 Limits  `DescriptorShares.http` connections, half of them of one address, CONNECTION_S seconds each,
@@ -118,7 +118,7 @@ class HttpExchange:
 
         refusal: why a request is refused, in words for its client, "" where it is not; of its
                  path and its headers Authorization and Host; raises Rejected where that cannot
-                 be told for now.
+                 be determined now.
         """
         try:
             request = await self._request()
@@ -133,7 +133,7 @@ class HttpExchange:
                 headers.get(b"host", b"").decode("latin-1"),
             )
             if problem:
-                await self._tell(401, problem, [(b"www-authenticate", b"Bearer")])
+                await self._refuse(401, problem, [(b"www-authenticate", b"Bearer")])
             else:
                 self.phase = Phase.ASKED
                 if scope["path"] in LONG_BODIES:
@@ -141,11 +141,11 @@ class HttpExchange:
                     self._receive_bytes = LONG_RECEIVE_BYTES
                 await self._apply(application, scope)
         except Rejected as error:
-            await self._tell(503, error.detail)
+            await self._refuse(503, error.detail)
         except h11.RemoteProtocolError as error:
-            await self._tell(error.error_status_hint, str(error))
+            await self._refuse(error.error_status_hint, str(error))
         except _BodyTooLong:
-            await self._tell(413, f"a request has a body of at most {self._body_bytes_max} bytes")
+            await self._refuse(413, f"a request has a body of at most {self._body_bytes_max} bytes")
         return True
 
     async def _apply(self, application: Application, scope: Scope) -> None:
@@ -158,7 +158,7 @@ class HttpExchange:
         except Exception as error:
             # A node goes on serving when one of its pages cannot be made.
             get_logger().exception(PAGE_FAILED, page=scope["path"])
-            await self._tell(500, f"{type(error).__name__}: {error}")
+            await self._refuse(500, f"{type(error).__name__}: {error}")
 
     async def _request(self) -> h11.Request | None:
         """Return the head of the request, or None if the other side closed without one."""
@@ -223,14 +223,14 @@ class HttpExchange:
         if is_whole:
             self.phase = Phase.ANSWERED
 
-    async def _tell(self, status: int, problem: str, headers: list[Header] | None = None) -> None:
+    async def _refuse(self, status: int, problem: str, headers: list[Header] | None = None) -> None:
         """Answer with a problem, unless an answer has begun."""
         if self._is_sent:
             return
         body = (json.dumps({"error": problem}) + "\n").encode()
-        told = [(b"content-type", b"application/json"), *(headers or [])]
-        told.append((b"content-length", str(len(body)).encode()))
-        await self._put({"type": "http.response.start", "status": status, "headers": told})
+        head = [(b"content-type", b"application/json"), *(headers or [])]
+        head.append((b"content-length", str(len(body)).encode()))
+        await self._put({"type": "http.response.start", "status": status, "headers": head})
         await self._put({"type": "http.response.body", "body": body})
 
 

@@ -55,7 +55,7 @@ class EngineFollower:
             if error.name not in ("zmq", "msgspec"):
                 raise
             raise ConfigError(
-                "engine_events", f"wants {error.name}: pip install 'peercache-kv[events]'"
+                "engine_events", f"requires {error.name}: pip install 'peercache-kv[events]'"
             ) from error
         self._zmq: Any = zmq
         self._receive_event = monitoring.recv_monitor_message

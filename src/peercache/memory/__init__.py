@@ -1,1 +1,1 @@
-"""Published memory: one shared file a node, its generation words, and copies of batches."""
+"""Published memory: one shared file per node, its generation words, and copies of batches."""

@@ -273,5 +273,7 @@ def _checked(file: int, incarnation: Incarnation) -> tuple[Header, Layout]:
         )
     layout = Layout.of(header.page_bytes, header.granule, header.huge_page_bytes)
     if found.st_size != layout.total_bytes:
-        raise Rejected("segment", f"{found.st_size} bytes, its header wants {layout.total_bytes}")
+        raise Rejected(
+            "segment", f"{found.st_size} bytes, its header requires {layout.total_bytes}"
+        )
     return header, layout

@@ -13,7 +13,7 @@ from peercache.model.seal import Seals
 TICK_AGE_MAX_S = 0.08
 """How long ago the owner of a directory table may have been active, for a missing key to count as
 absent: less than a set waits for an owner, so that the table of a paused owner is no longer trusted
-when a set stops to wait for it."""
+when a set stops waiting for it."""
 
 
 @attrs.frozen(eq=False)

@@ -62,7 +62,7 @@ class Worker:
     pid:     that of its process; 0 if the kernel does not report it.
     keys:    pages that it has stored since it attached.
     hits, misses, sets: pages a second between its last two reports.
-    heard_s: seconds since its last report.
+    report_age_s: seconds since its last report.
     """
 
     name: str = ""
@@ -72,7 +72,7 @@ class Worker:
     hits: float = 0.0
     misses: float = 0.0
     sets: float = 0.0
-    heard_s: float = 0.0
+    report_age_s: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -305,9 +305,9 @@ def namespaces_of(statuses: Sequence[Status]) -> list[NamespaceUse]:
     return sorted(found.values(), key=lambda use: -use.bytes)
 
 
-def reuse_of(told: Sequence[Status]) -> Reuse:
+def reuse_of(statuses: Sequence[Status]) -> Reuse:
     """Return the estimate for all of the cluster: the mean of its nodes, by their uses."""
-    known = [each.reuse for each in told if set(MEMORY_NAMES) <= each.reuse.hit_rates.keys()]
+    known = [each.reuse for each in statuses if set(MEMORY_NAMES) <= each.reuse.hit_rates.keys()]
     uses = sum(each.uses for each in known)
     if uses <= 0:
         return Reuse()

@@ -1,8 +1,9 @@
 """The circuit breakers of a client: the peers that it does not use at the moment.
 
-The client's own evidence opens a breaker at once, before any heartbeat notices: a refused or broken
-connection, or `stall_s` of waiting without a single answer. A big batch that reaches its caller's
-deadline is no evidence. An open breaker lets one probe through after its back-off. A peer has two
+A failure that the client itself sees opens a breaker at once, before any heartbeat is missed: a
+refused or broken connection, or `stall_s` of waiting without a single answer. A big batch that
+reaches its caller's deadline is no such failure. An open breaker lets one probe through after its
+back-off. A peer has two
 breakers, one for requests and one for its data port: behind a firewall it may answer requests but
 serve no pages.
 """
@@ -32,7 +33,7 @@ BACKOFF_MAX_S = 4.0
 
 
 def data_port(peer: int) -> int:
-    """Return the name of the breaker of a peer's data port; that of its questions is `peer`."""
+    """Return the name of the breaker of a peer's data port; that of its requests is `peer`."""
     return ~peer
 
 
@@ -47,7 +48,7 @@ class _Peer:
 
 @final
 class Breakers:
-    """One breaker a peer; thread-safe."""
+    """The circuit breakers of the peers, one each; thread-safe."""
 
     def __init__(self, *, op_timeout_s: float = 0.0) -> None:
         """Start with every breaker closed. op_timeout_s: the deadline of the client's calls."""

@@ -35,7 +35,7 @@ from peercache.model.member import Member
 from peercache.node.switchboard import NodeMailboxes
 from peercache.observability.metrics import Metrics
 
-SPILL_DELAY_S = 0.02
+WRITE_DELAY_S = 0.02
 """A commit is published and answered in a few milliseconds; then its pages may go to disk."""
 
 CHANNELS_FACTOR = 16
@@ -152,7 +152,7 @@ def _disk(config: Config, metrics: Metrics) -> DiskTier:
         queue_bytes_max=config.disk_queue,
         report_rate=config.republish_rate,
         ttl_s=config.disk_ttl,
-        spill_delay_s=SPILL_DELAY_S,
+        write_delay_s=WRITE_DELAY_S,
         metrics=metrics,
         quotas=config.quotas,
     )

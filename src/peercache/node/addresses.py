@@ -68,7 +68,7 @@ _Host: TypeAlias = IPv4Address | IPv6Address
 
 
 def numeric_hosts(address: str) -> set[str]:
-    """Return the host of a HOST:PORT that is a number, in a set; empty for a name."""
+    """Return the numeric host of a HOST:PORT as a set; an empty set for a name."""
     host, _ = parse_address(address)
     return {host} if _numeric(host) is not None else set()
 
@@ -236,7 +236,7 @@ class Reach:
             self._refused[address] = (problem, self._clock())
 
     def joined(self) -> None:
-        """Record that another node holds this one for a member."""
+        """Record that another node has this node as a live member in its view."""
         self._welcomed.clear()
         self._refused.clear()
 
@@ -253,7 +253,7 @@ class Reach:
         return next(reversed(self._hosts))
 
     def problem(self, control: str) -> str:
-        """Return why no other node holds this one for a member; "" if there is no problem.
+        """Return why no other node has this node in its view; "" if there is no problem.
 
         If its peers do not answer, a node is correctly alone: it is the first, or the last.
         """

@@ -1,4 +1,4 @@
-"""Admission: which connections a node accepts, and as what.
+"""Admission: which connections a node accepts, and in which role.
 
 A connection begins with a Hello. It is refused, with a log line and a reason, if wire version,
 granule, certificate, user or proof do not fit; messages before a Hello are dropped. `trust.rights`
@@ -55,13 +55,14 @@ class Admission:
         local_secret: bytes,
         gate: Gate,
         probe: Callable[[str, str], LockProbe],
-        connections_max: Callable[[], float] = lambda: math.inf,
+        connections_max: float = math.inf,
     ) -> None:
         """Admit peers that fit; clients of this process present `local_secret` instead of a lock.
 
         gate:  checks the peer of each connection by its user or certificate.
         probe: opens a client's lock file, given home address and name; raises Rejected.
-        connections_max: the current limit of connections, those without a Hello included.
+        connections_max: the limit of connections, those without a Hello included; the housekeeping
+                         renews it.
         """
         self._cluster = cluster
         self._granule = granule
@@ -69,7 +70,7 @@ class Admission:
         self._local_secret = local_secret
         self._gate = gate
         self._probe = probe
-        self._connections_max = connections_max
+        self.connections_max = connections_max
         # By connection over tcp: the name in its certificate, "" without one.
         self._owners: dict[int, str] = {}
         self._of_owner: Counter[str] = Counter()
@@ -116,7 +117,7 @@ class Admission:
         """
         if pipe in self._owners:
             return
-        most = self._connections_max()
+        most = self.connections_max
         if owner and self._of_owner[owner] >= most / OF_ONE_CERTIFICATE:
             raise Rejected(BUSY, f"{owner} has as many connections as one certificate may have")
         if len(self._owners) >= most * ADMITTED_FRACTION:
@@ -136,7 +137,7 @@ class Admission:
         """Return the admitted connections with peers for which `wanted` is true."""
         return [pipe for pipe, peer in self._peers.items() if wanted(peer)]
 
-    def overstaying(self, pipes: Sequence[int], now: float, *, connections_max: float) -> list[int]:
+    def overstaying(self, pipes: Sequence[int], now: float) -> list[int]:
         """Return which of these open connections (oldest first) to close.
 
         Of those that have not sent Hello: each that is STRANGER_S old, and the oldest of the rest,
@@ -144,7 +145,7 @@ class Admission:
         """
         strangers = [pipe for pipe in pipes if pipe not in self.sessions]
         self._strangers = {pipe: self._strangers.get(pipe, now) for pipe in strangers}
-        too_many = len(pipes) - connections_max
+        too_many = len(pipes) - self.connections_max
         return [
             pipe
             for place, (pipe, since) in enumerate(self._strangers.items())

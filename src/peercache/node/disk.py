@@ -38,15 +38,15 @@ class NodeDisk:
         self,
         config: Config,
         segment: PublishedSegment,
-        tell: Callable[[DiskFact | DiskIndexed], None],
+        notify: Callable[[DiskFact | DiskIndexed], None],
         log: Any,
     ) -> None:
         """Start to open the folder; the node need not wait. Call on the node's loop.
 
-        tell: passes a message to the disk actor, on the loop.
+        notify: passes a message to the disk actor, on the loop.
         """
         self.problem = OPENING
-        self._tell = tell
+        self._notify = notify
         self._log = log
         self._token = trio.lowlevel.current_trio_token()
         # Deadlines are in the loop's time, which its threads cannot read.
@@ -56,7 +56,7 @@ class NodeDisk:
             size_bytes=config.disk_size,
             cluster=config.cluster,
             pool=PoolMemory(segment.pages, segment.words, config.granule),
-            tell=self._on_fact,
+            notify=self._on_fact,
             free_floor=config.disk_free_floor,
             clock=lambda: time.perf_counter() + ahead_s,
             log=log,
@@ -91,13 +91,13 @@ class NodeDisk:
         elif isinstance(fact, DiskEnded):
             self.problem = fact.reason
             self._log.warning("disk.ended", reason=fact.reason)
-        self._tell(fact)
+        self._notify(fact)
 
 
 @final
 @attrs.define(eq=False)
 class DiskTroubles:
-    """Logs when an open disk stops to accept pages, and when it accepts them again.
+    """Logs when an open disk stops accepting pages, and when it accepts them again.
 
     trouble: returns why it does not, "" if it does. path: `disk_path`.
     """
@@ -140,15 +140,15 @@ PROGRESS_S = 1.0
 async def flush_disk(
     disk: NodeDisk,
     tier: DiskTier,
-    tell: Callable[[RequestFlush], None],
+    notify: Callable[[RequestFlush], None],
     *,
     within_s: float,
     cut_short: trio.Event,
     log: Any,
 ) -> None:
-    """Have all pages written that are only in memory; log the progress once a second.
+    """Write all pages that are only in memory to disk; log the progress once a second.
 
-    tell: passes a message to the disk actor. It ends after `within_s`, or with `cut_short`: pages
+    notify: passes a message to the disk actor. It ends after `within_s`, or with `cut_short`: pages
           that are not written by then are lost with the memory.
     """
     if disk.problem:
@@ -156,7 +156,7 @@ async def flush_disk(
         return
     started = logged_at = trio.current_time()
     log.info("disk.flush_started", within_s=within_s)
-    tell(RequestFlush())
+    notify(RequestFlush())
     left = tier.flush_left()
     while left != 0 and not disk.problem and not cut_short.is_set():
         now = trio.current_time()

@@ -41,14 +41,14 @@ from peercache.trust.sharing import Sharing
 from peercache.wire.messages.membership import CancelDrain, DrainNode, RequestDrainState
 
 LEAVING: Final = "leaving"
-"""After the hand-over: the node tells so, and stops."""
+"""After the hand-over: the node sends Goodbye, and stops."""
 
 WITHIN_MAX_S: Final = 24 * 3600.0
 
 LOOK_S: Final = 0.05
 PROGRESS_S: Final = 1.0
 
-TELL_S: Final = 1.0
+NOTIFY_S: Final = 1.0
 """Between the last page that is handed over and the goodbye: owners of records learn of the new
 holders meanwhile, and an operator who watches sees the end."""
 
@@ -58,14 +58,14 @@ holders meanwhile, and an operator who watches sees the end."""
 class Drainer:
     """The drain of one node.
 
-    giving:   how far the placement actor is.
-    others:   how many other nodes live.
-    within_s: the most time, unless the operator says another.
+    giving:   the progress of the placement actor.
+    others:   returns the number of other live nodes.
+    within_s: the time limit, unless the operator gives another one.
     leave:    begins the graceful stop.
     """
 
     giving: Giving = attrs.field(kw_only=False)
-    tell: Callable[[DrainBegan | DrainCancelled], None]
+    notify: Callable[[DrainBegan | DrainCancelled], None]
     others: Callable[[], int]
     within_s: float
     leave: Callable[[], None]
@@ -85,7 +85,7 @@ class Drainer:
     def answer(
         self, message: DrainNode | CancelDrain | RequestDrainState
     ) -> dict[str, int | float | str]:
-        """Do what an operator says; return how far the drain is, with a sentence if one is due."""
+        """Handle an operator's request; return the progress, and the problem if there is one."""
         problem = ""
         if isinstance(message, DrainNode):
             self._begin(message.within_s)
@@ -97,7 +97,7 @@ class Drainer:
         return {"state": self.state, "problem": problem, **attrs.asdict(progress)}
 
     def status(self) -> status.Draining:
-        """Return how far the drain is, as a status tells it."""
+        """Return the progress of the drain, as a status reports it."""
         if self.state == SERVING:
             return status.Draining()
         progress = self.giving.progress
@@ -130,21 +130,21 @@ class Drainer:
         self._scope.cancel()
         self._scope = None
         self._was_alone = False
-        self.tell(DrainCancelled())
+        self.notify(DrainCancelled())
         self.log.info("drain.cancelled", given=self.giving.progress.given)
         return ""
 
     async def _run(self, scope: trio.CancelScope, within_s: float) -> None:
         with scope:
-            began = told_at = trio.current_time()
+            began = logged_at = trio.current_time()
             self.log.info("drain.began", within_s=within_s, other_nodes=self.others())
-            self.tell(DrainBegan(began + within_s))
+            self.notify(DrainBegan(began + within_s))
             # The actor begins when it learns of it, and ends by itself.
             while self.giving.state != HANDED_OVER:
                 await trio.sleep(LOOK_S)
                 now = trio.current_time()
-                if now - told_at >= PROGRESS_S:
-                    told_at = now
+                if now - logged_at >= PROGRESS_S:
+                    logged_at = now
                     self.log.info("drain.progressed", **attrs.asdict(self.giving.progress))
             self._is_leaving = True
             self.log.info(
@@ -152,7 +152,7 @@ class Drainer:
                 seconds=round(trio.current_time() - began, 3),
                 **attrs.asdict(self.giving.progress),
             )
-            await trio.sleep(TELL_S)
+            await trio.sleep(NOTIFY_S)
             self.leave()
 
 
@@ -163,16 +163,16 @@ CHANNELS_MAX: Final = 2
 @final
 @attrs.define(eq=False)
 class Puller:
-    """Performs what the placement actor asks for. Its threads begin with the first offers.
+    """Performs the Pull effects of the placement actor. Its threads start with the first Pull.
 
-    It is made on the loop, reads into `segment`, and `tell` learns of each Pull once, on the loop.
+    It is made on the loop, and reads into `segment`; `notify` is called once per Pull, on the loop.
     """
 
     _config: Config
     _segment: PublishedSegment
     _tls: LiveTls | None = attrs.field(kw_only=True)
     _sharing: Sharing = attrs.field(kw_only=True)
-    _tell: Callable[[PullDone], None] = attrs.field(kw_only=True)
+    _notify: Callable[[PullDone], None] = attrs.field(kw_only=True)
     _log: Any = attrs.field(kw_only=True)
     _token: trio.lowlevel.TrioToken = attrs.field(
         factory=trio.lowlevel.current_trio_token, init=False
@@ -184,20 +184,20 @@ class Puller:
     _threads: ThreadPoolExecutor | None = attrs.field(default=None, init=False)
 
     def follow(self, live: Collection[int]) -> None:
-        """Let the memory go of nodes that are members no longer."""
+        """Unmap the memory of nodes that are not members any more."""
         for gone in [one for one in list(self._mapped) if one not in live]:
             del self._mapped[gone]
             self._forget(gone)
 
     def perform(self, pull: Pull) -> None:
-        """Begin to read; never blocks."""
+        """Start the read of a Pull; never blocks."""
         if self._threads is None:
             # One for each offer that is taken at once: a slow one holds up no other.
             self._threads = ThreadPoolExecutor(TAKINGS_MAX, "peercache-pull")
         self._threads.submit(self._pull, pull)
 
     def close(self) -> None:
-        """End, after the reads that are under way: they are bounded, and write to the segment."""
+        """Stop, after the reads in progress: they are bounded, and write to the segment."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         for fabric in self._fabrics:
@@ -212,7 +212,7 @@ class Puller:
             self._log.error("placement.pull_failed", exc_info=True)
         done = PullDone(pull.job, outcome)
         try:
-            self._token.run_sync_soon(self._tell, done)
+            self._token.run_sync_soon(self._notify, done)
         except trio.RunFinishedError:
             return  # The node has stopped, and its pool with it.
 

@@ -23,7 +23,7 @@ import attrs
 import trio
 
 from peercache.actors.directory.holdings import ShardAuthority
-from peercache.actors.effects import Tell, TellPool, TellRdma
+from peercache.actors.effects import Notify, NotifyPool, NotifyRdma
 from peercache.actors.mailboxes import ClientGone, ClientsConnected
 from peercache.actors.publisher.actor import Publisher
 from peercache.config.settings import Config
@@ -126,7 +126,7 @@ class Housekeeping:
     _admission: Admission
     _listener: Listener
     _links: Links
-    _tell: Callable[[Tell], None]
+    _notify: Callable[[Notify], None]
     _members: Callable[[], Sequence[Member]]
     _dialled: Callable[[], frozenset[str]]
     _looks: Sequence[Callable[[], None]]
@@ -177,9 +177,9 @@ class Housekeeping:
     def _end_exited_clients(self) -> None:
         for client in self._admission.exited():
             self._log.info("client.exited", client=name_of(client))
-            self._tell(TellPool(ClientGone(client)))
+            self._notify(NotifyPool(ClientGone(client)))
         connected = frozenset(session.identity for session in self._admission.sessions.values())
-        self._tell(TellRdma(ClientsConnected(connected)))
+        self._notify(NotifyRdma(ClientsConnected(connected)))
 
     def _follow_members(self, members: Sequence[Member]) -> None:
         """Log and count the members' states, and close the links to addresses without a member."""
@@ -212,9 +212,8 @@ class Housekeeping:
     def _close_unauthenticated(self) -> None:
         """Close connections that never sent Hello, after a while or when there are too many."""
         pipes = self._listener.pipes()
-        closing = self._admission.overstaying(
-            pipes, time.monotonic(), connections_max=self._shares().control
-        )
+        self._admission.connections_max = self._shares().control
+        closing = self._admission.overstaying(pipes, time.monotonic())
         for pipe in closing:
             self._listener.disconnect(pipe)
         self._metrics.connections.labels("control").set(len(pipes) - len(closing))

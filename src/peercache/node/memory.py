@@ -38,7 +38,7 @@ def publish(
         folder = kernel.folder_for(config.hugepages, config.hugepages_dir)
         huge_page_bytes = kernel.SIZES[config.hugepages]
         if config.pool_size < huge_page_bytes:
-            raise ConfigError("pool_size", f"wants at least one page of {config.hugepages}")
+            raise ConfigError("pool_size", f"must be at least one page of {config.hugepages}")
     try:
         # Segments of dead nodes would use up the room.
         remove_leftovers(folder, sharing)

@@ -17,7 +17,14 @@ from typing import final
 import attrs
 import trio
 
-from peercache.actors.effects import Effect, LocalEffect, Pull, StoreWords, TellDisk, TellPlacement
+from peercache.actors.effects import (
+    Effect,
+    LocalEffect,
+    NotifyDisk,
+    NotifyPlacement,
+    Pull,
+    StoreWords,
+)
 from peercache.actors.mailboxes import AddressesFound, DiskMessage, PoolGrew, PullDone
 from peercache.actors.origin import Origin
 from peercache.actors.ports import RdmaAbsent, RdmaEffect
@@ -249,7 +256,7 @@ class Node:
             admission=admission,
             listener=listener,
             links=self._links,
-            tell=self._switchboard.tell,
+            notify=self._switchboard.deliver,
             members=self._members,
             dialled=crew.membership.dialled,
             looks=self._looks(crew),
@@ -389,7 +396,7 @@ class Node:
 
         def on_addresses(addresses: tuple[str, ...]) -> None:
             reach.follow(addresses)
-            self._crew.mailboxes.membership.tell(SELF, AddressesFound(addresses))
+            self._crew.mailboxes.membership.put(SELF, AddressesFound(addresses))
 
         sources = [
             source_of(
@@ -413,7 +420,7 @@ class Node:
             local_secret=local_secret,
             gate=gate,
             probe=lambda home, name: LockProbe(home, name, self.sharing),
-            connections_max=lambda: self._shares().control,
+            connections_max=self._shares().control,
         )
 
     async def _follow_certificates(self, tls: LiveTls) -> None:
@@ -437,16 +444,16 @@ class Node:
         if not self.config.disk_enabled:
             return
 
-        def tell(fact: DiskMessage) -> None:
-            self._switchboard.tell(TellDisk(fact))
+        def notify(fact: DiskMessage) -> None:
+            self._switchboard.deliver(NotifyDisk(fact))
 
-        self._disk = NodeDisk(self.config, self._segment, tell, self.log)
+        self._disk = NodeDisk(self.config, self._segment, notify, self.log)
 
     def _drainer(self, crew: NodeActors, nursery: trio.Nursery) -> Drainer:
         """Return the component that drains this node on an operator's request."""
         return Drainer(
             crew.placement.giving,
-            tell=lambda fact: crew.mailboxes.placement.tell(SELF, fact),
+            notify=lambda fact: crew.mailboxes.placement.put(SELF, fact),
             others=lambda: sum(m.state == ALIVE for m in self._members()) - 1,
             within_s=self.config.drain_s,
             leave=self.stop,
@@ -461,11 +468,16 @@ class Node:
     def _open_puller(self) -> None:
         """Create the reader of pages that other nodes offer."""
 
-        def tell(done: PullDone) -> None:
-            self._switchboard.tell(TellPlacement(done))
+        def notify(done: PullDone) -> None:
+            self._switchboard.deliver(NotifyPlacement(done))
 
         self._puller = Puller(
-            self.config, self._segment, tls=self.tls, sharing=self.sharing, tell=tell, log=self.log
+            self.config,
+            self._segment,
+            tls=self.tls,
+            sharing=self.sharing,
+            notify=notify,
+            log=self.log,
         )
 
     def _open_queue_pairs(self) -> None:
@@ -476,7 +488,7 @@ class Node:
             self.config,
             self._segment,
             is_required=self.config.fabric == "rdma",
-            tell=lambda fact: self._crew.mailboxes.rdma.tell(SELF, fact),
+            notify=lambda fact: self._crew.mailboxes.rdma.put(SELF, fact),
             rng=self._rng,
             metrics=self.metrics,
             log=self.log,
@@ -574,7 +586,7 @@ class Node:
             why = f"this node has fabric = {self.config.fabric}"
             if self.config.fabric == "auto":
                 why = "this node has TLS, and not rdma_clear_text = true"
-            self._crew.mailboxes.rdma.tell(SELF, RdmaAbsent(why))
+            self._crew.mailboxes.rdma.put(SELF, RdmaAbsent(why))
         elif self.config.fabric == "rdma":
             await nursery.start(self._queue_pairs.run)
         else:
@@ -606,8 +618,8 @@ class Node:
         return "" if member is None else member.control
 
     def _pool_grew(self, usable_bytes: int) -> None:
-        self._crew.mailboxes.pool.tell(SELF, PoolGrew(usable_bytes))
-        self._crew.mailboxes.rdma.tell(SELF, PoolGrew(usable_bytes))
+        self._crew.mailboxes.pool.put(SELF, PoolGrew(usable_bytes))
+        self._crew.mailboxes.rdma.put(SELF, PoolGrew(usable_bytes))
 
     def _pipe_ended(self, pipe: int) -> None:
         if self._admission is not None:
@@ -630,7 +642,7 @@ class Node:
         await flush_disk(
             self._disk,
             self._crew.disk,
-            lambda wanted: self._crew.mailboxes.disk.tell(SELF, wanted),
+            lambda wanted: self._crew.mailboxes.disk.put(SELF, wanted),
             within_s=within_s,
             cut_short=self._cut_short,
             log=self.log,

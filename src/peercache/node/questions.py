@@ -19,7 +19,7 @@ Members are only asked for their status when an operator asks. The collected ans
 requests within a second.
 
 The removal actor asks members itself: it is a state machine that never awaits, it adds up answers
-as they arrive, and it stops to wait for a member that has left the view.
+as they arrive, and it stops waiting for a member that has left the view.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class MemberBroker:
         """Answer another's request with the result of `answer`, or refuse it.
 
         at_once_max: requests of this kind that may wait at the same time.
-        what: what the sender wants to know, for the refusal.
+        what: the subject of the request, for the refusal.
         """
         kind = type(question)
         if self._nursery is None or self._askers[kind] >= at_once_max:

@@ -77,7 +77,7 @@ def run_standalone(config: Config, ready_file: str | None) -> None:
     if (descriptors := _use_every_descriptor()) < DESCRIPTORS_MIN:
         raise ConfigError(
             "ulimit -n",
-            f"{descriptors} open files are too few for a node, which wants {DESCRIPTORS_MIN} at "
+            f"{descriptors} open files are too few for a node, which requires {DESCRIPTORS_MIN} at "
             "least: `ulimit -n 65536`  (systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)",
         )
     trio.run(_serve, config, ready_file)

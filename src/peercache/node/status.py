@@ -187,7 +187,7 @@ class AttachedWorkers:
             found.append(
                 Worker(
                     name=name_of(identity), pid=pid, namespace=namespace, keys=int(known.keys),
-                    hits=hits, misses=misses, sets=sets, heard_s=silent_s,
+                    hits=hits, misses=misses, sets=sets, report_age_s=silent_s,
                 )
             )  # fmt: skip
         return tuple(found), max(0, len(clients) - LISTED_MAX)

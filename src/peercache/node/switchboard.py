@@ -31,12 +31,12 @@ from peercache.actors.effects import (
     BuildRing,
     Effect,
     LocalEffect,
+    Notify,
+    NotifyMembership,
+    NotifyPool,
+    NotifyRing,
     Send,
     SendTo,
-    Tell,
-    TellMembership,
-    TellPool,
-    TellRing,
 )
 from peercache.actors.mailboxes import (
     DirectoryMessage,
@@ -57,7 +57,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.runtime import SELF, Mailbox, Turn
 from peercache.errors import LocalProtocolError, Rejected, RemoteProtocolError
 from peercache.model.hash_ring import HashRing
-from peercache.model.ids import incarnation_of, name_of
+from peercache.model.ids import name_of
 from peercache.model.member import Member
 from peercache.net.link import Link
 from peercache.net.peers import ControlTls, Gate, Peer, control_url
@@ -182,10 +182,10 @@ class NodeMailboxes:
         names = [field.name for field in attrs.fields(NodeMailboxes)]
         return {name: getattr(self, name) for name in names if name != "turn"}
 
-    def tell(self, wanted: Tell) -> None:
+    def deliver(self, wanted: Notify) -> None:
         """Put a message from inside the node into its receiver's mailbox."""
         mailbox: Mailbox[Any] = getattr(self, wanted.actor)
-        mailbox.tell(SELF, wanted.fact)
+        mailbox.put(SELF, wanted.fact)
 
     def offer(self, sender: Origin, message: Message, size_bytes: int) -> bool:
         """Put a message from the network into its receiver's mailbox; False if that is full.
@@ -294,7 +294,7 @@ class Inbound:
             self._not_allowed(pipe, session, message, reason)
             return
         self._uncounted = type(message)
-        if (call := call_number(message)) and self._envelopes.log.isEnabledFor(logging.DEBUG):
+        if self._envelopes.log.isEnabledFor(logging.DEBUG) and (call := call_number(message)):
             what, name = type(message).__name__, name_of(session.identity)
             self._envelopes.log.debug(
                 "node.question_received", client=name, call=call, message=what
@@ -366,7 +366,7 @@ class Inbound:
             self._reach.connected(peer.local[0])
         elif session.role is Role.WRITER and self._names_writers:
             # Before its first Reserve: both reach the pool via this object.
-            self._mailboxes.tell(TellPool(NamespaceNamed(session.namespace)))
+            self._mailboxes.deliver(NotifyPool(NamespaceNamed(session.namespace)))
         me = self._member_of(self._envelopes.incarnation)
         assert me is not None, "the view of a node has the node itself"
         wire = min(WIRE_VERSION, hello.wire_newest)
@@ -617,7 +617,7 @@ class Links:
             dialled.link.greet_again()
         elif isinstance(message, Welcome) and message.member.incarnation == self._me.incarnation:
             self._reach.answered_itself(address)
-            self._mailboxes.tell(TellMembership(PeerAnswered(address, self._me)))
+            self._mailboxes.deliver(NotifyMembership(PeerAnswered(address, self._me)))
         elif isinstance(message, Welcome):
             self._reach.welcomed(address)
             dialled.wire = message.wire
@@ -625,7 +625,7 @@ class Links:
                 self._reach.connected(dialled.peer.local[0])
             self._welcomed(address, dialled, message.member)
         elif isinstance(message, ReportDrainState):
-            self._mailboxes.placement.tell(Origin(envelope.sender), message)
+            self._mailboxes.placement.put(Origin(envelope.sender), message)
         elif isinstance(message, (ReportStatus, ReportOverlap)):
             self._on_answer(envelope.sender, message)
         elif isinstance(message, Refused):
@@ -637,12 +637,12 @@ class Links:
 
     def _welcomed(self, address: str, dialled: _Dialled, member: Member) -> None:
         """Notify the membership which process has answered at an address that this node dialled."""
-        named = incarnation_of(self._envelopes.cluster, member.name, member.nonce)
         expected = dialled.expected
-        if member.incarnation != named or (expected and member.name != expected):
+        is_other = bool(expected) and member.name != expected
+        if is_other or is_invented(self._envelopes.cluster, member):
             self._envelopes.drop("identity", detail=f"Welcome of {address}")
             return
-        self._mailboxes.tell(TellMembership(PeerAnswered(address, member)))
+        self._mailboxes.deliver(NotifyMembership(PeerAnswered(address, member)))
 
     # --- all links --------------------------------------------------------------------------------
 
@@ -709,16 +709,16 @@ class Switchboard:
     _perform_local: Callable[[LocalEffect], None]
     _in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync
 
-    def tell(self, wanted: Tell) -> None:
+    def deliver(self, wanted: Notify) -> None:
         """Send an internal message to an actor, and handle all that follows from it."""
-        self._mailboxes.turn.handle(self._mailboxes.tell, wanted)
+        self._mailboxes.turn.handle(self._mailboxes.deliver, wanted)
 
     def perform(self, effect: Effect) -> None:
         """Perform an effect of an actor; never blocks."""
         if isinstance(effect, Send):
             self._send(effect.to, effect.message)
-        elif isinstance(effect, Tell):
-            self._mailboxes.tell(effect)
+        elif isinstance(effect, Notify):
+            self._mailboxes.deliver(effect)
         elif isinstance(effect, SendTo):
             self._links.send_to(effect.address, effect.message)
         elif isinstance(effect, BuildRing):
@@ -744,8 +744,8 @@ class Switchboard:
 
     async def _build_ring(self, build: BuildRing) -> None:
         """Build a ring in a thread: numpy releases the GIL while it sorts."""
-        ring = await self._in_thread(build.ring)
-        self.tell(TellRing(RingBuilt(ring)))
+        ring = await self._in_thread(build.build)
+        self.deliver(NotifyRing(RingBuilt(ring)))
 
     # --- certificates -----------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
         "mailbox_full", "outbox_full", "links_full", "expired",
     ),
     "tcp_refused": ("bounds", "busy", "descriptors"),
-    "spills_dropped": (
+    "disk_writes_dropped": (
         "full", "no_room", "late", "failed", "queue_full", "changed", "too_large",
     ),
     "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced", "overwritten"),
@@ -108,7 +108,7 @@ class Metrics:
         self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
         self.hit_rate_estimate = gauge(
             "hit_rate_estimate",
-            "Part of the pages used that a pool of so many times the memory would have.",
+            "Estimated hit rate of a pool with so many times the memory.",
             "memory",
         )
         self.reservations = gauge("reservations", "Live reservations.")
@@ -165,7 +165,7 @@ class Metrics:
             "tier",
         )
         self.pool_bytes_retained = gauge(
-            "pool_bytes_retained", "Bytes of the pool for pages that are kept until a time."
+            "pool_bytes_retained", "Bytes of the pool for retained pages."
         )
         self.namespace_retained_bytes = gauge(
             "namespace_retained_bytes",
@@ -185,9 +185,7 @@ class Metrics:
 
     def _make_drain(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Create the metrics of pages that are handed over when a node is drained."""
-        reported = (
-            "of this node's drain: given, there before, lost for want of room or time, and left."
-        )
+        reported = "of this node's drain: given, there before, lost without room or time, and left."
         self.drain_pages = gauge("drain_pages", f"Pages {reported}", "state")
         self.drain_bytes = gauge("drain_bytes", f"Bytes {reported}", "state")
         self.pages_taken_over = counter(
@@ -196,17 +194,19 @@ class Metrics:
         self.placement_pages = gauge(
             "placement_pages",
             "Pages offered ahead of their eviction since the node began: moved to another node, "
-            "there before, refused for want of room or colder pages, and failed.",
+            "there before, refused without room or colder pages, and failed.",
             "outcome",
         )
-        self.placement_bytes = gauge("placement_bytes", "Bytes of the pages that were moved so.")
+        self.placement_bytes = gauge(
+            "placement_bytes", "Bytes of the pages that were moved to another node."
+        )
         self.copies_pages = gauge(
             "copies_pages",
             "Pages offered for a second copy since the node began: copied to another node, there "
-            "before, refused for want of room or colder pages, and failed.",
+            "before, refused without room or colder pages, and failed.",
             "outcome",
         )
-        self.copies_bytes = gauge("copies_bytes", "Bytes of the pages that were copied so.")
+        self.copies_bytes = gauge("copies_bytes", "Bytes of the pages that were copied.")
         self.pages_single = gauge(
             "pages_single", "Pages of this node of which no other node has a copy, with copies = 2."
         )
@@ -215,24 +215,22 @@ class Metrics:
         """Create the metrics of the directory, and of its readers."""
         self.tables_unusable = counter(
             "tables_unusable",
-            "Looks into directory tables of this host that failed; their nodes were asked instead.",
+            "Failed reads of directory tables of this host; their nodes were asked instead.",
             "reason",
         )
         self.directory_records = gauge("directory_records", "Records in this shard.")
         self.directory_authority = gauge(
             "directory_authority",
-            "1 while this shard lacks no record of a live node: what it does not know is absent.",
+            "1 while this shard has the records of all live nodes: other pages do not exist.",
         )
         self.directory_holders_doubted = gauge(
-            "directory_holders_doubted", "Nodes of which this shard may lack records."
+            "directory_holders_doubted", "Nodes whose records may be missing in this shard."
         )
         self.directory_owners_lagging = gauge(
             "directory_owners_lagging",
-            "Directory owners for which no set of this node waits, until they have caught up.",
+            "Lagging directory owners: no set of this node waits for them until they catch up.",
         )
-        self.followers = gauge(
-            "followers", "Programs that follow what this node holds, and wait for the next change."
-        )
+        self.followers = gauge("followers", "Subscribers to the changes of the pages of this node.")
         self.records_refused = counter(
             "records_refused", "Records that this shard refused.", "reason"
         )
@@ -251,7 +249,7 @@ class Metrics:
 
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Create the metrics of the build, and of access rights."""
-        self.build_info = gauge("build_info", "1; the labels say what runs.", "version", "python")
+        self.build_info = gauge("build_info", "1; the labels show what runs.", "version", "python")
         reported = "Control messages that their senders may not send."
         self.messages_refused = counter("messages_refused", reported, "reason", "message")
         self.insecure = gauge(
@@ -279,7 +277,7 @@ class Metrics:
         )
         self.discovery_dropped = counter(
             "discovery_dropped",
-            "Addresses of sources that are no HOST:PORT, or too many.",
+            "Dropped addresses of sources: not HOST:PORT, or too many.",
             "source",
         )
 
@@ -293,10 +291,10 @@ class Metrics:
         self.disk_open = gauge("disk_open", "1 while the disk tier of this node works.")
         self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
         self.disk_pages = gauge("disk_pages", "Pages on disk.")
-        self.pages_spilled = counter("pages_spilled", "Pages written to disk.")
-        self.bytes_spilled = counter("bytes_spilled", "Bytes of pages written to disk.")
-        self.spills_dropped = counter(
-            "spills_dropped", "Pages that were dropped instead of written to disk.", "reason"
+        self.disk_pages_written = counter("disk_pages_written", "Pages written to disk.")
+        self.disk_bytes_written = counter("disk_bytes_written", "Bytes of pages written to disk.")
+        self.disk_writes_dropped = counter(
+            "disk_writes_dropped", "Pages that were dropped instead of written to disk.", "reason"
         )
         self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
         self.bytes_promoted = counter(

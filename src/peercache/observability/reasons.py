@@ -57,4 +57,4 @@ OLD_TLS = "old_tls"  # TLS 1.2, or no cipher in common
 REFUSED_BY_PEER = "refused_by_peer"  # the peer does not accept our certificate
 BROKEN_TLS = "broken_tls"
 SILENT = "silent"  # not a byte for too long
-HANDSHAKE = "handshake"  # control: nng does not tell which
+HANDSHAKE = "handshake"  # control: nng does not report which

@@ -619,7 +619,7 @@ class Awaited:
         return list(dict.fromkeys(self._found.records["holder"].tolist()))
 
     def give_up(self, holder: int) -> Places:
-        """Stop to wait for a holder; return the indices of its pages."""
+        """Stop waiting for a holder; return the indices of its pages."""
         of_holder = self._found.records["holder"] == holder
         left: Places = self._found.places[of_holder]
         self._found = self._found.of(~of_holder)

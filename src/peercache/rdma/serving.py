@@ -228,19 +228,19 @@ class DeviceQueuePairs:
         segment: PublishedSegment,
         *,
         is_required: bool,
-        tell: Callable[[RdmaFact], None],
+        notify: Callable[[RdmaFact], None],
         rng: random.Random,
         metrics: Metrics,
         log: Any,
     ) -> None:
-        """Serve `segment`; `tell` passes a message to the rdma actor.
+        """Serve `segment`; `notify` passes a message to the rdma actor.
 
         is_required: without devices `run` raises ConfigError.
         """
         self._config = config
         self._segment = segment
         self._is_required = is_required
-        self._tell = tell
+        self._notify = notify
         self._rng = rng
         self._metrics = metrics
         self._log = log
@@ -287,7 +287,7 @@ class DeviceQueuePairs:
         if self._is_required:
             raise ConfigError("fabric", f"rdma is required, but not available: {reason}")
         self._log.info("rdma.devices_missing", reason=reason)
-        self._tell(RdmaAbsent(reason))
+        self._notify(RdmaAbsent(reason))
 
     def _announce(self, server: ChannelServer, problems: tuple[str, ...]) -> None:
         for problem in problems:
@@ -297,7 +297,7 @@ class DeviceQueuePairs:
                 "rdma.rail_served", rail=rail.name, gid=rail.chosen.gid.text(),
                 gid_index=rail.chosen.gid.index, mtu=128 << rail.abilities.mtu,
             )  # fmt: skip
-        self._tell(RdmaServes())
+        self._notify(RdmaServes())
 
     async def _do(self, server: ChannelServer, effect: RdmaEffect) -> None:
         if isinstance(effect, OpenPair):
@@ -307,7 +307,7 @@ class DeviceQueuePairs:
             if not is_open:
                 # The actor forgets the channel, so an older queue pair of it must end too.
                 server.close(client, channel)
-            self._tell(PairOpened(effect.origin, channel, is_open, answer))
+            self._notify(PairOpened(effect.origin, channel, is_open, answer))
         elif isinstance(effect, DropPair):
             server.close(effect.client, effect.channel)
         elif isinstance(effect, ServeMemory):

@@ -266,7 +266,7 @@ def _page_numbers(indices: Any, page_count: int, page_tokens: int, pages_max: in
     if shape != (page_count * page_tokens,):
         raise UnusableBatch(
             reasons.WRONG_SIZE,
-            f"{page_count} keys want {page_count * page_tokens} host indices, there are {shape}",
+            f"{page_count} keys require {page_count * page_tokens} host indices, there are {shape}",
         )
     slots = indices.numpy()
     starts, lasts = slots[::page_tokens], slots[page_tokens - 1 :: page_tokens]

@@ -431,7 +431,7 @@ class Registration:
             "sglang.salts_not_separated",
             "",
             why="this SGLang ignores cache salts in page hashes, so requests of several salts "
-            "share pages; 0.5.20 and later tell them apart",
+            "share pages; 0.5.20 and later separate them",
         )
 
     def _log_refused(self, name: str, pool: Any, unserved: UnservedPool) -> None:

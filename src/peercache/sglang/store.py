@@ -381,7 +381,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             )
         except ImportError as error:
             raise ConfigError(
-                "object_events", f"wants {error.name}: pip install 'peercache-kv[events]'"
+                "object_events", f"requires {error.name}: pip install 'peercache-kv[events]'"
             ) from error
         target = Target(at=home, config=self._config, timeout_s=TIMEOUT_S, has_cluster=True)
         names = object_names(self._storage_config, self.mem_pool_host)

@@ -32,8 +32,8 @@ from peercache.actors.ports import (
     LateEnded,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.model.runs import U64
 
@@ -49,21 +49,21 @@ load would cost the load one more hand-over of the GIL."""
 
 HOUSEKEEPING_S: Final = 5.0
 
-LOADS, LOOKS, SPILLS = 0, 1, 2
+LOADS, LOOKS, WRITES = 0, 1, 2
 """The queues, by priority: readers wait for loads; a check of the folder takes microseconds."""
 
 
 @attrs.define(eq=False)
 class Job:
-    """One Load or Spill, answered with the last of its units. None: a check of the folder."""
+    """One Load or Write, answered with the last of its units. None: a check of the folder."""
 
-    effect: Load | Spill | None
+    effect: Load | Write | None
     outcomes: bytearray
     checksums: U64
     units_left: int = 0
 
     @classmethod
-    def of(cls, effect: Load | Spill | None, pages: int) -> Job:
+    def of(cls, effect: Load | Write | None, pages: int) -> Job:
         """Begin a job of `pages` pages."""
         return cls(effect, bytearray((DISK_UNTRIED,)) * pages, np.zeros(pages, np.uint64))
 
@@ -71,8 +71,8 @@ class Job:
         """Return the results that answer the job."""
         if isinstance(self.effect, Load):
             return [LoadDone(self.effect.job, bytes(self.outcomes), self.checksums)]
-        if isinstance(self.effect, Spill):
-            return [SpillDone(self.effect.job, bytes(self.outcomes))]
+        if isinstance(self.effect, Write):
+            return [WriteDone(self.effect.job, bytes(self.outcomes))]
         return []
 
     @property
@@ -80,7 +80,7 @@ class Job:
         """Return the queue of the job."""
         if isinstance(self.effect, Load):
             return LOADS
-        return SPILLS if isinstance(self.effect, Spill) else LOOKS
+        return WRITES if isinstance(self.effect, Write) else LOOKS
 
 
 @attrs.define(eq=False)
@@ -114,7 +114,7 @@ class Workers:
         stuck_s: float,
         clock: Callable[[], float],
         judged: Callable[[Unit, bytes], None],
-        tell: Callable[[DiskFact], None],
+        notify: Callable[[DiskFact], None],
         look: Callable[[], None],
         log: Any,
     ) -> None:
@@ -129,7 +129,7 @@ class Workers:
         self._stuck_s = stuck_s
         self._clock = clock
         self._judged = judged
-        self._tell = tell
+        self._notify = notify
         self._check_folder = look
         self._facts: deque[DiskFact] = deque()
         self._reporting = threading.RLock()
@@ -305,4 +305,4 @@ class Workers:
         """Report the pending results in order, on the calling thread."""
         with self._reporting:
             while self._facts:
-                self._tell(self._facts.popleft())
+                self._notify(self._facts.popleft())

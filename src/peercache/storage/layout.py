@@ -21,7 +21,7 @@ FORMAT_VERSION: Final = 3
 """Version of superblock, slabs, slots and index. Other versions are not read, and are overwritten.
 
 History:
-    1  the first; its namespace tags do not tell the space of a page's seal.
+    1  the first; its namespace tags do not identify the space of a page's seal.
     2  namespace tags whose low 32 bits are the space.
     3  namespace tags of 96 bits, whose low 64 bits are the space.
 """

@@ -30,7 +30,7 @@ from peercache.actors.ports import (
     DISK_FULL,
     DISK_REPLACED,
     Load,
-    Spill,
+    Write,
 )
 from peercache.model.keys import KEY_BYTES, parts_of, tag_of
 from peercache.model.records import HAS_CHECKSUM
@@ -64,7 +64,7 @@ class PoolMemory:
 
 
 class PageMover:
-    """Performs units of Load and Spill. Any thread may; each has headers of its own."""
+    """Performs units of Load and Write. Any thread may; each has headers of its own."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class PageMover:
     def perform(self, unit: Unit) -> None:
         """Perform a unit and set the outcome of each of its pages."""
         effect = unit.job.effect
-        if isinstance(effect, Spill):
-            self._spill(unit, effect)
+        if isinstance(effect, Write):
+            self._write_unit(unit, effect)
         elif isinstance(effect, Load):
             self._load(unit, effect)
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _spill(self, unit: Unit, effect: Spill) -> None:
+    def _write_unit(self, unit: Unit, effect: Write) -> None:
         records = effect.records[unit.pages.start : unit.pages.stop]
         places: list[int] = effect.places[unit.pages.start : unit.pages.stop].tolist()
         lengths: list[int] = records["length"].tolist()
@@ -117,13 +117,13 @@ class PageMover:
                 return
 
             def write(some: list[int]) -> None:
-                self._write(some, headers, views, blocks)
+                self._write_run(some, headers, views, blocks)
 
             verdicts = self._attempt(unit, run, places, write)
             self._judge_written(verdicts, records)
             _note_verdicts(unit, verdicts)
 
-    def _write(
+    def _write_run(
         self, run: list[int], headers: list[SlotHeader], views: list[memoryview], blocks: list[int]
     ) -> None:
         memory = self._headers()
@@ -301,7 +301,7 @@ def _padded(length: int) -> int:
     return -(-length // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _header(effect: Spill, page: int, place: int, checksum: int, unix_s: int) -> SlotHeader:
+def _header(effect: Write, page: int, place: int, checksum: int, unix_s: int) -> SlotHeader:
     record = effect.records[page]
     return SlotHeader(
         key=record["key"].tobytes(),

@@ -1,7 +1,7 @@
 """The page store: performs the disk actor's effects, and reports the results.
 
 Owns    one node's folder and its lock, the slab files, the index, and the threads of all of them.
-Takes   Spill, Load, Forget, NoteUse; `perform` never blocks.
+Takes   Write, Load, Forget, NoteUse; `perform` never blocks.
 Sends   DiskOpened once, then an answer to every job; DiskEnded when the disk is not used any more.
 Keeps   a page is DONE only with correct bytes: on disk as they were in the pool, in the pool as
         they were on disk. An index row is put after its page is written. It is deleted when its
@@ -41,8 +41,8 @@ from peercache.actors.ports import (
     Load,
     LoadDone,
     NoteUse,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.errors import ConfigError
 from peercache.observability.log import get_logger
@@ -84,7 +84,7 @@ class DiskStore:
         size_bytes: int,
         cluster: str = "",
         pool: PoolMemory,
-        tell: Callable[[DiskFact], None],
+        notify: Callable[[DiskFact], None],
         free_floor: float = 0.05,
         threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
@@ -94,14 +94,14 @@ class DiskStore:
         """Prepare; no file is accessed yet.
 
         cluster: the cluster of the folder's pages.
-        tell:  called with the results, from any thread, one at a time and in order; must not block.
-        clock: the time of the deadlines in Spill and Load; callable from any thread.
+        notify: called with the results, from any thread, one at a time and in order; never blocks.
+        clock:  the time of the deadlines in Write and Load; callable from any thread.
         """
         self._disk_path = disk_path
         self._size_bytes = size_bytes
         self._cluster = cluster
         self._pool = pool
-        self._tell_node = tell
+        self._notify_node = notify
         self._reporting = threading.RLock()
         self._floor = free_floor
         self._threads = threads
@@ -126,10 +126,10 @@ class DiskStore:
             self._refuse(effect)
             return
         match effect:
-            case Spill() if not opened.index.has_room():
+            case Write() if not opened.index.has_room():
                 # The disk does not keep up: these pages are dropped, untouched.
                 self._refuse(effect)
-            case Spill():
+            case Write():
                 lengths = effect.records["length"].tolist()
                 job = Job.of(effect, len(lengths))
                 opened.workers.submit(job, units_of(job, lengths, effect.until))
@@ -163,9 +163,9 @@ class DiskStore:
             opened.files.close()
             opened.folder.close()
 
-    def _tell(self, fact: DiskFact) -> None:
+    def _notify(self, fact: DiskFact) -> None:
         with self._reporting:
-            self._tell_node(fact)
+            self._notify_node(fact)
 
     # --- opening ----------------------------------------------------------------------------------
 
@@ -175,10 +175,10 @@ class DiskStore:
         except (OSError, ConfigError, sqlite3.Error) as error:
             why = _plain(error)
             self._log.warning("disk.open_failed", path=self._disk_path, error=why)
-            self._tell(DiskEnded(why))
+            self._notify(DiskEnded(why))
         except Exception as error:
             self._log.error("disk.internal_error", error=repr(error), exc_info=True)
-            self._tell(DiskEnded(f"a bug: {error!r}"))
+            self._notify(DiskEnded(f"a bug: {error!r}"))
 
     def _open_when_there_is_room(self) -> None:
         """Open the folder; a full file system may have no room for the few files of a new one."""
@@ -223,7 +223,7 @@ class DiskStore:
             stuck_s=self._stuck_s,
             clock=self._clock,
             judged=partial(_keep_rows, index),
-            tell=self._tell,
+            notify=self._notify,
             look=partial(self._look_after, folder),
             log=self._log,
         )
@@ -243,26 +243,26 @@ class DiskStore:
             self.close()
             return
         usable = folder.slab_count * folder.slab_bytes
-        self._tell(DiskOpened(usable, folder.slab_bytes, entries, int(time.time())))
+        self._notify(DiskOpened(usable, folder.slab_bytes, entries, int(time.time())))
 
     # --- jobs -------------------------------------------------------------------------------------
 
     def _forget(self, opened: _Opened, effect: Forget) -> None:
         done = ForgetDone(effect.job) if effect.job else None
-        opened.index.drop(effect.places, partial(self._tell, done) if done else None)
+        opened.index.drop(effect.places, partial(self._notify, done) if done else None)
 
     def _refuse(self, effect: DiskEffect) -> None:
         """Answer that nothing was tried: the store is not open, or accepts no more."""
         match effect:
-            case Spill():
-                self._tell(SpillDone(effect.job, bytes((DISK_UNTRIED,)) * len(effect.places)))
+            case Write():
+                self._notify(WriteDone(effect.job, bytes((DISK_UNTRIED,)) * len(effect.places)))
             case Load():
                 untried = bytes((DISK_UNTRIED,)) * len(effect.places)
                 checksums = np.zeros(len(effect.places), np.uint64)
-                self._tell(LoadDone(effect.job, untried, checksums))
+                self._notify(LoadDone(effect.job, untried, checksums))
             case Forget():
                 if effect.job:
-                    self._tell(ForgetDone(effect.job))
+                    self._notify(ForgetDone(effect.job))
             case NoteUse():
                 pass
 
@@ -297,13 +297,13 @@ def _keep_rows(index: IndexWriter, unit: Unit, states: bytes) -> None:
         wrong = effect.places[begin:end][np.isin(outcomes, (DISK_DAMAGED, DISK_REPLACED))]
         if len(wrong):
             index.drop(wrong)
-    elif isinstance(effect, Spill):
+    elif isinstance(effect, Write):
         done = np.flatnonzero(outcomes == DISK_DONE) + begin
         if len(done):
             index.put(_entries_of(effect, done))
 
 
-def _entries_of(effect: Spill, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.void]:
+def _entries_of(effect: Write, pages: npt.NDArray[np.intp]) -> npt.NDArray[np.void]:
     entries = np.zeros(len(pages), DISK_ENTRY)
     for name in ("key", "length"):
         entries[name] = effect.records[name][pages]

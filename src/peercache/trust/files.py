@@ -278,7 +278,7 @@ class LiveTls:
             own, theirs = self.files.identity, files.identity
             if (theirs.role, theirs.name) != (own.role, own.name):
                 # Others identify this process by its name; a new name would be another process.
-                problem = f"names {theirs.uri()}: a new name wants a restart"
+                problem = f"names {theirs.uri()}: a new name requires a restart"
                 files = ConfigError("tls_cert", problem)
         if isinstance(files, ConfigError):
             if str(files) != self._problem:

@@ -67,7 +67,9 @@ class Identity:
         """Raise Rejected for a text that no certificate may contain."""
         for text in (self.cluster, self.name, *self.namespaces):
             if not text.isprintable() or not 0 < len(text) <= TEXT_CHARACTERS_MAX:
-                raise _refusal(f"{text!r} wants 1 to {TEXT_CHARACTERS_MAX} printable characters")
+                raise _refusal(
+                    f"{text!r} must have 1 to {TEXT_CHARACTERS_MAX} printable characters"
+                )
         if len(self.namespaces) > NAMESPACES_MAX:
             raise _refusal(f"it names more than {NAMESPACES_MAX} namespaces")
         if self.namespaces and self.role is CertificateRole.OPERATOR:

@@ -103,7 +103,7 @@ assert _RULES.keys() == set(Rule)
 def is_invented(cluster: str, member: Member) -> bool:
     """Return whether a member's incarnation does not match its name.
 
-    Only useful with certificates: without TLS every name is "" and nothing is proven.
+    Without TLS every name is "", so this only finds mistakes: nothing is proven.
     """
     return incarnation_of(cluster, member.name, member.nonce) != member.incarnation
 

@@ -24,7 +24,6 @@ from typing import TypeAlias
 
 import attrs
 
-from peercache.config.quantities import is_loopback
 from peercache.errors import ConfigError, Rejected
 
 Address: TypeAlias = tuple[str, int]
@@ -42,8 +41,8 @@ PROBE_S = 0.5
 """How long to wait for a full queue of a listener."""
 
 NO_DESCRIPTORS = (
-    "this node cannot identify who connects, for want of a descriptor (Too many open files): "
-    "raise its limit (ulimit -n, LimitNOFILE)"
+    "this node cannot identify who connects, because it has no free file descriptor (Too many "
+    "open files): raise its limit (ulimit -n, LimitNOFILE)"
 )
 """Why a node without free descriptors refuses a connection on this host."""
 
@@ -221,7 +220,7 @@ class Sharing:
         local, remote: those of the accepted connection. A connection from another host is not
                        checked here: it has no uid.
         """
-        if not is_loopback(remote[0]):
+        if not _plain(remote[0]).is_loopback:
             return ""
         try:
             uid = uid_of_tcp_peer(local, remote)

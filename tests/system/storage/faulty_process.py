@@ -15,7 +15,7 @@ from peercache.actors.ports import (
     DiskEnded,
     LateEnded,
     LoadDone,
-    SpillDone,
+    WriteDone,
 )
 from tests.pace import TIMEOUT_S, assert_within
 from tests.unit.storage.rig import Rig
@@ -36,7 +36,7 @@ def fault(what: str) -> None:
 def read_error(folder: Path) -> None:
     """EIO at a read is a miss for each page, named in the log; the tier stays."""
     with Rig(folder) as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         fault(f"r {errno.EIO}")
 
         assert rig.load([1, 2]) == [str(DISK_FAILED)] * 2
@@ -50,11 +50,11 @@ def read_error(folder: Path) -> None:
 def write_error(folder: Path) -> None:
     """EIO at a write fails those pages, and none of them is in the index after a restart."""
     with Rig(folder) as rig:
-        rig.spill([1])
+        rig.write([1])
         fault(f"w {errno.EIO}")
-        assert rig.spill([2, 3]) == bytes([DISK_FAILED]) * 2
+        assert rig.write([2, 3]) == bytes([DISK_FAILED]) * 2
         fault("")
-        assert rig.spill([4]) == bytes(1)
+        assert rig.write([4]) == bytes(1)
     with Rig(folder) as again:
         assert len(again.opened.entries) == 2
         assert again.load([1, 4]) == ["right"] * 2
@@ -63,7 +63,7 @@ def write_error(folder: Path) -> None:
 def dead_disk(folder: Path) -> None:
     """A disk that answers nothing but errors is given up; what is asked then is answered."""
     with Rig(folder) as rig:
-        rig.spill([1])
+        rig.write([1])
         fault(f"b {errno.EIO}")
         for _ in range(70):
             rig.load([1])
@@ -74,23 +74,23 @@ def dead_disk(folder: Path) -> None:
 def read_only(folder: Path) -> None:
     """A file system that turned read-only ends the tier."""
     with Rig(folder) as rig:
-        rig.spill([1])
+        rig.write([1])
         fault(f"w {errno.EROFS}")
-        assert rig.spill([2]) == bytes([DISK_FAILED])
+        assert rig.write([2]) == bytes([DISK_FAILED])
         assert "read-only" in rig.ended()
 
 
 def late_load(folder: Path) -> None:
     """A read that hangs is late at its deadline; when it returns, its slot is named as free."""
     with Rig(folder, stuck_s=60.0) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         fault("r hang")
         job, _ = rig.send_load([1], until_s=LATE_S)
         started = time.monotonic()
         done = rig.await_fact(LoadDone, job)
         assert done.outcomes == bytes([DISK_LATE])
         assert_within(time.monotonic() - started, TIMEOUT_S / 2)
-        assert rig.spill([3]) == bytes(1), "the other threads go on"
+        assert rig.write([3]) == bytes(1), "the other threads go on"
         fault("")
         late = rig.await_fact(LateEnded)
         assert (late.job, late.indices) == (job, (0,))
@@ -98,13 +98,13 @@ def late_load(folder: Path) -> None:
         assert not [fact for fact in rig.told if isinstance(fact, (LoadDone, LateEnded))]
 
 
-def late_spill(folder: Path) -> None:
+def late_write(folder: Path) -> None:
     """A write that hangs is late; it gets no index row, even if it is done in the end."""
     with Rig(folder, stuck_s=60.0) as rig:
-        rig.spill([1])
+        rig.write([1])
         fault("w hang")
-        job = rig.send_spill([2, 3], until_s=LATE_S)
-        assert rig.await_fact(SpillDone, job).outcomes == bytes([DISK_LATE]) * 2
+        job = rig.send_write([2, 3], until_s=LATE_S)
+        assert rig.await_fact(WriteDone, job).outcomes == bytes([DISK_LATE]) * 2
         assert rig.load([1]) == ["right"]
         fault("")
         assert rig.await_fact(LateEnded).indices == (0, 1)
@@ -115,13 +115,13 @@ def late_spill(folder: Path) -> None:
 def stuck(folder: Path) -> None:
     """All threads hang: every job is answered by its deadline, the tier ends, close returns."""
     rig = Rig(folder, threads=2, stuck_s=LATE_S)
-    rig.spill([1, 2, 3, 4])
+    rig.write([1, 2, 3, 4])
     fault("b hang")
     jobs = [rig.send_load([number], until_s=LATE_S)[0] for number in (1, 2, 3, 4)]
     outcomes = [rig.await_fact(LoadDone, job).outcomes for job in jobs]
     assert sorted(outcomes) == [bytes([DISK_LATE])] * 2 + [bytes([DISK_UNTRIED])] * 2, outcomes
     assert "stuck" in rig.await_fact(DiskEnded).reason
-    assert rig.spill([5]) == bytes([DISK_UNTRIED])
+    assert rig.write([5]) == bytes([DISK_UNTRIED])
     started = time.monotonic()
     rig.store.close()
     assert_within(time.monotonic() - started, TIMEOUT_S / 2)

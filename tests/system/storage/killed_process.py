@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from peercache.actors.ports import Forget, SpillDone
+from peercache.actors.ports import Forget, WriteDone
 from tests.unit.storage.rig import MIB, Rig, key_of
 
 SIZE_BYTES = 24 * MIB
@@ -19,7 +19,7 @@ KEYS = 400
 
 
 def write_until_killed(folder: Path, seed: int) -> None:
-    """Spill, evict and remove without end, several jobs at a time."""
+    """Write, evict and remove without end, several jobs at a time."""
     rng = random.Random(seed)
     rig = Rig(folder, size_bytes=SIZE_BYTES, threads=3)
     print("writing", flush=True)
@@ -33,10 +33,10 @@ def write_until_killed(folder: Path, seed: int) -> None:
             rig.perform(Forget(rig.index.remove(known).places))
         if not fresh:
             continue
-        job = rig.send_spill(fresh, rng.choice(LENGTHS), finish=False)
+        job = rig.send_write(fresh, rng.choice(LENGTHS), finish=False)
         waiting[job] = rig.begun.entries
         while len(waiting) > 3:
-            done = rig.await_fact(SpillDone)
+            done = rig.await_fact(WriteDone)
             entries, outcomes = waiting.pop(done.job), np.frombuffer(done.outcomes, np.uint8)
             rig.index.abandon(entries[outcomes != 0])
             _, places = rig.index.finish(entries[outcomes == 0])

@@ -16,10 +16,10 @@ STORIES = (
     "dead_disk",
     "read_only",
     "late_load",
-    "late_spill",
+    "late_write",
     "stuck",
 )
-WAITING = ("late_load", "late_spill", "stuck")
+WAITING = ("late_load", "late_write", "stuck")
 """Stories that outlast a deadline."""
 
 

@@ -34,11 +34,11 @@ from tests.system.storage.test_power_loss import FIRST, LATER, LENGTH
 from tests.unit.storage.rig import Rig
 
 rig = Rig(Path(sys.argv[1]))
-rig.spill(list(range(FIRST)), LENGTH)
+rig.write(list(range(FIRST)), LENGTH)
 print("written", flush=True)
 sys.stdin.readline()
 for number in range(FIRST, FIRST + LATER, 8):
-    rig.spill(list(range(number, number + 8)), LENGTH)
+    rig.write(list(range(number, number + 8)), LENGTH)
     print(number, flush=True)
 """
 

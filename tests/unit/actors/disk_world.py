@@ -16,13 +16,13 @@ import numpy as np
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyDisk,
+    NotifyPool,
+    NotifyPromote,
+    NotifyPublisher,
     Send,
     StoreWords,
-    TellDirectory,
-    TellDisk,
-    TellPool,
-    TellPromote,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     PagesCommitted,
@@ -44,8 +44,8 @@ from peercache.actors.ports import (
     Load,
     LoadDone,
     NoteUse,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.runtime import SELF
@@ -92,7 +92,7 @@ class Working:
     reserved: lengths of the pages whose slots the pool keeps until a load ends.
     """
 
-    effect: Spill | Load
+    effect: Write | Load
     pages: list[Generator[None, None, Any] | None]
     outcomes: list[Any]
     reserved: list[int]
@@ -263,8 +263,8 @@ class DiskWorld:
             self.late[job] = [at for at, o in enumerate(found) if o == DISK_LATE]
             self.working[-job] = working
         states = bytes(o[0] if isinstance(o, tuple) else o for o in found)
-        if isinstance(working.effect, Spill):
-            self.tell("disk", SpillDone(job, states))
+        if isinstance(working.effect, Write):
+            self.tell("disk", WriteDone(job, states))
         else:
             sums = [o[1] if isinstance(o, tuple) else 0 for o in found]
             self.tell("disk", LoadDone(job, states, np.array(sums, np.uint64)))
@@ -326,21 +326,21 @@ class DiskWorld:
                 case StoreWords(indices, values):
                     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
                         self.memory.words[index] = value
-                case TellDirectory(RecordsChanged() as changed):
+                case NotifyDirectory(RecordsChanged() as changed):
                     self._apply(changed)
-                case TellPublisher(PagesCommitted() as committed):
+                case NotifyPublisher(PagesCommitted() as committed):
                     self.answers.append(committed)
-                case TellPublisher(RemovalDone(_, removed)):
+                case NotifyPublisher(RemovalDone(_, removed)):
                     self.answers.append(removed)
-                case TellPublisher():
+                case NotifyPublisher():
                     pass
-                case TellPool(fact):
+                case NotifyPool(fact):
                     self.post("pool", fact)
-                case TellDisk(fact):
+                case NotifyDisk(fact):
                     self.post("disk", fact)
-                case TellPromote(fact):
+                case NotifyPromote(fact):
                     self.post("promote", fact)
-                case Spill() | Load():
+                case Write() | Load():
                     self._begin(effect)
                 case Forget(places, job):
                     self.store.forget(places.tolist())
@@ -358,8 +358,8 @@ class DiskWorld:
         if drain:
             self.drain()
 
-    def _begin(self, effect: Spill | Load) -> None:
-        run = self.store.spill if isinstance(effect, Spill) else self.store.load
+    def _begin(self, effect: Write | Load) -> None:
+        run = self.store.write if isinstance(effect, Write) else self.store.load
         count = len(effect.places)
         pages = [run(effect, at) for at in range(count)]
         assert effect.job not in self.working, "a job number came twice"

@@ -7,7 +7,7 @@ import random
 import attrs
 import numpy as np
 
-from peercache.actors.effects import Effect, Send, TellDirectory
+from peercache.actors.effects import Effect, NotifyDirectory, Send
 from peercache.actors.mailboxes import CommitAnswered, PagesCommitted, Republish, RingChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.actor import Publisher
@@ -164,7 +164,7 @@ def sent(
     found = []
     for told in effects:
         effect = told
-        if isinstance(told, TellDirectory) and isinstance(told.fact, CommitAnswered):
+        if isinstance(told, NotifyDirectory) and isinstance(told.fact, CommitAnswered):
             effect = Send(told.fact.origin, told.fact.committed)
         assert isinstance(effect, Send)
         target = effect.to.identity if isinstance(effect.to, Origin) else effect.to

@@ -18,13 +18,13 @@ import attrs
 
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyPublisher,
+    NotifyRemoval,
+    NotifyRing,
     Send,
     SendTo,
-    TellDirectory,
-    TellPlacement,
-    TellPublisher,
-    TellRemoval,
-    TellRing,
 )
 from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership.actor import Membership
@@ -256,10 +256,12 @@ class Cluster:
 
     def perform(self, process: Process, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, TellRing):
+            if isinstance(effect, NotifyRing):
                 process.views.append(effect.fact)
                 continue
-            if isinstance(effect, (TellDirectory, TellPublisher, TellRemoval, TellPlacement)):
+            if isinstance(
+                effect, (NotifyDirectory, NotifyPublisher, NotifyRemoval, NotifyPlacement)
+            ):
                 process.republished += isinstance(effect.fact, Republish)
                 continue
             self.sent[process.address, int(self.now)] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
+from peercache.actors.effects import Effect, NotifyPublisher, Send, SendTo
 from peercache.actors.mailboxes import PeerAnswered, Republish
 from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
@@ -39,7 +39,7 @@ class Node:
         self.actor.check()
         return effects
 
-    def told_by(self, sender: int, *members: Member) -> list[Effect]:
+    def reported_by(self, sender: int, *members: Member) -> list[Effect]:
         return self.hears(sender, ShareView(0, members))
 
     def knows(self, *incarnations: int) -> Node:
@@ -80,4 +80,4 @@ def calls(effects: list[Effect]) -> list[str]:
 
 
 def republishes(effects: list[Effect]) -> int:
-    return sum(isinstance(e, TellPublisher) and isinstance(e.fact, Republish) for e in effects)
+    return sum(isinstance(e, NotifyPublisher) and isinstance(e.fact, Republish) for e in effects)

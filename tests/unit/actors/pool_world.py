@@ -16,10 +16,10 @@ import numpy as np
 
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyPublisher,
     Send,
     StoreWords,
-    TellDirectory,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     ClientGone,
@@ -181,7 +181,7 @@ class World:
         effects = self.say(client, Commit(11, sequence, written, sums, 0.5, names, ahead))
         if isinstance(effects[-1], Send):
             return effects[-1].message
-        assert isinstance(effects[-1], TellPublisher)
+        assert isinstance(effects[-1], NotifyPublisher)
         return effects[-1].fact
 
     def _fits(self, reserve: Reserve, written: int, sums: int, named: int) -> bool:
@@ -294,12 +294,12 @@ class World:
                 case StoreWords(indices, values):
                     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
                         self._store_word(index, value)
-                case TellDirectory(RecordsChanged() as changed):
+                case NotifyDirectory(RecordsChanged() as changed):
                     self._told["directory"].append(changed)
                     self._apply(changed)
-                case TellPublisher(RecordsChanged() as changed):
+                case NotifyPublisher(RecordsChanged() as changed):
                     self._told["publisher"].append(changed)
-                case TellPublisher(PagesCommitted() as committed):
+                case NotifyPublisher(PagesCommitted() as committed):
                     ahead.extend(committed.then)
                     self._committed(committed)
                     if committed.ahead:
@@ -310,7 +310,7 @@ class World:
                     assert identity == client
                     assert isinstance(message, Reserve)
                     self._granted(client, message, granted)
-                case TellPublisher(RemovalDone(origin)):
+                case NotifyPublisher(RemovalDone(origin)):
                     assert origin.identity == client
                 case Send(Origin(identity), Refused()):
                     assert identity == client
@@ -390,7 +390,7 @@ class World:
 
     def _removed(self, effects: list[Effect]) -> int:
         answer = effects[-1]
-        assert isinstance(answer, TellPublisher)
+        assert isinstance(answer, NotifyPublisher)
         assert isinstance(answer.fact, RemovalDone)
         return answer.fact.removed.count
 
@@ -438,7 +438,7 @@ def kinds(effects: list[object]) -> list[str]:
     """Return what effects are, in order."""
     return [
         f"{type(effect).__name__}:{type(effect.fact).__name__}"
-        if isinstance(effect, (TellDirectory, TellPublisher))
+        if isinstance(effect, (NotifyDirectory, NotifyPublisher))
         else type(getattr(effect, "message", effect)).__name__
         for effect in effects
     ]

@@ -18,11 +18,11 @@ import numpy as np
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyPublisher,
+    NotifyRing,
     Send,
     StateActor,
-    TellDirectory,
-    TellPublisher,
-    TellRing,
 )
 from peercache.actors.mailboxes import PagesCommitted, RecordsChanged, ViewChanged
 from peercache.actors.origin import Origin
@@ -291,11 +291,11 @@ class Cluster:
         node.publisher.check()
         for effect in effects:
             match effect:
-                case TellRing(fact):
+                case NotifyRing(fact):
                     self.tell(node.incarnation, "ring", fact)
-                case TellDirectory(fact):
+                case NotifyDirectory(fact):
                     self.tell(node.incarnation, "directory", fact)
-                case TellPublisher(fact):
+                case NotifyPublisher(fact):
                     self.tell(node.incarnation, "publisher", fact)
                 case _:
                     self._send(node, effect)

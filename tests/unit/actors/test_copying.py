@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from peercache.actors.effects import Send, TellPool
+from peercache.actors.effects import NotifyPool, Send
 from peercache.actors.mailboxes import (
     ColdPages,
     CopiesMade,
@@ -107,7 +107,7 @@ def begun(**kwargs: Any) -> Story:
     """Return a story whose node has asked its pool."""
     story = Story(**kwargs)
     story.see(member(ONE), member(TWO))
-    assert TellPool(RequestCopies()) in story.wait(LOOK_S)
+    assert NotifyPool(RequestCopies()) in story.wait(LOOK_S)
     return story
 
 
@@ -121,7 +121,7 @@ def offer_of(effects: list[Any]) -> tuple[int, OfferSpill]:
 
 def made_in(effects: list[Any]) -> list[tuple[list[int], int, bool]]:
     """Return what the pool learns: generations, node, and whether it is sure."""
-    facts = [e.fact for e in effects if isinstance(e, TellPool)]
+    facts = [e.fact for e in effects if isinstance(e, NotifyPool)]
     return [
         (fact.drops["generation"].tolist(), fact.node, fact.is_sure)
         for fact in facts
@@ -140,7 +140,7 @@ def test_a_page_without_a_copy_is_offered_and_stays() -> None:
     effects = story.hear(answer, Origin(ONE))
     assert made_in(effects) == [([2, 4], ONE, True)]
     assert story.progress == SpillProgress(moved=1, there=1, refused=1, moved_bytes=PAGE)
-    assert TellPool(RequestCopies()) in [*effects, *story.wait(LOOK_S)]
+    assert NotifyPool(RequestCopies()) in [*effects, *story.wait(LOOK_S)]
 
 
 def test_a_copy_takes_the_place_of_what_is_colder() -> None:
@@ -160,18 +160,18 @@ def test_a_copy_takes_the_place_of_what_is_colder() -> None:
             for _ in range(12):
                 story.hear(PagesToCopy(()))
                 requests += story.wait(LOOK_S)
-            assert TellPool(RequestCopies()) in requests
+            assert NotifyPool(RequestCopies()) in requests
 
 
 def test_pages_that_no_node_took_hold_up_no_others() -> None:
     """Until a pause is over the pool names only pages that were not offered yet."""
     story = begun()
     effects = story.answer(story.name(1), {ONE: (0, 0.0), TWO: (0, 0.0)})
-    assert effects == [TellPool(RequestCopies(again=False))]
+    assert effects == [NotifyPool(RequestCopies(again=False))]
 
     assert story.hear(PagesToCopy(())) == []
     requests = story.wait(REFUSED_S - 0.05)
-    assert requests == [TellPool(RequestCopies(again=False))]
+    assert requests == [NotifyPool(RequestCopies(again=False))]
 
 
 def test_of_two_nodes_with_room_the_one_with_more_takes_it() -> None:
@@ -189,7 +189,7 @@ def test_a_node_that_may_have_the_pages_is_asked_first_and_for_no_room() -> None
     assert to == TWO
     effects = story.hear(PagesTaken(offer.number, bytes((HERE, REFUSED_FULL))), Origin(TWO))
     assert made_in(effects) == [([2], TWO, True)]
-    assert TellPool(RequestCopies()) in effects
+    assert NotifyPool(RequestCopies()) in effects
 
     asked = story.name(2, node=THREE)
     assert all(isinstance(effect.message, RequestRoom) for effect in asked)
@@ -235,16 +235,16 @@ def test_spill_and_copies_have_one_rate() -> None:
 
     (asked,) = [e for e in story.wait(0.2) if isinstance(e, Send)]
     assert isinstance(asked.message, RequestRoom)
-    assert not [e for e in story.wait(60.0) if e == TellPool(RequestSpill(only_new=True))]
+    assert not [e for e in story.wait(60.0) if e == NotifyPool(RequestSpill(only_new=True))]
 
 
 def test_the_pool_learns_which_nodes_may_hold_copies() -> None:
     """A suspected one may; a dead one holds none. Nothing is said where nothing changes."""
     story = Story(rate=0)
-    both = TellPool(HoldersChanged(frozenset({ONE, TWO})))
+    both = NotifyPool(HoldersChanged(frozenset({ONE, TWO})))
     assert both in story.see(member(ONE), member(TWO))
     assert both not in story.see(member(ONE), member(TWO, SUSPECT))
-    assert TellPool(HoldersChanged(frozenset({ONE}))) in story.see(member(ONE), member(TWO, DEAD))
+    assert NotifyPool(HoldersChanged(frozenset({ONE}))) in story.see(member(ONE), member(TWO, DEAD))
     assert story.wait(60.0) == []
 
 

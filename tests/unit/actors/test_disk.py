@@ -1,4 +1,4 @@
-"""The disk tier next to its pool: spilling, removing, flushing, restarting, failing."""
+"""The disk tier next to its pool: writing, removing, flushing, restarting, failing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 from peercache.actors.disk.actor import REOPEN_S
 from peercache.actors.disk.open_index import KEYS_MAX, NAMESPACES_MAX
-from peercache.actors.disk.spills import SPILLS_MAX
-from peercache.actors.effects import Effect, TellPool
+from peercache.actors.disk.writes import WRITES_MAX
+from peercache.actors.effects import Effect, NotifyPool
 from peercache.actors.mailboxes import PagesRemoved, RequestFlush, RequestHeld
 from peercache.actors.ports import (
     DISK_CHANGED,
@@ -21,7 +21,7 @@ from peercache.actors.ports import (
     DiskOpened,
     Forget,
     Load,
-    Spill,
+    Write,
 )
 from peercache.model.keys import COPIES, tag_of
 from peercache.wire.messages.pool import LOST, PROMOTED, Clear, Promoted, Remove, Removed
@@ -50,8 +50,8 @@ def test_page_is_written_through_after_its_commit() -> None:
     assert world.tier.figures()["disk_pages"] == 2
     assert world.places(1, 2) == ["memory", "memory"]
     assert world.records == before
-    assert world.count("pages_spilled_total") == 2
-    assert world.count("bytes_spilled_total") == 2 * LENGTH
+    assert world.count("disk_pages_written_total") == 2
+    assert world.count("disk_bytes_written_total") == 2 * LENGTH
 
 
 def test_evicted_page_stays_known_as_on_disk() -> None:
@@ -75,7 +75,7 @@ def test_evicted_page_that_is_not_on_disk_is_known_no_more() -> None:
 
     assert world.places(*range(POOL)) == [""] * POOL
     assert world.tier.figures()["disk_pages"] == POOL
-    assert world.count("spills_dropped_total", reason="changed") == POOL
+    assert world.count("disk_writes_dropped_total", reason="changed") == POOL
 
 
 def test_page_evicted_while_it_is_answered_for_is_found_on_disk() -> None:
@@ -102,7 +102,7 @@ def test_page_on_disk_is_not_written_again() -> None:
     world.finish()
 
     assert world.where(3) == "memory"
-    assert world.count("pages_spilled_total") == 2 * POOL
+    assert world.count("disk_pages_written_total") == 2 * POOL
 
 
 def test_page_stored_again_with_another_length_replaces_the_one_on_disk() -> None:
@@ -142,12 +142,12 @@ def test_page_that_leaves_another_length_behind_is_told_as_it_is_on_disk() -> No
 def test_queue_drops_what_a_slow_disk_cannot_take() -> None:
     """The bytes that wait are bounded; what is too much is counted and not written."""
     world = DiskWorld(granules=64, queue_bytes=3 * LENGTH)
-    for number in range(SPILLS_MAX):
+    for number in range(WRITES_MAX):
         world.set(number)
     world.set(*range(10, 20))
 
     assert world.tier.figures()["disk_bytes_waiting"] == 3 * LENGTH
-    assert world.count("spills_dropped_total", reason="queue_full") == 7
+    assert world.count("disk_writes_dropped_total", reason="queue_full") == 7
 
 
 def test_full_disk_deletes_its_coldest_pages_and_their_records() -> None:
@@ -317,7 +317,7 @@ def test_coldest_pages_that_the_disk_has_no_room_for_are_written_once() -> None:
         world.wait(0.1)
         world.finish()
 
-    assert world.count("pages_spilled_total") == world.tier.figures()["disk_pages"] == 7
+    assert world.count("disk_pages_written_total") == world.tier.figures()["disk_pages"] == 7
     assert not world.working
 
 
@@ -334,9 +334,9 @@ def test_page_larger_than_a_slab_has_no_others_written_again() -> None:
         world.wait(REOPEN_S)
         world.finish()
 
-    assert world.count("pages_spilled_total") == 8
+    assert world.count("disk_pages_written_total") == 8
     assert world.tier.figures()["disk_pages"] == 7
-    assert world.count("spills_dropped_total", reason="too_large") == 1
+    assert world.count("disk_writes_dropped_total", reason="too_large") == 1
 
 
 @pytest.mark.parametrize("outcome", [DISK_FULL, DISK_FAILED, DISK_UNTRIED])
@@ -377,20 +377,20 @@ def test_use_is_noted_for_the_order_after_a_restart() -> None:
 
 
 def test_jobs_of_one_store_have_numbers_of_their_own() -> None:
-    """Spills, loads and removals count together."""
+    """DiskWrites, loads and removals count together."""
     world = filled()
     world.ask(1)
 
     numbers = [w.effect.job for w in world.working.values()]
 
     assert len(set(numbers)) == len(numbers) == 2
-    assert {type(w.effect) for w in world.working.values()} == {Load, Spill}
+    assert {type(w.effect) for w in world.working.values()} == {Load, Write}
 
 
 def test_page_is_not_written_before_its_commit_is_answered() -> None:
     """Writes compete for the processors with work that a caller waits for."""
     world = DiskWorld()
-    world.tier.spills.delay_s = 0.02
+    world.tier.writes.delay_s = 0.02
     world.set(1)
     at_once = len(world.working)
 
@@ -620,7 +620,7 @@ def test_flush_writes_nothing_twice() -> None:
     world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
-    assert world.count("pages_spilled_total") == 2
+    assert world.count("disk_pages_written_total") == 2
 
 
 def test_flush_goes_on_beyond_the_bound_of_the_queue() -> None:
@@ -642,7 +642,7 @@ def test_flush_ends_where_no_page_fits_the_queue() -> None:
     world.tell("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
-    assert world.count("spills_dropped_total", reason="queue_full") == 3
+    assert world.count("disk_writes_dropped_total", reason="queue_full") == 3
 
 
 def test_hottest_pages_are_written_first() -> None:
@@ -763,8 +763,8 @@ def test_many_removals_are_one_when_the_disk_opens() -> None:
     effects = opened(world)
 
     # Page 3 was stored again: the pool is asked for what is not on disk yet.
-    assert [type(effect) for effect in effects] == [Forget, TellPool]
-    assert effects[-1] == TellPool(RequestHeld())
+    assert [type(effect) for effect in effects] == [Forget, NotifyPool]
+    assert effects[-1] == NotifyPool(RequestHeld())
     world.finish()
     assert on_disk(world) == {0, 3}
     assert world.places(*range(8)) == ["disk", "", "", "memory", "", "", "", ""]

@@ -9,7 +9,7 @@ import pytest
 
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import DiskLoads, OpenIndex
-from peercache.actors.effects import Effect, TellPool, TellPromote
+from peercache.actors.effects import Effect, NotifyPool, NotifyPromote
 from peercache.actors.mailboxes import PagesLoaded, PromoteAnswered, RequestLoad
 from peercache.actors.origin import Origin
 from peercache.actors.ports import (
@@ -282,7 +282,7 @@ class Disk:
 def told(effects: list[Effect]) -> tuple[list[int], list[int]]:
     """Return the outcomes and the checksums that the promote actor is notified."""
     (effect,) = effects
-    assert isinstance(effect, TellPromote)
+    assert isinstance(effect, NotifyPromote)
     assert isinstance(effect.fact, PagesLoaded)
     return list(effect.fact.outcomes), effect.fact.checksums.tolist()
 
@@ -345,7 +345,7 @@ def answers(effects: list[Effect]) -> list[tuple[int, bytes]]:
     """Return which readers are answered, and with what."""
     found = []
     for effect in effects:
-        assert isinstance(effect, TellPool)
+        assert isinstance(effect, NotifyPool)
         assert isinstance(effect.fact, PromoteAnswered)
         found.append((effect.fact.request, effect.fact.states))
     return found

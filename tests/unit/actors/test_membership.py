@@ -6,13 +6,13 @@ import attrs
 import pytest
 
 from peercache.actors.effects import (
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyPublisher,
+    NotifyRemoval,
+    NotifyRing,
     Send,
     SendTo,
-    TellDirectory,
-    TellPlacement,
-    TellPublisher,
-    TellRemoval,
-    TellRing,
 )
 from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership import actor as membership_module
@@ -54,7 +54,7 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    tells = [TellRing(view), TellDirectory(view), TellRemoval(view), TellPlacement(view)]
+    tells = [NotifyRing(view), NotifyDirectory(view), NotifyRemoval(view), NotifyPlacement(view)]
     assert node.first[:4] == tells
     assert node.first[4:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)
@@ -116,9 +116,9 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     assert told.to == NINE
     assert {m.incarnation for m in told.message.view} >= {ME, ONE, TWO}
     assert node.state(NINE) == ALIVE
-    assert [e.fact for e in effects if isinstance(e, (TellRing, TellDirectory, TellPublisher))] == [
-        ViewChanged(node.actor.view.members())
-    ] * 2
+    assert [
+        e.fact for e in effects if isinstance(e, (NotifyRing, NotifyDirectory, NotifyPublisher))
+    ] == [ViewChanged(node.actor.view.members())] * 2
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbea
     node = Node().knows(ONE)
     for told in (Join(member(ONE)), ShareView(0, (member(ONE),))):
         node.hears(ONE, told)
-    node.told_by(ONE, member(ONE), member(ME, state=DEAD))
+    node.reported_by(ONE, member(ONE), member(ME, state=DEAD))
     assert not node.actor.is_joined
 
     node.hears(ONE, shown)
@@ -150,7 +150,7 @@ def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbea
     assert not node.actor.is_joined
 
     node.hears(ONE, shown)
-    node.told_by(ONE, member(ONE, counter=1, state=LEFT))
+    node.reported_by(ONE, member(ONE, counter=1, state=LEFT))
     assert not node.actor.is_joined, "the last of the others has left"
 
 
@@ -190,7 +190,7 @@ def test_view_of_a_stranger_that_does_not_name_itself_is_ignored() -> None:
     """Who is not a member, and does not say that it is one, has no say."""
     node = Node()
 
-    assert node.told_by(NINE, member(TEN)) == []
+    assert node.reported_by(NINE, member(TEN)) == []
     assert len(node.actor.view) == 1
 
 
@@ -269,7 +269,7 @@ def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
 def test_node_that_has_addresses_to_try_asks_rarely() -> None:
     """What it was told is in its view when it answers: until then every master's view differs."""
     node = Node().knows(ONE)
-    node.told_by(ONE, member(ONE), *[member(n, f"127.9.0.{n}:1") for n in range(100, 200)])
+    node.reported_by(ONE, member(ONE), *[member(n, f"127.9.0.{n}:1") for n in range(100, 200)])
 
     asked = [node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(10)]
     asked += [
@@ -308,7 +308,7 @@ def test_view_that_brings_nothing_new_is_not_announced() -> None:
     """The ring is not made again for what is known."""
     node = Node().knows(ONE, TWO)
 
-    assert node.told_by(ONE, member(ONE), member(TWO)) == []
+    assert node.reported_by(ONE, member(ONE), member(TWO)) == []
 
 
 def test_metrics_count_the_members_by_state() -> None:
@@ -318,7 +318,7 @@ def test_metrics_count_the_members_by_state() -> None:
 
     node.knows(ONE, NINE, TEN)
     node.passes(SUSPECT_S + 0.1, speaking=(ONE,))
-    node.told_by(ONE, member(ONE), member(NINE, state=DEAD), member(TEN, state=LEFT))
+    node.reported_by(ONE, member(ONE), member(NINE, state=DEAD), member(TEN, state=LEFT))
 
     def count(state: str) -> float | None:
         return metrics.registry.get_sample_value("peercache_members", {"state": state})
@@ -359,7 +359,7 @@ def test_new_master_gives_every_member_the_full_time() -> None:
     node = Node().knows(ONE, TWO, NINE, TEN)
     node.passes(10.0, speaking=(ONE, TWO))
 
-    node.told_by(TWO, member(ONE, state=LEFT), member(TWO, state=LEFT))
+    node.reported_by(TWO, member(ONE, state=LEFT), member(TWO, state=LEFT))
     node.passes(SUSPECT_S - 0.3)
 
     assert [m.incarnation for m in node.actor.masters()] == [ME, NINE]
@@ -388,7 +388,7 @@ def test_member_that_refuted_elsewhere_gets_the_full_time() -> None:
     node = Node(ONE).knows(TWO, NINE)
     node.passes(5.5, speaking=(TWO,))
 
-    node.told_by(TWO, member(NINE, counter=1))
+    node.reported_by(TWO, member(NINE, counter=1))
     node.passes(2.5, speaking=(TWO,))
 
     assert node.state(NINE) == ALIVE
@@ -411,7 +411,7 @@ def test_member_refutes_by_raising_its_counter(state: int) -> None:
     """Its masters hear it at once, and so does the accuser."""
     node = Node().knows(ONE, TWO, NINE)
 
-    effects = node.told_by(NINE, member(NINE), member(ME, counter=4, state=state))
+    effects = node.reported_by(NINE, member(NINE), member(ME, counter=4, state=state))
 
     refuted = member(ME, counter=5)
     assert node.actor.me == node.actor.member(ME) == refuted
@@ -426,7 +426,7 @@ def test_known_accuser_that_is_no_master_hears_the_refutation() -> None:
     """Else it would hold us dead until it asks its masters."""
     node = Node().knows(ONE, TWO, NINE)
 
-    effects = node.told_by(NINE, member(NINE), member(ME, state=SUSPECT))
+    effects = node.reported_by(NINE, member(NINE), member(ME, state=SUSPECT))
 
     assert sends(effects, ShareView) == [Send(NINE, ShareView(0, (member(ME, counter=1),)))]
 
@@ -434,9 +434,9 @@ def test_known_accuser_that_is_no_master_hears_the_refutation() -> None:
 def test_old_claim_against_us_is_ignored() -> None:
     """What we have refuted needs no second refutation."""
     node = Node().knows(ONE)
-    node.told_by(ONE, member(ME, counter=2, state=DEAD))
+    node.reported_by(ONE, member(ME, counter=2, state=DEAD))
 
-    effects = node.told_by(ONE, member(ME, counter=2, state=DEAD))
+    effects = node.reported_by(ONE, member(ME, counter=2, state=DEAD))
 
     assert node.actor.me.counter == 3
     assert effects == []
@@ -446,15 +446,15 @@ def test_member_declared_dead_republishes_everything() -> None:
     """A node that held it dead dropped its records; one that only suspected it did not."""
     node = Node().knows(ONE, TWO)
 
-    suspected = node.told_by(ONE, member(ME, state=SUSPECT))
-    declared_dead = node.told_by(ONE, member(ME, counter=1, state=DEAD))
+    suspected = node.reported_by(ONE, member(ME, state=SUSPECT))
+    declared_dead = node.reported_by(ONE, member(ME, counter=1, state=DEAD))
 
     assert republishes(suspected) == 0
     assert republishes(declared_dead) == 1
     kinds = [
         type(e.fact)
         for e in declared_dead
-        if isinstance(e, (TellRing, TellDirectory, TellPublisher))
+        if isinstance(e, (NotifyRing, NotifyDirectory, NotifyPublisher))
     ]
     assert kinds == [ViewChanged] * 2 + [Republish]
 
@@ -462,9 +462,9 @@ def test_member_declared_dead_republishes_everything() -> None:
 def test_republishing_again_and_again_waits() -> None:
     """A peer that loses us every few seconds must not keep all members busy; nothing is lost."""
     node = Node(ONE).knows(NINE)
-    node.told_by(NINE, member(ONE, counter=0, state=DEAD))
+    node.reported_by(NINE, member(ONE, counter=0, state=DEAD))
 
-    soon = node.told_by(NINE, member(ONE, counter=1, state=DEAD))
+    soon = node.reported_by(NINE, member(ONE, counter=1, state=DEAD))
     soon += node.passes(REPUBLISH_GAP_S - 1.0, speaking=(NINE,))
     later = node.passes(2.0, speaking=(NINE,))
 
@@ -478,7 +478,7 @@ def test_irrefutable_claim_against_us_changes_nothing() -> None:
     node = Node().knows(ONE)
 
     for counter in (COUNTER_MAX - 1, COUNTER_MAX, 2**64 - 1):
-        node.told_by(ONE, member(ME, counter=counter, state=DEAD))
+        node.reported_by(ONE, member(ME, counter=counter, state=DEAD))
 
     assert node.actor.me == member(ME)
 
@@ -486,7 +486,7 @@ def test_irrefutable_claim_against_us_changes_nothing() -> None:
 def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
     """It gets the view with its own death in it, and refutes; its old counter is no life."""
     node = Node(ONE).knows(TWO, NINE)
-    node.told_by(TWO, member(NINE, state=LEFT, counter=3))
+    node.reported_by(TWO, member(NINE, state=LEFT, counter=3))
 
     for message in (Heartbeat(member(NINE, counter=3), b""), Join(member(NINE, counter=3))):
         effects = node.hears(NINE, message)
@@ -506,7 +506,7 @@ def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
     node = Node(ONE).knows(NINE, TEN)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
-    effects = node.told_by(TEN, member(NINE, state=DEAD))
+    effects = node.reported_by(TEN, member(NINE, state=DEAD))
 
     assert node.state(NINE) == ALIVE
     claim = ShareView(0, (member(ONE), member(NINE, state=DEAD)))
@@ -519,9 +519,9 @@ def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
     node.hears(NINE, Heartbeat(member(NINE), b""))
     node.passes(SUSPECT_S + 0.1, speaking=(TWO, TEN))
 
-    node.told_by(TEN, member(NINE, state=DEAD))
+    node.reported_by(TEN, member(NINE, state=DEAD))
     told_by_a_member = node.state(NINE)
-    node.told_by(TWO, member(NINE, state=DEAD))
+    node.reported_by(TWO, member(NINE, state=DEAD))
 
     assert told_by_a_member == SUSPECT
     assert node.state(NINE) == DEAD
@@ -533,9 +533,9 @@ def test_only_masters_are_believed_about_others(state: int) -> None:
     node = Node().knows(ONE, TWO, NINE, TEN)
     node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
-    node.told_by(NINE, member(TEN, counter=1, state=state))
+    node.reported_by(NINE, member(TEN, counter=1, state=state))
     told_by_a_member = node.state(TEN)
-    node.told_by(ONE, member(TEN, counter=1, state=state))
+    node.reported_by(ONE, member(TEN, counter=1, state=state))
 
     assert told_by_a_member == ALIVE
     assert node.state(TEN) == state
@@ -547,9 +547,9 @@ def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
     node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
     for counter in (COUNTER_JUMP_MAX + 1, COUNTER_MAX - 1):
-        node.told_by(ONE, member(NINE, counter=counter, state=DEAD))
+        node.reported_by(ONE, member(NINE, counter=counter, state=DEAD))
     beyond = node.state(NINE)
-    node.told_by(ONE, member(NINE, counter=COUNTER_JUMP_MAX, state=DEAD))
+    node.reported_by(ONE, member(NINE, counter=COUNTER_JUMP_MAX, state=DEAD))
 
     assert beyond == ALIVE
     assert node.state(NINE) == DEAD
@@ -560,7 +560,7 @@ def test_goodbye_is_believed_at_once() -> None:
     node = Node(ONE).knows(TWO, NINE)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
-    node.told_by(TWO, member(NINE, state=LEFT, counter=1))
+    node.reported_by(TWO, member(NINE, state=LEFT, counter=1))
 
     assert node.state(NINE) == LEFT
 
@@ -586,7 +586,7 @@ def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -
     node = Node(ONE).knows(NINE)
 
     node.meets(member(11, member(NINE).control))
-    node.told_by(11, member(11), member(12, member(ONE).control))
+    node.reported_by(11, member(11), member(12, member(ONE).control))
 
     assert [node.state(i) for i in (NINE, 12)] == [DEAD, None]
     assert calls(node.passes(10.0, speaking=(11,))) == []
@@ -597,7 +597,7 @@ def test_successor_is_believed_when_a_master_tells_of_it() -> None:
     node = Node(ONE).knows(TWO, NINE)
     node.hears(NINE, Heartbeat(member(NINE), b""))
 
-    effects = node.told_by(TWO, member(NINE, state=DEAD), member(11, member(NINE).control))
+    effects = node.reported_by(TWO, member(NINE, state=DEAD), member(11, member(NINE).control))
 
     assert node.state(NINE) == DEAD
     assert calls(effects) == [member(NINE).control]
@@ -621,13 +621,13 @@ def test_two_sides_that_meet_compare_their_views() -> None:
     """A newcomer hears the digest; one that is dead is asked before it refutes, not after."""
     node = Node(ONE).knows(TWO, TEN)
 
-    stranger = node.told_by(NINE, member(NINE))
+    stranger = node.reported_by(NINE, member(NINE))
     asked = node.hears(NINE, Join(member(NINE)))
     met = node.meets(member(NINE))
-    known = node.told_by(NINE, member(NINE))
-    node.told_by(TWO, member(TEN, state=LEFT, counter=1))
+    known = node.reported_by(NINE, member(NINE))
+    node.reported_by(TWO, member(TEN, state=LEFT, counter=1))
     dead = node.hears(TEN, Heartbeat(member(TEN), b""))
-    returned = node.told_by(TEN, member(TEN, counter=2))
+    returned = node.reported_by(TEN, member(TEN, counter=2))
 
     assert stranger == [SendTo(member(NINE).control, ShareView(0, (member(ONE),)))]
     assert asked == []
@@ -643,8 +643,8 @@ def test_what_others_say_of_a_node_is_an_address_to_try() -> None:
     node = Node().knows(ONE, TWO, NINE)
     invented = [member(number, f"127.9.0.{number}:1") for number in range(100, 200)]
 
-    effects = node.told_by(ONE, member(ONE), *invented)
-    effects += node.told_by(NINE, member(NINE), *invented, member(300, state=DEAD))
+    effects = node.reported_by(ONE, member(ONE), *invented)
+    effects += node.reported_by(NINE, member(NINE), *invented, member(300, state=DEAD))
 
     assert len(node.actor.view) == 4
     assert len(calls(effects)) == AT_ONCE_MAX
@@ -679,7 +679,7 @@ def test_leaving_notifies_the_masters_first_and_a_bounded_number() -> None:
     assert [g.to for g in goodbyes][:3] == [ONE, TWO, 100]
     assert len(goodbyes) == LEAVE_MAX
     assert {g.message for g in goodbyes} == {ShareView(0, (gone,))}
-    assert node.told_by(ONE, member(ME, counter=9, state=DEAD)) == []
+    assert node.reported_by(ONE, member(ME, counter=9, state=DEAD)) == []
     assert node.actor.on_tick(node.now + 5) == []
     assert node.actor.leave(node.now) == []
     assert node.actor.deadline() == float("inf")
@@ -689,7 +689,7 @@ def test_leaving_notifies_the_masters_first_and_a_bounded_number() -> None:
 def test_member_lost_without_goodbye_is_called_for_a_while_and_one_that_left_is_not() -> None:
     """Later another cluster may have its address; a goodbye is an answer."""
     node = Node(ONE).knows(NINE, TEN)
-    node.told_by(TEN, member(TEN, state=LEFT, counter=1))
+    node.reported_by(TEN, member(TEN, state=LEFT, counter=1))
     node.passes(DEAD_S + 1.0)
 
     called = calls(node.passes(FORGET_S + 100.0))
@@ -713,12 +713,12 @@ def test_successor_is_looked_for_as_soon_as_a_member_is_suspect() -> None:
 def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> None:
     """It comes up again as dead when it answers, so that it refutes; alive by its own counter."""
     node = Node(ONE).knows(NINE, TEN)
-    node.told_by(TEN, member(TEN, state=LEFT, counter=1))
+    node.reported_by(TEN, member(TEN, state=LEFT, counter=1))
     node.passes(DEAD_S + FORGET_S + 1.0)
     forgotten = len(node.actor.view)
 
     node.knows(11)
-    asked = node.told_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
+    asked = node.reported_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
     told = node.state(NINE), node.state(TEN)
     node.meets(member(NINE))
     answered = node.state(NINE)

@@ -408,7 +408,7 @@ def test_a_member_whose_view_this_node_had_lately_is_told_the_changes_alone() ->
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
     assert master.actor.view.digest() == plain.actor.view.digest()
     assert sends(master.hears(NINE, beat), ShareView) == []
-    master.told_by(TEN, member(TEN, counter=3, state=LEFT))
+    master.reported_by(TEN, member(TEN, counter=3, state=LEFT))
 
     answered = master.hears(NINE, beat)
 
@@ -428,7 +428,7 @@ def test_changes_that_are_lost_or_late_heal(order: str) -> None:
     master = Node(ONE).knows(TWO, NINE, TEN)
     plain = Node(NINE).knows(ONE, TWO, TEN)
     plain.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1, speaking=(ONE, TWO))
-    master.told_by(TEN, member(TEN, counter=3, state=LEFT))
+    master.reported_by(TEN, member(TEN, counter=3, state=LEFT))
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
     changes, seen = [e.message for e in master.hears(NINE, beat) if isinstance(e, Send)]
 
@@ -448,7 +448,7 @@ def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
     """Two logs might each take the other side for the late one."""
     node = Node(ONE).knows(TWO, NINE, TEN)
     before = node.actor.view.digest()
-    node.told_by(TEN, member(TEN, counter=3, state=LEFT))
+    node.reported_by(TEN, member(TEN, counter=3, state=LEFT))
     assert sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView) == []
 
     node.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1)
@@ -463,7 +463,7 @@ def test_a_client_is_notified_of_what_changed_and_not_the_view() -> None:
     assert (same.base, same.digest, same.view, same.gone) == (client.digest(),) * 2 + ((), ())
     assert changed_view(client, same) is client
 
-    node.told_by(TEN, member(TEN, counter=3, state=LEFT))
+    node.reported_by(TEN, member(TEN, counter=3, state=LEFT))
     node.meets(member(12))
     changes = changes_from(node, client.digest())
 

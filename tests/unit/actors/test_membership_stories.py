@@ -294,8 +294,8 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
     assert entry is not None
     slander = attrs.evolve(entry, state=state, counter=entry.counter + 1)
 
-    told_by = Origin(master.incarnation)
-    cluster.hand_over(misled, told_by, ShareView(0, (master.actor.me, slander)))
+    reported_by = Origin(master.incarnation)
+    cluster.hand_over(misled, reported_by, ShareView(0, (master.actor.me, slander)))
     told = cluster.states("n004:31998", ended)
     healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.actors.effects import Pull, Send, TellPool
+from peercache.actors.effects import NotifyPool, Pull, Send
 from peercache.actors.mailboxes import (
     DrainBegan,
     DrainCancelled,
@@ -119,12 +119,12 @@ class Story:
         """Begin, with these pages in the pool; return the offers."""
         begun = self.hear(DrainBegan(self.now + within_s))
         assert begun == [
-            TellPool(DrainChanged(is_draining=True)),
-            TellPool(RequestGive(again=True)),
+            NotifyPool(DrainChanged(is_draining=True)),
+            NotifyPool(RequestGive(again=True)),
         ]
         groups = (PagesStored(records_of(*numbers), 1),) if numbers else ()
         effects = self.hear(PagesToGive(groups, 0, 0))
-        if TellPool(RequestGive(again=False)) in effects:
+        if NotifyPool(RequestGive(again=False)) in effects:
             # It asks ahead, so that no target waits for the pool.
             assert self.hear(PagesToGive((), 0, 0)) == []
         return offers(effects)
@@ -211,7 +211,7 @@ def test_a_drain_is_shown_in_pages_and_bytes_from_its_first_offer() -> None:
     story.actor.show(metrics)
     story.see(ONE)
     drainer = Drainer(
-        story.giving, tell=story.hear, others=lambda: 1, within_s=60.0, leave=lambda: None,
+        story.giving, notify=story.hear, others=lambda: 1, within_s=60.0, leave=lambda: None,
         nursery=Mock(), log=Mock(),
     )  # fmt: skip
     assert drainer.status() == Draining()
@@ -335,7 +335,7 @@ def test_sets_that_began_before_are_waited_for() -> None:
     unfinished = PagesToGive((PagesStored(records_of(1), 1),), 0, 2)
 
     assert story.hear(unfinished) == []
-    assert story.wait(AGAIN_S) == [TellPool(RequestGive(again=True))]
+    assert story.wait(AGAIN_S) == [NotifyPool(RequestGive(again=True))]
     story.now += UNFINISHED_S
 
     assert [pages for _, _, pages in offers(story.hear(unfinished))] == [[1]]
@@ -349,7 +349,7 @@ def test_a_drain_ends_whose_time_is_over_when_it_asks_again() -> None:
     story.hear(PagesToGive((PagesStored(records_of(1), 1),), 0, 2))
     story.now += 2 * AGAIN_S
 
-    assert story.actor.on_tick(story.now) == [TellPool(RequestGive(again=True))]
+    assert story.actor.on_tick(story.now) == [NotifyPool(RequestGive(again=True))]
 
     assert story.giving.state == HANDED_OVER
     assert story.actor.deadline() > story.now
@@ -362,7 +362,7 @@ def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() ->
     ((_, number, _),) = story.drain(1, 2)
     assert story.hear(DrainBegan(story.now + 1.0)) == []
 
-    assert story.hear(DrainCancelled()) == [TellPool(DrainChanged(is_draining=False))]
+    assert story.hear(DrainCancelled()) == [NotifyPool(DrainChanged(is_draining=False))]
     assert story.giving.state == SERVING
     assert story.hear(taken(number, COMMITTED, COMMITTED), Origin(ONE)) == []
     assert story.hear(PagesToGive((PagesStored(records_of(3), 1),), 0, 0)) == []

@@ -56,7 +56,7 @@ def test_eviction_makes_words_odd_then_withdraws_then_grants() -> None:
     effects = world.say(BOB, Reserve(5, 1, 1, key(20) + key(21), packed([PAGE, PAGE])))
 
     assert kinds(effects) == [
-        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged", "Granted",
+        "StoreWords", "NotifyDirectory:RecordsChanged", "NotifyPublisher:RecordsChanged", "Granted",
     ]  # fmt: skip
     assert len(effects[1].fact.drops) == 2
     assert effects[1].fact is effects[2].fact
@@ -72,7 +72,7 @@ def test_commit_stores_words_then_tells_directory_then_publisher() -> None:
     effects = world.say(ALICE, Commit(6, 1, b"\1\1", packed([0, 99]), 0.25))
 
     assert kinds(effects) == [
-        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:PagesCommitted",
+        "StoreWords", "NotifyDirectory:RecordsChanged", "NotifyPublisher:PagesCommitted",
     ]  # fmt: skip
     committed = effects[2].fact
     assert committed.origin == Origin(ALICE, 3)
@@ -383,7 +383,7 @@ def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
 
     effects = world.say(ALICE, Commit(6, 1, b"\1\1", bytes(16), 0.5, b"", (2, 3)))
 
-    assert kinds(effects)[-1] == "TellPublisher:PagesCommitted"
+    assert kinds(effects)[-1] == "NotifyPublisher:PagesCommitted"
     reserves = [Reserve(0, number, 9, b"", packed([PAGE, PAGE])) for number in (2, 3)]
     assert effects[-1].fact.then == tuple(
         ReserveAhead(Origin(ALICE, 3), reserve) for reserve in reserves

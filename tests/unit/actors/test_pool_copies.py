@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from peercache.actors.effects import Send, TellPlacement
+from peercache.actors.effects import NotifyPlacement, Send
 from peercache.actors.mailboxes import (
     CopiesMade,
     HoldersChanged,
-    PagesSpilled,
     PagesToCopy,
+    PagesWritten,
     RequestCopies,
     RequestSpill,
     SpilledPages,
@@ -46,7 +46,7 @@ class Copier(Rig):
 
     def ask(self, *, only_new: bool = False, again: bool = True) -> PagesToCopy:
         (told,) = self.say(RequestCopies(only_new, again), INSIDE)
-        assert isinstance(told, TellPlacement)
+        assert isinstance(told, NotifyPlacement)
         assert isinstance(told.fact, PagesToCopy)
         return told.fact
 
@@ -180,7 +180,7 @@ def test_what_is_on_disk_is_not_lost_with_its_place_in_memory() -> None:
     rig = Copier(pages=2, has_disk=True)
     rig.store(1, 2)
     rig.copied(1, 2)
-    rig.say(PagesSpilled(key(1), np.array([GRANULE])), INSIDE)
+    rig.say(PagesWritten(key(1), np.array([GRANULE])), INSIDE)
 
     rig.store(3, 4)
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peercache.actors.effects import (
+    NotifyDirectory,
+    NotifyDisk,
+    NotifyPlacement,
+    NotifyPublisher,
     Send,
     StoreWords,
-    TellDirectory,
-    TellDisk,
-    TellPlacement,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     DrainChanged,
@@ -165,8 +165,8 @@ def test_a_mirrored_page_is_published_and_answered_at_once() -> None:
     words, directory, publisher, answer = rig.commit(2)
 
     assert isinstance(words, StoreWords)
-    assert isinstance(directory, TellDirectory)
-    assert isinstance(publisher, TellPublisher)
+    assert isinstance(directory, NotifyDirectory)
+    assert isinstance(publisher, NotifyPublisher)
     assert directory.fact is publisher.fact
     assert (answer.to, answer.message.request) == (CLIENT, 6)
     assert answer.message.states == bytes((COMMITTED, COMMITTED))
@@ -180,7 +180,7 @@ def test_with_a_disk_the_disk_learns_of_it_as_of_any_page() -> None:
     rig = Rig(has_disk=True)
     rig.reserve(1)
 
-    assert [type(effect) for effect in rig.commit(1)][3] is TellDisk
+    assert [type(effect) for effect in rig.commit(1)][3] is NotifyDisk
 
 
 def test_mirrored_pages_have_their_share_and_what_is_free() -> None:
@@ -349,7 +349,7 @@ def test_a_client_mirrors_no_more_at_once_than_it_may_write() -> None:
 def taken(effects: list[Any]) -> bytes:
     """Return the states that the placement actor learns, of a Commit by way of the publisher."""
     last = effects[-1]
-    assert isinstance(last, (TellPlacement, TellPublisher))
+    assert isinstance(last, (NotifyPlacement, NotifyPublisher))
     assert isinstance(last.fact, (Granted, PagesCommitted))
     return last.fact.states
 
@@ -371,7 +371,7 @@ class Taker(Rig):
 
     def give(self, *, again: bool = True) -> PagesToGive:
         (told,) = self.say(RequestGive(again), INSIDE)
-        assert isinstance(told, TellPlacement)
+        assert isinstance(told, NotifyPlacement)
         assert isinstance(told.fact, PagesToGive)
         return told.fact
 
@@ -384,7 +384,7 @@ def test_a_page_that_is_taken_over_is_published_as_any_other() -> None:
     words, directory, answer = rig.arrive(2)
 
     assert isinstance(words, StoreWords)
-    assert isinstance(directory, TellDirectory)
+    assert isinstance(directory, NotifyDirectory)
     assert taken([answer]) == bytes((COMMITTED,)) * 2
     assert rig.holds(1, 2) == [True, True]
     assert rig.pool.figures()["pool_bytes_mirrored"] == 0
@@ -672,7 +672,7 @@ def test_removals_remove_retained_pages(message: Any) -> None:
 
     effects = rig.say(message, NODE)
 
-    assert [type(effect) for effect in effects[:2]] == [StoreWords, TellDirectory]
+    assert [type(effect) for effect in effects[:2]] == [StoreWords, NotifyDirectory]
     assert rig.holds(0, 1) == [False, False]
     assert rig.store(0, 1) == bytes((RESERVED,)) * 2
     rig.store(*range(100, 100 + 2 * PAGES))

@@ -239,8 +239,8 @@ def test_remove_drops_pages_and_answers_how_many() -> None:
     effects = world.say(BOB, Remove(8, 1, key(1) + key(9) + key(2) + key(1)))
 
     assert kinds(effects) == [
-        "StoreWords", "TellDirectory:RecordsChanged", "TellPublisher:RecordsChanged",
-        "TellPublisher:RemovalDone",
+        "StoreWords", "NotifyDirectory:RecordsChanged", "NotifyPublisher:RecordsChanged",
+        "NotifyPublisher:RemovalDone",
     ]  # fmt: skip
     assert effects[3].fact == RemovalDone(Origin(BOB, 3), Removed(8, 2))
     assert [world.is_readable(record) for record in records] == [False, False]
@@ -253,7 +253,7 @@ def test_remove_of_nothing_is_answered() -> None:
 
     effects = world.say(BOB, Remove(8, 1, key(1)))
 
-    assert kinds(effects) == ["TellPublisher:RemovalDone"]
+    assert kinds(effects) == ["NotifyPublisher:RemovalDone"]
 
 
 def test_clear_drops_one_namespace_only() -> None:

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from peercache.actors.effects import (
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyPublisher,
     StoreWords,
-    TellDirectory,
-    TellPlacement,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     ColdPages,
     DrainChanged,
     PagesForgotten,
     PagesGiven,
-    PagesSpilled,
+    PagesWritten,
     RequestSpill,
     SpilledPages,
     TakenOver,
@@ -48,7 +48,7 @@ class Spiller(Taker):
     def cold(self, *, only_new: bool = False) -> dict[int, float]:
         """Return the pages that it would spill, with their ages, in order."""
         (told,) = self.say(RequestSpill(only_new), INSIDE)
-        assert isinstance(told, TellPlacement)
+        assert isinstance(told, NotifyPlacement)
         assert isinstance(told.fact, ColdPages)
         return {
             int.from_bytes(name, "big"): round(age, 3)
@@ -163,8 +163,8 @@ def test_a_page_that_another_node_holds_now_is_evicted() -> None:
     rig.say(PagesGiven(rig.drops(6)), INSIDE)
 
     assert isinstance(words, StoreWords)
-    assert isinstance(directory, TellDirectory)
-    assert isinstance(publisher, TellPublisher)
+    assert isinstance(directory, NotifyDirectory)
+    assert isinstance(publisher, NotifyPublisher)
     assert len(directory.fact.drops) == 2
     assert [number for number in range(8) if rig.holds(number) == [True]] == [0, 1, 3, 5, 6, 7]
     assert rig.room()[0] == GRANULE, "one of the two is for what clients store here"
@@ -282,7 +282,7 @@ def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
     """It costs a load to lose it, not a page."""
     rig = Spiller(pages=8, has_disk=True)
     rig.store_over_time(*range(8))
-    rig.say(PagesSpilled(key(0), np.array([GRANULE])), INSIDE)
+    rig.say(PagesWritten(key(0), np.array([GRANULE])), INSIDE)
     assert rig.cold() == {0: -80.0}
 
     rig.say(PagesForgotten(key(0)), INSIDE)

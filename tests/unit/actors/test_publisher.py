@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from peercache.actors.effects import Effect, TellDirectory, TellPool
+from peercache.actors.effects import Effect, NotifyDirectory, NotifyPool
 from peercache.actors.mailboxes import (
     CommitAnswered,
     PagesCommitted,
@@ -95,7 +95,7 @@ def test_commit_is_answered_when_all_owners_know_its_records() -> None:
     packed = records.tobytes() + here.tobytes()
     assert answers(effects) == answers(first) == []
     answer = Committed(4, 3, b"abc", packed, 3)
-    assert second == [TellDirectory(CommitAnswered(CLIENT, answer))]
+    assert second == [NotifyDirectory(CommitAnswered(CLIENT, answer))]
 
 
 def test_our_own_shard_is_no_owner_that_has_acknowledged() -> None:
@@ -197,8 +197,8 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
     records = records_of(ME, [1, 2, 3], 2)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, then=(then,))
     effects = heard(made, ME, commit, 10.0)
-    told = [TellPool(then)]
-    at_once = [effect for effect in effects if isinstance(effect, TellPool)]
+    told = [NotifyPool(then)]
+    at_once = [effect for effect in effects if isinstance(effect, NotifyPool)]
 
     if heard_at > 10.2:
         effects = ticked(made, 10.2)
@@ -206,7 +206,7 @@ def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: floa
         effects += heard(made, owner, Acknowledged(1), heard_at)
 
     assert at_once == []
-    assert [effect for effect in effects if isinstance(effect, TellPool)] == told
+    assert [effect for effect in effects if isinstance(effect, NotifyPool)] == told
     answered = next(effect for effect in effects if answers([effect]))
     assert effects.index(answered) < effects.index(told[0])
 
@@ -525,7 +525,7 @@ def test_removal_is_answered_when_all_owners_know_it() -> None:
     second = heard(made, B, Acknowledged(2), 1.02)
 
     assert at_once == first == []
-    assert second == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+    assert second == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
 
 
 def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
@@ -536,7 +536,7 @@ def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
 
     early, late = (ticked(made, at) for at in (1.2, 1.25))
 
-    answer = TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (B,))))
+    answer = NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (B,))))
     assert answer not in early
     assert answer in late
 
@@ -549,7 +549,7 @@ def test_removal_waits_for_no_owner_that_is_lagging() -> None:
 
     told = heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
 
-    assert told == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
+    assert told == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
 
 
 def test_removal_without_timeout_or_owners_is_answered_at_once() -> None:
@@ -557,5 +557,5 @@ def test_removal_without_timeout_or_owners_is_answered_at_once() -> None:
     alone = removed_from(publisher_in(ring_of(ME)), timeout_s=1.0)
     hasty = removed_from(publisher_in(ring_of(A)), timeout_s=0.0)
 
-    assert alone == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
-    assert hasty == [TellDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
+    assert alone == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
+    assert hasty == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from peercache.actors.effects import Send, TellDirectory
+from peercache.actors.effects import NotifyDirectory, Send
 from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import PENDING_MAX, TIMEOUT_MAX_S, Remover
@@ -25,9 +25,9 @@ def view(**states: int) -> ViewChanged:
     return ViewChanged(tuple(members))
 
 
-def answered(removed: Removed) -> TellDirectory:
+def answered(removed: Removed) -> NotifyDirectory:
     """Return how the client of a removal is answered: behind what the own shard has to take."""
-    return TellDirectory(RemovalDone(CLIENT, removed))
+    return NotifyDirectory(RemovalDone(CLIENT, removed))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, NotifyDirectory, NotifyPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
@@ -31,14 +31,14 @@ def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
     """Show a view; return the rings that were told to the publisher and the directory."""
     effects = actor.on_message(Origin(1), seen, 0.0)
     actor.check()
-    rings: dict[type, list[HashRing]] = {TellPublisher: [], TellDirectory: []}
+    rings: dict[type, list[HashRing]] = {NotifyPublisher: [], NotifyDirectory: []}
     for effect in effects:
-        assert isinstance(effect, (TellPublisher, TellDirectory))
+        assert isinstance(effect, (NotifyPublisher, NotifyDirectory))
         assert isinstance(effect.fact, RingChanged)
         assert isinstance(effect.fact.ring, HashRing)
         rings[type(effect)].append(effect.fact.ring)
-    assert rings[TellPublisher] == rings[TellDirectory]
-    return rings[TellPublisher]
+    assert rings[NotifyPublisher] == rings[NotifyDirectory]
+    return rings[NotifyPublisher]
 
 
 def test_ring_begins_without_members() -> None:
@@ -79,13 +79,13 @@ def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
         assert len(effects) == (seen is thousand), "one ring at a time"
     assert max(spent) < 0.010
 
-    first = BuildRing(tuple(range(1, 1001)), ("boot",) * 1000, 160, 2).ring()
+    first = HashRing(dict.fromkeys(range(1, 1001), "boot"), virtual_nodes=160, replicas=2)
     told, _, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
-    assert isinstance(told, TellPublisher)
+    assert isinstance(told, NotifyPublisher)
     assert isinstance(last, BuildRing)
     assert last.members == tuple(range(1, 1003))
     assert actor.current is first
-    told, _ = actor.on_message(Origin(0), RingBuilt(last.ring()), 0.0)
+    told, _ = actor.on_message(Origin(0), RingBuilt(last.build()), 0.0)
     actor.check()
     assert actor.current.members == last.members
 
@@ -98,7 +98,7 @@ def test_a_view_that_returns_while_a_ring_is_made_brings_the_old_ring_back() -> 
     assert isinstance(build, BuildRing)
     assert actor.on_message(Origin(1), view(1, 2), 0.0) == []
 
-    actor.on_message(Origin(0), RingBuilt(build.ring()), 0.0)
+    actor.on_message(Origin(0), RingBuilt(build.build()), 0.0)
     actor.check()
 
     assert actor.current.members == (1, 2)
@@ -159,7 +159,7 @@ class RingMachine(RuleBasedStateMachine):
     def a_ring_is_there(self) -> None:
         """The thread has made the ring of an earlier view, perhaps the last one."""
         assert self.building is not None
-        built, self.building = self.building.ring(), None
+        built, self.building = self.building.build(), None
         self.take(self.actor.on_message(Origin(0), RingBuilt(built), 0.0))
 
     @rule()
@@ -179,7 +179,7 @@ class RingMachine(RuleBasedStateMachine):
                 assert len(effect.members) > 3, "a small ring is made at once"
                 self.building = effect
                 continue
-            assert isinstance(effect, (TellPublisher, TellDirectory))
+            assert isinstance(effect, (NotifyPublisher, NotifyDirectory))
             assert isinstance(effect.fact, RingChanged)
             assert isinstance(effect.fact.ring, HashRing)
             self.told = effect.fact.ring

@@ -92,10 +92,10 @@ async def test_a_message_that_comes_while_the_actor_waits_wakes_it(
     diary = Diary(due=100.0)
     async with running(diary) as (mailbox, _):
         await trio.sleep(5)
-        mailbox.tell(SELF, "now")
+        mailbox.put(SELF, "now")
         await trio.testing.wait_all_tasks_blocked()
         await trio.sleep(5)
-        mailbox.tell(SELF, "later")
+        mailbox.put(SELF, "later")
         await trio.testing.wait_all_tasks_blocked()
 
     assert diary.entries() == ["5: 0 says now", "10: 0 says later"]
@@ -106,7 +106,7 @@ async def test_ticks_come_at_their_deadlines(autojump_clock: trio.testing.MockCl
     diary = Diary(due=2.0, every_s=3.0)
     async with running(diary) as (mailbox, performed):
         await trio.sleep(6)
-        mailbox.tell(SELF, "between")
+        mailbox.put(SELF, "between")
         await trio.sleep(6)
 
     assert diary.entries() == ["2: tick", "5: tick", "6: 0 says between", "8: tick", "11: tick"]
@@ -120,7 +120,7 @@ async def test_a_tick_that_is_due_goes_before_what_waits(
     diary = Diary(due=0.0, every_s=10.0)
     mailbox = Mailbox()
     for i in range(3):
-        mailbox.tell(SELF, i)
+        mailbox.put(SELF, i)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
@@ -148,7 +148,7 @@ async def test_a_broken_invariant_stops_the_actor_before_its_effects(
     """What an unsound actor says must not get out."""
     diary = Diary(is_sound=lambda: False)
     mailbox, performed = Mailbox[str](), list[Effect]()
-    mailbox.tell(SELF, "x")
+    mailbox.put(SELF, "x")
 
     with pytest.raises(AssertionError, match="unsound"):
         await run_actor(diary, mailbox, performed.append)
@@ -161,7 +161,7 @@ async def test_others_have_a_turn_between_many_messages(
     """A flood for one actor is handled in bursts."""
     diary, mailbox, seen = Diary(), Mailbox(), []
     for i in range(10 * TURN_MESSAGES):
-        mailbox.tell(SELF, i)
+        mailbox.put(SELF, i)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
@@ -180,7 +180,7 @@ def test_the_mailbox_is_bounded_for_the_network_and_open_for_facts() -> None:
     mailbox = Mailbox()
 
     taken = [mailbox.offer(Origin(1), i, 1) for i in range(MAILBOX_MESSAGES_MAX + 5)]
-    mailbox.tell(SELF, "fact")
+    mailbox.put(SELF, "fact")
 
     assert taken == [True] * MAILBOX_MESSAGES_MAX + [False] * 5
     assert len(mailbox) == MAILBOX_MESSAGES_MAX + 1
@@ -246,7 +246,7 @@ async def test_a_sleeping_actor_handles_a_message_in_the_bringers_turn(
         nursery.start_soon(run_actor, alarm, mailbox, performed.append)
         await trio.testing.wait_all_tasks_blocked()
 
-        turn.handle(mailbox.tell, SELF, "one")
+        turn.handle(mailbox.put, SELF, "one")
         turn.handle(lambda: None)
 
         assert (alarm.seen, performed) == (["one"], [said("one")])
@@ -261,7 +261,7 @@ async def test_a_message_handled_moves_the_next_tick(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
         await trio.sleep(1)
-        Turn((mailbox,)).handle(mailbox.tell, SELF, "set")
+        Turn((mailbox,)).handle(mailbox.put, SELF, "set")
         assert alarm.seen == ["set"]
         await trio.sleep(10)
         nursery.cancel_scope.cancel()
@@ -278,7 +278,7 @@ async def test_an_actor_at_work_is_not_entered_again(
 
     def perform(effect: Effect) -> None:
         if effect == said("first"):
-            mailbox.tell(SELF, "second")
+            mailbox.put(SELF, "second")
             assert mailbox.handle is not None
             order.append(("handled within", mailbox.handle()))
         order.append(effect)
@@ -286,7 +286,7 @@ async def test_an_actor_at_work_is_not_entered_again(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, alarm, mailbox, perform)
         await trio.testing.wait_all_tasks_blocked()
-        turn.handle(mailbox.tell, SELF, "first")
+        turn.handle(mailbox.put, SELF, "first")
         nursery.cancel_scope.cancel()
 
     assert order == [("handled within", False), said("first"), said("second")]
@@ -298,7 +298,7 @@ async def test_what_a_turn_leaves_wakes_the_actor(autojump_clock: trio.testing.M
     turn = Turn((mailbox,))
 
     def bring() -> None:
-        mailbox.tell(SELF, "left behind")
+        mailbox.put(SELF, "left behind")
         raise ZeroDivisionError
 
     async with trio.open_nursery() as nursery:
@@ -324,7 +324,7 @@ async def test_a_turn_wakes_no_task_for_what_it_handles(
         await trio.testing.wait_all_tasks_blocked()
         woken = Woken()
         trio.lowlevel.add_instrument(woken)
-        Turn((mailbox,)).handle(mailbox.tell, SELF, "one")
+        Turn((mailbox,)).handle(mailbox.put, SELF, "one")
         await trio.testing.wait_all_tasks_blocked()
         trio.lowlevel.remove_instrument(woken)
 
@@ -336,5 +336,5 @@ async def test_a_turn_wakes_no_task_for_what_it_handles(
 def test_a_message_for_an_actor_that_does_not_run_waits() -> None:
     """Before the actor's task has begun, and after its end."""
     mailbox = Mailbox()
-    Turn((mailbox,)).handle(mailbox.tell, SELF, "early")
+    Turn((mailbox,)).handle(mailbox.put, SELF, "early")
     assert len(mailbox) == 1

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
-from peercache.actors.effects import Pull, Send, TellPool
+from peercache.actors.effects import NotifyPool, Pull, Send
 from peercache.actors.mailboxes import (
     ColdPages,
     DrainBegan,
@@ -154,7 +154,7 @@ class Story:
 
 
 def asks_pool(effects: list[Any]) -> bool:
-    return any(isinstance(e, TellPool) and isinstance(e.fact, RequestSpill) for e in effects)
+    return any(isinstance(e, NotifyPool) and isinstance(e.fact, RequestSpill) for e in effects)
 
 
 def begun(**kwargs: Any) -> Story:
@@ -325,9 +325,9 @@ def test_nothing_is_offered_while_a_member_is_suspect() -> None:
     assert story.wait(30.0) == []
     assert story.ticks <= 31.0 / LOOK_S
     story.see(ONE, TWO)
-    assert TellPool(RequestSpill(only_new=True)) in story.wait(LOOK_S)
+    assert NotifyPool(RequestSpill(only_new=True)) in story.wait(LOOK_S)
     story.name()
-    assert TellPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
+    assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
 
 
 def test_a_member_that_died_asks_for_nothing_any_more() -> None:
@@ -337,7 +337,7 @@ def test_a_member_that_died_asks_for_nothing_any_more() -> None:
     story.name()
     story.see(TWO, dead=ONE)
 
-    assert TellPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
+    assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
 
 
 @pytest.mark.parametrize(("seconds", "only_new"), [(LOST_S + LOOK_S, True), (HALT_S, False)])
@@ -352,7 +352,7 @@ def test_a_node_that_was_paused_does_first_what_waits_for_it(
 
     effects = story.wait(SETTLE_S - 0.01)
     assert not asks_pool(effects)
-    assert TellPool(RequestSpill(only_new)) in story.wait(LOOK_S + 0.02)
+    assert NotifyPool(RequestSpill(only_new)) in story.wait(LOOK_S + 0.02)
 
 
 def test_a_node_that_is_drained_spills_nothing() -> None:

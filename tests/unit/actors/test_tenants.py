@@ -365,13 +365,13 @@ def test_quotas_are_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a", "wants NAME=20%"),
+        ("a", "must be NAME=20%"),
         ("a=110%", "more than all"),
         ("a=60%;b=50%", "110%"),
         ("a=1%;a=2%", "two rules"),
-        ("a=lots", "wants a size"),
+        ("a=lots", "must be a size"),
         ("a=1%,priority=1000", "at most 100"),
-        ("a=1%,prio=1", "wants NAME=20%"),
+        ("a=1%,prio=1", "must be NAME=20%"),
     ],
 )
 def test_a_wrong_quota_is_named(text: str, says: str) -> None:

@@ -163,14 +163,17 @@ def test_bytes_of_a_token(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--layers", "32"), "A model wants --layers, and --kv-heads with --head-dim or --mla-dim"),
-        (("--layers", "32", "--kv-heads", "8"), "A model wants --layers"),
-        (("--mla-dim", "576"), "A model wants --layers"),
-        ((*LLAMA_8B, "--mla-dim", "576"), "A model wants --layers"),
+        (
+            ("--layers", "32"),
+            "A model requires --layers, and --kv-heads with --head-dim or --mla-dim",
+        ),
+        (("--layers", "32", "--kv-heads", "8"), "A model requires --layers"),
+        (("--mla-dim", "576"), "A model requires --layers"),
+        ((*LLAMA_8B, "--mla-dim", "576"), "A model requires --layers"),
         ((*LLAMA_8B, "--tp", "3"), "--kv-heads 8 cannot be divided among --tp 3"),
         (("--layers", "0"), "0 is not in the range"),
         (("--dtype", "int3"), "'int3' is not one of"),
-        (("--page-size", "64"), "--page-size wants --trace"),
+        (("--page-size", "64"), "--page-size requires --trace"),
         (("--trace", "/nowhere/trace.jsonl"), "/nowhere/trace.jsonl cannot be read"),
         (("--at", "127.0.0.1:1"), "nothing listens there"),
     ],

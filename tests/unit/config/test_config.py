@@ -222,7 +222,7 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("tcp_serving_threads", 65, "0 to 64"),
         ("suspect_s", 2.0, "2 heartbeat_s"),
         ("dead_s", 3.0, "suspect_s"),
-        ("directory_replicas", "all", "wants a whole number, or 'auto'"),
+        ("directory_replicas", "all", "must be a whole number, or 'auto'"),
         ("directory_replicas", 0, "1 or more"),
         ("virtual_nodes", 0, "1 to 4096"),
         ("home", "/run/peercache", "ipc://PATH"),

@@ -63,7 +63,7 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
             Worker(
                 name=f"{number * 8 + rank + 1:016x}", pid=41_000 + rank,
                 namespace="Qwen3-235B-A22B-Instruct-2507/fp8/tp8", keys=88_000 + rank,
-                hits=612.5, misses=41.2, sets=57.0, heard_s=1.3,
+                hits=612.5, misses=41.2, sets=57.0, report_age_s=1.3,
             )
             for rank in range(2)
         ),
@@ -74,7 +74,7 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
             "pages_missed/peer_unreachable": 1.5 * work,
             "pages_set/copied": 330 * work, "bytes_read/rdma": 2_400 * work * 2**20,
             "bytes_written": 330 * work * 2**20, "pages_promoted": 25 * work,
-            "pages_spilled": 55 * work,
+            "disk_pages_written": 55 * work,
         },
         latency={"get": latencies(90 * work, 0.004), "set": latencies(30 * work, 0.009)},
         peers=tuple(

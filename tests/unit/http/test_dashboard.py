@@ -163,7 +163,7 @@ async def test_page_of_a_dead_and_of_an_unknown_node() -> None:
     """The one is a member all the same; the other is not."""
     members = [member(0, 2), dead(member(1, 2))]
 
-    assert "This node tells nothing" in await page(members, "/nodes/10.0.0.2:31998")
+    assert "This node does not answer" in await page(members, "/nodes/10.0.0.2:31998")
     async with served(watching=watching(members)) as address:
         status, body = await ask(address, "/nodes/%3Cb%3E")
     assert status == 404

@@ -411,7 +411,7 @@ def crowded() -> Admission:
     return Admission(
         cluster="c", granule=16384, home="ipc:///none", local_secret=SECRET,
         gate=cast("Gate", SimpleNamespace(identity=identity)),
-        probe=lambda *_: pytest.fail("no lock is looked at"), connections_max=lambda: ROOM,
+        probe=lambda *_: pytest.fail("no lock is looked at"), connections_max=ROOM,
     )  # fmt: skip
 
 

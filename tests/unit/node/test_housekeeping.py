@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import trio
 
-from peercache.actors.effects import Tell, TellRdma
+from peercache.actors.effects import Notify, NotifyRdma
 from peercache.actors.mailboxes import ClientsConnected
 from peercache.config.settings import Config
 from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, Member
+from peercache.model.process import DescriptorShares
 from peercache.node import housekeeping as housekeeping_module
 from peercache.node.disk import DiskTroubles
 from peercache.node.housekeeping import HOUSEKEEPING_S, Housekeeping, OwnersWatch, keep
@@ -31,19 +32,21 @@ class House:
 
     def __init__(self, **settings: str) -> None:
         self.said: list[str] = []
-        self.told: list[Tell] = []
+        self.told: list[Notify] = []
         self.members: list[Member] = []
         self.sessions = {1: SimpleNamespace(identity=71), 2: SimpleNamespace(identity=72)}
-        admission: Any = SimpleNamespace(
-            sessions=self.sessions, exited=list, overstaying=lambda *_, **__: []
+        self.descriptors = 1600.0
+        self.admission: Any = SimpleNamespace(
+            sessions=self.sessions, exited=list, overstaying=lambda *_: []
         )
         listener: Any = SimpleNamespace(pipes=dict)
         links: Any = SimpleNamespace(keep=lambda _, **__: None)
         log: Any = SimpleNamespace(info=lambda event, **_: self.said.append(event))
         self.housekeeping = Housekeeping(
-            Config.load(settings), own_address=str, admission=admission, listener=listener,
-            links=links, tell=self.told.append, members=lambda: self.members, metrics=Metrics(),
+            Config.load(settings), own_address=str, admission=self.admission, listener=listener,
+            links=links, notify=self.told.append, members=lambda: self.members, metrics=Metrics(),
             log=log, dialled=frozenset, looks=(),
+            shares=lambda: DescriptorShares.of(self.descriptors),
         )  # fmt: skip
 
     @asynccontextmanager
@@ -51,6 +54,7 @@ class House:
         """Look once a second."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.housekeeping.run)
+            nursery.start_soon(self.housekeeping.bound_connections)
             await trio.sleep(HOUSEKEEPING_S / 2)
             yield
             nursery.cancel_scope.cancel()
@@ -92,9 +96,24 @@ async def test_rdma_actor_hears_each_second_which_clients_are_connected(
         await trio.sleep(HOUSEKEEPING_S)
 
     assert house.told == [
-        TellRdma(ClientsConnected(frozenset({71, 72}))),
-        TellRdma(ClientsConnected(frozenset({72}))),
+        NotifyRdma(ClientsConnected(frozenset({71, 72}))),
+        NotifyRdma(ClientsConnected(frozenset({72}))),
     ]
+
+
+async def test_admission_follows_the_limit_of_open_files(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """An engine in the same process may raise or lower it while the node runs."""
+    del autojump_clock
+    house = House()
+
+    async with house.kept():
+        before = house.admission.connections_max
+        house.descriptors = 3200.0
+        await trio.sleep(HOUSEKEEPING_S)
+
+    assert (before, house.admission.connections_max) == (400.0, 800.0)
 
 
 class Said:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from peercache.actors.effects import TellPool
+from peercache.actors.effects import NotifyPool
 from peercache.actors.mailboxes import (
     ClientGone,
     DirectoryMessage,
@@ -83,7 +83,7 @@ def test_a_fact_is_in_its_receivers_mailbox() -> None:
     """It comes from the node itself."""
     boxes = NodeMailboxes()
 
-    boxes.tell(TellPool(ClientGone(7)))
+    boxes.deliver(NotifyPool(ClientGone(7)))
 
     assert boxes.pool.take() == (SELF, ClientGone(7))
     assert not any(len(box) for box in boxes.named().values())

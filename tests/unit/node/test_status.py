@@ -168,7 +168,7 @@ def test_a_rate_is_what_was_counted_between_two_reports(workers: AttachedWorkers
 
     assert (told.name, told.namespace, told.pid) == ("0000000000000007", "llama", 4711)
     assert (told.hits, told.misses, told.sets, told.keys) == (40.0, 5.0, 52.0, 104)
-    assert (told.heard_s, more) == (0.5, 0)
+    assert (told.report_age_s, more) == (0.5, 0)
 
 
 def test_reports_that_follow_at_once_make_one_rate(workers: AttachedWorkers) -> None:
@@ -197,7 +197,7 @@ def test_a_client_that_never_reported_is_listed() -> None:
     """It is attached; it has done nothing yet."""
     ((told,), _) = AttachedWorkers().listed([ONE], now=5.0)
 
-    assert (told.pid, told.keys, told.hits, told.heard_s) == (4711, 0, 0.0, 0.0)
+    assert (told.pid, told.keys, told.hits, told.report_age_s) == (4711, 0, 0.0, 0.0)
 
 
 def test_a_client_that_has_left_is_forgotten(workers: AttachedWorkers) -> None:

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from peercache.actors.effects import (
     BuildRing,
     Effect,
+    NotifyDirectory,
+    NotifyPool,
+    NotifyPublisher,
+    NotifyRing,
     Send,
     SendTo,
     StoreWords,
-    TellDirectory,
-    TellPool,
-    TellPublisher,
-    TellRing,
 )
 from peercache.actors.mailboxes import PeerAnswered, PoolGrew, Republish, RingBuilt, ViewChanged
 from peercache.actors.origin import Origin
@@ -552,7 +552,7 @@ async def test_effects_go_where_they_say(tmp_path: Path) -> None:
     """Facts to mailboxes, words to memory; what cannot be sent is counted, never raised."""
     words = StoreWords(np.array([1]), np.array([2], np.uint64))
     effects: list[Effect] = [
-        TellPool(PoolGrew(1)),
+        NotifyPool(PoolGrew(1)),
         words,
         Send(0x55, Put(1, b"")),
         Send(Origin(CLIENT, 999), Located(1, b"")),
@@ -581,13 +581,12 @@ async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
     """The switchboard makes it in a thread, and hands it to the ring actor."""
     threads: list[int] = []
 
-    class Build(BuildRing):
-        def ring(self) -> HashRing:
-            threads.append(threading.get_ident())
-            return super().ring()
+    def build() -> HashRing:
+        threads.append(threading.get_ident())
+        return HashRing([1, 2, 3], virtual_nodes=16, replicas=2)
 
     async with running(tmp_path) as board:
-        board.board.perform(Build((1, 2, 3), ("a", "b", "c"), 16, 2))
+        board.board.perform(BuildRing((1, 2, 3), build))
         await until(lambda: len(board.mailboxes.ring) == 1)
         ((name, _, fact),) = board.waiting()
 
@@ -635,8 +634,8 @@ async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_retur
     """From actor to actor, in any order of the mailboxes, and no task has to be woken for it."""
     fact = ViewChanged(())
     relays = {
-        "ring": Relay(lambda _: TellDirectory(fact)),
-        "directory": Relay(lambda _: TellPublisher(Republish())),
+        "ring": Relay(lambda _: NotifyDirectory(fact)),
+        "directory": Relay(lambda _: NotifyPublisher(Republish())),
         "publisher": Relay(),
     }
     async with running(tmp_path) as board, trio.open_nursery() as nursery:
@@ -645,7 +644,7 @@ async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_retur
             nursery.start_soon(run_actor, relay, boxes[name], board.board.perform)
         await trio.testing.wait_all_tasks_blocked()
 
-        board.board.tell(TellRing(fact))
+        board.board.deliver(NotifyRing(fact))
 
         heard = [relay.heard for relay in relays.values()]
         assert heard == [[fact], [fact], [Republish()]]
@@ -658,8 +657,8 @@ async def test_what_is_told_outside_any_turn_wakes_its_actor(tmp_path: Path) -> 
     async with running(tmp_path) as board, trio.open_nursery() as nursery:
         nursery.start_soon(run_actor, relay, board.mailboxes.pool, board.board.perform)
         await trio.testing.wait_all_tasks_blocked()
-        board.board.tell(TellPublisher(Republish()))
-        board.mailboxes.pool.tell(SELF, PoolGrew(1))
+        board.board.deliver(NotifyPublisher(Republish()))
+        board.mailboxes.pool.put(SELF, PoolGrew(1))
         await trio.testing.wait_all_tasks_blocked()
 
         assert relay.heard == [PoolGrew(1)]

@@ -1,4 +1,4 @@
-"""A page store with a small pool of its own, driven by hand: spill, load, look at what was told."""
+"""A page store with a small pool of its own, driven by hand: write, load, look at what was told."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from peercache.actors.ports import (
     ForgetDone,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.model.keys import tags_of
 from peercache.model.records import RECORD, RESIDENT
@@ -111,7 +111,7 @@ class Rig:
         self.told: list[DiskFact] = []
         self.jobs = 0
         self.store = DiskStore(
-            str(path), size_bytes=size_bytes, pool=self.pool.seen(), tell=self.facts.put,
+            str(path), size_bytes=size_bytes, pool=self.pool.seen(), notify=self.facts.put,
             log=self.log, **{"free_floor": 0.0, **more},
         )  # fmt: skip
         self.store.start()
@@ -143,11 +143,11 @@ class Rig:
             except (queue.Empty, ValueError):
                 raise AssertionError(f"no {kind.__name__}; told {self.told}") from None
 
-    def spill(self, numbers: list[int], length: int = 100_000, **more: Any) -> bytes:
-        """Commit pages to the pool, spill them and keep them in the index; return outcomes."""
-        return self.await_fact(SpillDone, self.send_spill(numbers, length, **more)).outcomes
+    def write(self, numbers: list[int], length: int = 100_000, **more: Any) -> bytes:
+        """Commit pages to the pool, write them and keep them in the index; return outcomes."""
+        return self.await_fact(WriteDone, self.send_write(numbers, length, **more)).outcomes
 
-    def send_spill(
+    def send_write(
         self, numbers: list[int], length: int = 100_000, *, namespace: int = 5,
         until_s: float = TIMEOUT_S, finish: bool = True,
     ) -> int:  # fmt: skip
@@ -164,7 +164,7 @@ class Rig:
         if finish:
             self.index.finish(begun.entries)
         self.perform(
-            Spill(
+            Write(
                 self.jobs, self.records, spaces, begun.places, sequences,
                 time.monotonic() + until_s,
             )

@@ -22,8 +22,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[
 def filled(tmp_path: Path) -> Path:
     """A store of 30 pages, closed."""
     with Rig(tmp_path) as rig:
-        rig.spill(list(range(20)))
-        rig.spill(list(range(20, 30)), 20_000)
+        rig.write(list(range(20)))
+        rig.write(list(range(20, 30)), 20_000)
     return tmp_path
 
 
@@ -113,7 +113,7 @@ def test_folder_of_a_running_node_is_not_checked_but_counted(
 ) -> None:
     """A check says so and exits with 2; stats read beside the node."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         rig.forget([3])  # tells when the rows are in the index
 
         refused = main(["disk", "check", str(tmp_path)])

@@ -41,7 +41,7 @@ def test_flipped_bit_is_a_miss(tmp_path: Path, where: str) -> None:
     """One bit in a header or in the bytes: that page is damaged, its neighbours are right."""
     offset, problem = FLIPS[where]
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         file, at = rig.file_of(2)
         flip(file, at + offset)
 
@@ -56,7 +56,7 @@ def test_flipped_bit_is_a_miss(tmp_path: Path, where: str) -> None:
 def test_page_that_is_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
     """A whole slot copied over another is not taken for it: a header names its place."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         file, first = rig.file_of(1)
         _, second = rig.file_of(2)
         bytes_all = bytearray(file.read_bytes())
@@ -74,28 +74,28 @@ def test_page_that_is_in_anothers_place_is_a_miss(tmp_path: Path) -> None:
 def test_truncated_slab_is_a_miss_and_takes_pages_again(tmp_path: Path) -> None:
     """What was behind the cut is damaged; new pages may be written there."""
     with Rig(tmp_path) as rig:
-        rig.spill(list(range(5)))
+        rig.write(list(range(5)))
         file, at = rig.file_of(2)
         with file.open("r+b") as opened:
             opened.truncate(at + 6000)
 
         assert rig.load([0, 1, 2, 3, 4]) == ["right"] * 2 + [DAMAGED] * 3
         rig.index.remove(rig.index.find(b"".join(key_of(n) for n in (2, 3, 4))))
-        assert rig.spill([2, 3, 4]) == bytes(3)
+        assert rig.write([2, 3, 4]) == bytes(3)
         assert rig.load([2, 3, 4]) == ["right"] * 3
 
 
 def test_missing_slab_is_a_miss_and_is_made_again(tmp_path: Path) -> None:
     """A slab file that was removed while the node runs."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         file, _ = rig.file_of(1)
         file.unlink()
         rig.parts.files.forget(0)
 
         assert rig.load([1]) == [DAMAGED]
         rig.index.remove(rig.index.find(key_of(1) + key_of(2)))
-        assert rig.spill([3, 4]) == bytes(2)
+        assert rig.write([3, 4]) == bytes(2)
         assert rig.load([3, 4]) == ["right"] * 2
         assert file.exists()
 
@@ -103,12 +103,12 @@ def test_missing_slab_is_a_miss_and_is_made_again(tmp_path: Path) -> None:
 def test_nothing_is_written_to_a_slab_without_a_name(tmp_path: Path) -> None:
     """One that was removed while it is open: what it takes would be gone after a restart."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         file, _ = rig.file_of(1)
         file.unlink()
         assert rig.load([1]) == ["right"], "it is open, and has its pages"
 
-        assert rig.spill([3, 4]) == bytes(2)
+        assert rig.write([3, 4]) == bytes(2)
         assert ("warning", "disk.slab_missing", {"file": str(file)}) in rig.log.lines
         assert rig.load([3, 4]) == ["right"] * 2
         assert rig.load([2]) == [DAMAGED]
@@ -120,7 +120,7 @@ def test_slab_that_is_missing_at_start_takes_its_pages_with_it(tmp_path: Path) -
     """Only pages of slabs that are there are told, and the rest serve."""
     with Rig(tmp_path) as rig:
         for begin in range(0, 60, 20):
-            rig.spill(list(range(begin, begin + 20)))
+            rig.write(list(range(begin, begin + 20)))
         file, _ = rig.file_of(0)
     file.unlink()
 
@@ -157,8 +157,8 @@ def test_index_is_made_from_the_slots_when_it_is_lost(
 ) -> None:
     """Missing, overwritten, cut or scrambled: all pages are found, none twice, all right."""
     with Rig(tmp_path) as rig:
-        rig.spill(list(range(30)))
-        rig.spill(list(range(100, 120)), 20_000)
+        rig.write(list(range(30)))
+        rig.write(list(range(100, 120)), 20_000)
     damage(tmp_path / "0" / "index.sqlite")
 
     with Rig(tmp_path) as again:
@@ -171,9 +171,9 @@ def test_index_is_made_from_the_slots_when_it_is_lost(
 def test_rebuilt_index_has_the_newest_page_of_a_key(tmp_path: Path) -> None:
     """Two slots with one key: the page that was evicted, and the one that was written later."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2], 100_000)
+        rig.write([1, 2], 100_000)
         rig.forget([1])
-        rig.spill([1], 20_000)
+        rig.write([1], 20_000)
     (tmp_path / "0" / "index.sqlite").unlink()
 
     with Rig(tmp_path) as again:
@@ -184,12 +184,12 @@ def test_rebuilt_index_has_the_newest_page_of_a_key(tmp_path: Path) -> None:
 def test_old_index_beside_newer_slots_gives_no_wrong_page(tmp_path: Path) -> None:
     """An index from before (a restored copy) names places that have other pages now."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
     index = tmp_path / "0" / "index.sqlite"
     old = index.read_bytes()
     with Rig(tmp_path) as rig:
         rig.forget([1, 2, 3])
-        rig.spill([4, 5, 6])
+        rig.write([4, 5, 6])
     index.write_bytes(old)
 
     with Rig(tmp_path) as again:
@@ -206,7 +206,7 @@ def test_a_slab_that_is_a_link_or_a_pipe_is_not_read_and_not_written_through(
 ) -> None:
     """Its pages are gone; the node makes a file in its place and goes on."""
     with Rig(tmp_path / "disk") as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         file, _ = rig.file_of(1)
     elsewhere = tmp_path / "elsewhere"
     if how == "pipe":
@@ -221,7 +221,7 @@ def test_a_slab_that_is_a_link_or_a_pipe_is_not_read_and_not_written_through(
 
     with Rig(tmp_path / "disk") as again:
         assert len(again.opened.entries) == 0
-        assert again.spill([4, 5]) == bytes(2)
+        assert again.write([4, 5]) == bytes(2)
         assert again.load([4, 5]) == ["right"] * 2
         assert not again.log.errors()
     assert file.is_file()
@@ -247,7 +247,7 @@ def test_a_slab_that_is_a_link_or_a_pipe_is_not_read_and_not_written_through(
 def test_lost_superblock_loses_no_page(tmp_path: Path, garbage: bytes | None) -> None:
     """Every slab says how large slabs are."""
     with Rig(tmp_path, size_bytes=64 * MIB) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         size = rig.opened.slab_bytes
     superblock = tmp_path / "0" / "store.json"
     superblock.unlink()
@@ -266,7 +266,7 @@ def test_store_of_another_format_is_not_read(
 ) -> None:
     """Pages of another version are no entries; their room is used again, and the rest is left."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
     (tmp_path / "0" / "notes.txt").write_text("another program's")
     for module in ("layout", "folder", "index_file"):
         monkeypatch.setattr(f"peercache.storage.{module}.FORMAT_VERSION", 99)
@@ -274,7 +274,7 @@ def test_store_of_another_format_is_not_read(
     with Rig(tmp_path) as again:
         assert len(again.opened.entries) == 0
         assert "disk.format_dropped" in again.log.events()
-        assert again.spill([1]) == bytes(1)
+        assert again.write([1]) == bytes(1)
         assert again.load([1]) == ["right"]
     assert (tmp_path / "0" / "notes.txt").read_text() == "another program's"
 
@@ -283,7 +283,7 @@ def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) ->
     """ENOSPC is DISK_FULL for what needs a new slab; nothing half made is left behind."""
     with Rig(small, size_bytes=32 * MIB) as rig:
         (small / "others").write_bytes(bytes(3 * MIB))
-        outcomes = [rig.spill(list(range(begin, begin + 9))) for begin in range(0, 90, 9)]
+        outcomes = [rig.write(list(range(begin, begin + 9))) for begin in range(0, 90, 9)]
         good = [n for n in range(90) if outcomes[n // 9][n % 9] == 0]
 
         assert bytes([DISK_FULL]) * 9 in outcomes
@@ -292,14 +292,14 @@ def test_full_file_system_refuses_new_slabs_and_serves_old_pages(small: Path) ->
         sizes = {file.stat().st_size for file in (small / "0").glob("slab-*")}
         assert sizes == {rig.opened.slab_bytes}
         (small / "others").unlink()
-        assert rig.spill([200]) == bytes(1), "there is room again"
+        assert rig.write([200]) == bytes(1), "there is room again"
 
 
 def test_floor_of_free_space_is_left(small: Path) -> None:
     """No slab is made that would leave less than the floor."""
     with Rig(small, size_bytes=32 * MIB, free_floor=0.5) as rig:
         for begin in range(0, 90, 9):
-            rig.spill(list(range(begin, begin + 9)))
+            rig.write(list(range(begin, begin + 9)))
 
         free, total = rig.parts.folder.free_bytes()
         assert free >= total // 2

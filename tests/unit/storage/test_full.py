@@ -51,7 +51,7 @@ def test_start_on_a_full_file_system_serves_what_is_there(
 ) -> None:
     """What needs a new slab is DISK_FULL until there is room; nothing is lost on the way."""
     with Rig(small, size_bytes=32 * MIB) as rig:
-        rig.spill(NUMBERS)
+        rig.write(NUMBERS)
     there = NUMBERS[was_killed:]
     if was_killed:
         leave_as_killed(small)
@@ -64,9 +64,9 @@ def test_start_on_a_full_file_system_serves_what_is_there(
         found = full.load(there)
         # What SQLite maps there would end the process where its blocks cannot be allocated.
         assert not (small / "0" / "index.sqlite-shm").exists()
-        refused = full.spill([100], 300_000)
+        refused = full.write([100], 300_000)
         others.unlink()
-        taken = full.spill([101], 300_000)
+        taken = full.write([101], 300_000)
         again = full.load([101, *there])
 
     assert found == ["right"] * len(there)
@@ -109,7 +109,7 @@ def test_opening_that_fails_again_and_again_keeps_no_descriptor(
     """A full file system is tried for hours."""
     with Rig(tmp_path) as rig:
         for begin in (0, 50):
-            rig.spill(list(range(begin, begin + 50)))
+            rig.write(list(range(begin, begin + 50)))
     monkeypatch.setattr(store, "ROOM_S", 0.01)
     tries = threading.Semaphore(0)
 

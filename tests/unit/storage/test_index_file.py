@@ -93,7 +93,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
     """The rows of an index that is stuck do not grow with its slabs; no page is wrong for it."""
     monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 10)
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
         rig.forget([1])
         index, go_on = rig.parts.index, threading.Event()
         # Rows that it takes once it goes on would make room again, at any moment.
@@ -101,7 +101,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         write = index._write
         index._write = lambda *taken: go_on.wait(TIMEOUT_S) and write(*taken)
 
-        outcomes = [rig.spill(list(range(at, at + 3))) for at in range(10, 100, 3)]
+        outcomes = [rig.write(list(range(at, at + 3))) for at in range(10, 100, 3)]
         waiting = index._backlog
         found = rig.load([2, 10, 11, 12])
         go_on.set()
@@ -111,7 +111,7 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         assert 10 <= waiting <= 10 + 3
         assert found == ["right"] * 4
         rig.forget([2])
-        assert rig.spill([100]) == bytes(1), "it has caught up"
+        assert rig.write([100]) == bytes(1), "it has caught up"
     written = [2, *range(10, 10 + 3 * taken), 100][1:]
     with Rig(tmp_path) as again:
         assert len(again.opened.entries) == len(written)

@@ -19,8 +19,8 @@ from peercache.actors.ports import (
     LateEnded,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.model.keys import tags_of
 from peercache.model.records import RECORD
@@ -93,12 +93,12 @@ class Rig:
             stuck_s=TIMEOUT_S,
             clock=time.monotonic,
             judged=lambda _unit, _said: None,
-            tell=self.facts.append,
+            notify=self.facts.append,
             look=lambda _unit: None,
             log=get_logger(),
         )
 
-    def begin(self, effect: Load | Spill) -> None:
+    def begin(self, effect: Load | Write) -> None:
         """Have it done, as far as the call that gets stuck; then end the time it has."""
         job = Job.of(effect, 2)
         self.workers.submit(job, units_of(job, [BLOCK, BLOCK], effect.until))
@@ -157,7 +157,7 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
     rig.words[:2] = 2
     records = np.zeros(2, RECORD)
     records["length"], records["offset"], records["generation"] = BLOCK, [0, BLOCK], 2
-    spill = Spill(
+    write = Write(
         1,
         records,
         tags_of([1, 1]),
@@ -166,8 +166,8 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
         time.monotonic() + TIMEOUT_S,
     )
 
-    rig.begin(spill)
-    told = next(fact for fact in rig.facts if isinstance(fact, SpillDone))
+    rig.begin(write)
+    told = next(fact for fact in rig.facts if isinstance(fact, WriteDone))
     # The pool evicts it, well after it was told to be on disk.
     rig.words[0] = 4
     rig.finish()
@@ -199,15 +199,15 @@ def mover_of(files: Files, pages: int, reasons: list[str]) -> PageMover:
     )
 
 
-def spilled(files: Files, pages: int, *, apart: int = 3) -> tuple[bytes, list[str]]:
-    """Spill pages of one block; return their outcomes, and why the tier ends."""
+def written(files: Files, pages: int, *, apart: int = 3) -> tuple[bytes, list[str]]:
+    """Write pages of one block; return their outcomes, and why the tier ends."""
     reasons: list[str] = []
     records = np.zeros(pages, RECORD)
     records["length"], records["generation"] = BLOCK, 2
     records["offset"] = np.arange(pages) * BLOCK
     places = np.array([BLOCK * (1 + page * apart) for page in range(pages)], np.uint64)
     numbers = np.arange(pages, dtype=np.uint64)
-    effect = Spill(1, records, tags_of([1] * pages), places, numbers, time.monotonic() + TIMEOUT_S)
+    effect = Write(1, records, tags_of([1] * pages), places, numbers, time.monotonic() + TIMEOUT_S)
     unit = Unit(Job.of(effect, pages), range(pages), effect.until)
     mover_of(files, pages, reasons).perform(unit)
     return bytes(unit.outcomes), reasons
@@ -218,11 +218,11 @@ def test_calls_that_fail_in_a_row_end_the_tier(monkeypatch: pytest.MonkeyPatch) 
     assert mover.FAILURES_MAX > 3
     monkeypatch.setattr(mover, "FAILURES_MAX", 3)
 
-    said, reasons = spilled(Failing(*[errno.EIO] * 2, 0, *[errno.EIO] * 2), 6)
+    said, reasons = written(Failing(*[errno.EIO] * 2, 0, *[errno.EIO] * 2), 6)
     assert list(said) == [DISK_FAILED, DISK_FAILED, DISK_DONE, DISK_FAILED, DISK_FAILED, DISK_DONE]
     assert reasons == []
 
-    _, reasons = spilled(Failing(*[errno.EIO] * 3), 4)
+    _, reasons = written(Failing(*[errno.EIO] * 3), 4)
     assert [reason.startswith("3 calls in a row failed") for reason in reasons] == [True]
 
 
@@ -230,14 +230,14 @@ def test_a_want_of_descriptors_does_not_end_the_tier(monkeypatch: pytest.MonkeyP
     """Other files of the process, or of the host, are closed some day; the disk is well."""
     monkeypatch.setattr(mover, "FAILURES_MAX", 3)
 
-    said, reasons = spilled(Failing(*[errno.EMFILE, errno.ENFILE] * 4, 0), 9)
+    said, reasons = written(Failing(*[errno.EMFILE, errno.ENFILE] * 4, 0), 9)
 
     assert list(said) == [DISK_FAILED] * 8 + [DISK_DONE]
     assert reasons == []
 
 
 def test_read_only_file_system_ends_the_tier() -> None:
-    said, reasons = spilled(Failing(errno.EROFS), 1)
+    said, reasons = written(Failing(errno.EROFS), 1)
 
     assert said == bytes((DISK_FAILED,))
     assert reasons == ["here is read-only"]
@@ -245,7 +245,7 @@ def test_read_only_file_system_ends_the_tier() -> None:
 
 def test_pages_of_a_run_that_fails_are_written_singly() -> None:
     """Only the page whose block is bad is lost."""
-    said, reasons = spilled(Failing(errno.EIO, 0, errno.EIO), 3, apart=2)
+    said, reasons = written(Failing(errno.EIO, 0, errno.EIO), 3, apart=2)
 
     assert list(said) == [DISK_DONE, DISK_FAILED, DISK_DONE]
     assert reasons == []
@@ -284,7 +284,7 @@ def test_page_whose_slab_has_gone_is_written_into_a_new_one() -> None:
     files.forget = lambda number: calls.append(f"forget {number}")  # type: ignore[attr-defined]
     files.prepare = lambda number, blocks: calls.append(f"prepare {number} {blocks}")  # type: ignore[method-assign]
 
-    said, _ = spilled(files, 1)
+    said, _ = written(files, 1)
 
     assert said == bytes((DISK_DONE,))
     assert calls == ["prepare 0 2", "forget 0", "prepare 0 2"]

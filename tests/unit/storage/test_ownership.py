@@ -37,7 +37,7 @@ def passed_over(rig: Rig) -> list[str]:
 def filled(path: Path, **more: str) -> None:
     """Leave one page in a folder, as a node that has stopped."""
     with Rig(path, **more) as rig:
-        rig.spill([1])
+        rig.write([1])
 
 
 def test_another_cluster_s_folder_is_passed_over(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_another_cluster_s_folder_is_passed_over(tmp_path: Path) -> None:
         assert len(blue.opened.entries) == 0
         assert folder_name(blue) == "1"
         assert passed_over(blue) == [f"{tmp_path}/0 belongs to cluster 'red', this node to 'blue'"]
-        blue.spill([2])
+        blue.write([2])
 
     for cluster, name, number in (("red", "0", 1), ("blue", "1", 2)):
         with Rig(tmp_path, cluster=cluster) as again:
@@ -62,7 +62,7 @@ def test_a_folder_without_pages_is_free_for_every_cluster(tmp_path: Path) -> Non
         pass
     with Rig(tmp_path, cluster="blue") as blue:
         assert folder_name(blue) == "0"
-        blue.spill([1])
+        blue.write([1])
     with Rig(tmp_path, cluster="red") as red:
         assert folder_name(red) == "1"
 
@@ -191,7 +191,7 @@ def test_a_path_that_another_user_may_change_is_told_and_used(
             facts["problem"] for _, event, facts in rig.log.lines
             if event == "disk.path_open_to_others"
         ]  # fmt: skip
-        rig.spill([1])
+        rig.write([1])
         assert folder_name(rig) == "0"
 
     assert len(told) == bool(problem)
@@ -254,7 +254,7 @@ def test_tools_take_a_folder_as_it_is(tmp_path: Path) -> None:
     """Without a size, a cluster or a log; an empty one, and one of another format, has nothing."""
     (tmp_path / "empty").mkdir()
     with Rig(tmp_path / "disk") as rig:
-        rig.spill([1])
+        rig.write([1])
         known = rig.parts.folder
     empty = open_folder(tmp_path / "empty", None)
     assert (empty.slab_bytes, empty.slab_count, empty.fresh) == (MIB, 0, True)

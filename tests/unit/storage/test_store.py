@@ -19,7 +19,7 @@ from peercache.actors.ports import (
     Forget,
     LoadDone,
     NoteUse,
-    SpillDone,
+    WriteDone,
 )
 from tests.children import fork
 from tests.unit.storage.rig import MIB, Rig, key_of
@@ -30,7 +30,7 @@ def test_many_small_pages_of_one_job_come_back(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         numbers = list(range(200))
 
-        assert rig.spill(numbers, 4096) == bytes(200)
+        assert rig.write(numbers, 4096) == bytes(200)
         assert rig.load(numbers) == ["right"] * 200
         assert rig.log.errors() == []
 
@@ -39,7 +39,7 @@ def test_many_small_pages_of_one_job_come_back(tmp_path: Path) -> None:
 def test_pages_of_every_length_come_back(tmp_path: Path, length: int) -> None:
     """A length that is no whole block, and one that is, and one in a slot with room to spare."""
     with Rig(tmp_path, size_bytes=64 * MIB) as rig:
-        rig.spill([1, 2, 3], length)
+        rig.write([1, 2, 3], length)
 
         assert rig.load([3, 1, 2]) == ["right"] * 3
 
@@ -53,7 +53,7 @@ def test_neighbours_are_moved_by_one_call(tmp_path: Path) -> None:
         files.write = lambda place, buffers: calls.append(len(buffers)) or write(place, buffers)
         files.read = lambda place, buffers: calls.append(-len(buffers)) or read(place, buffers)
 
-        rig.spill(list(range(12)), 65_536)
+        rig.write(list(range(12)), 65_536)
         found = rig.load(list(range(12)))
 
         assert found == ["right"] * 12
@@ -64,8 +64,8 @@ def test_neighbours_are_moved_by_one_call(tmp_path: Path) -> None:
 def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
     """What was used last comes last, so that an index that loads it in order knows its age."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
-        rig.spill([4])
+        rig.write([1, 2, 3])
+        rig.write([4])
     # Seconds are coarse: the index is told that they have passed.
     with sqlite3.connect(tmp_path / "0" / "index.sqlite") as index:
         index.execute("UPDATE slots SET used = used - 100")
@@ -83,7 +83,7 @@ def test_forgotten_page_does_not_come_back_after_a_graceful_stop(tmp_path: Path)
     """`close` writes the pending rows first, however many there are."""
     with Rig(tmp_path) as rig:
         for begin in range(0, 300, 50):
-            rig.spill(list(range(begin, begin + 50)), 4096)
+            rig.write(list(range(begin, begin + 50)), 4096)
         gone = rig.index.remove(rig.index.find(b"".join(key_of(n) for n in range(299))))
         rig.perform(Forget(gone.places))
 
@@ -94,7 +94,7 @@ def test_forgotten_page_does_not_come_back_after_a_graceful_stop(tmp_path: Path)
 def test_index_made_from_slots_finds_a_forgotten_page_with_its_own_bytes(tmp_path: Path) -> None:
     """A slot is not overwritten when its page goes, so a lost index may bring the page back."""
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2, 3])
+        rig.write([1, 2, 3])
         rig.forget([2])
     (tmp_path / "0" / "index.sqlite").unlink()
 
@@ -107,7 +107,7 @@ def test_index_made_from_slots_finds_a_forgotten_page_with_its_own_bytes(tmp_pat
 def test_page_that_is_evicted_while_it_is_written_is_not_there(tmp_path: Path) -> None:
     """The word is looked at after the write too, and the header is overwritten."""
     with Rig(tmp_path) as rig:
-        rig.spill([9], 65_536)
+        rig.write([9], 65_536)
         files = rig.parts.files
         write = files.write
 
@@ -118,7 +118,7 @@ def test_page_that_is_evicted_while_it_is_written_is_not_there(tmp_path: Path) -
             write(place, buffers)
 
         files.write = write_and_evict
-        said = rig.spill([1, 2, 3], 65_536)
+        said = rig.write([1, 2, 3], 65_536)
         files.write = write
 
         assert said == bytes([0, DISK_CHANGED, 0])
@@ -145,13 +145,13 @@ def test_page_whose_bytes_are_not_those_of_its_record_is_not_written(tmp_path: P
 
         rig.pool.commit = with_wrong_checksum
 
-        assert rig.spill([1, 2]) == bytes([DISK_CHANGED, 0])
+        assert rig.write([1, 2]) == bytes([DISK_CHANGED, 0])
 
 
 def test_load_of_another_namespace_is_refused(tmp_path: Path) -> None:
     """Key, namespace and length in the header must be those that are asked for."""
     with Rig(tmp_path) as rig:
-        rig.spill([1], namespace=5)
+        rig.write([1], namespace=5)
 
         assert rig.load([1], namespace=6) == [str(DISK_REPLACED)]
 
@@ -159,7 +159,7 @@ def test_load_of_another_namespace_is_refused(tmp_path: Path) -> None:
 def test_job_whose_deadline_has_passed_touches_nothing(tmp_path: Path) -> None:
     """Every page is DISK_UNTRIED, so its slot may be used at once."""
     with Rig(tmp_path) as rig:
-        rig.spill([1])
+        rig.write([1])
         before = rig.pool.memory.copy()
 
         job, _ = rig.send_load([1], until_s=-1.0)
@@ -167,13 +167,13 @@ def test_job_whose_deadline_has_passed_touches_nothing(tmp_path: Path) -> None:
 
         assert done.outcomes == bytes([DISK_UNTRIED])
         assert np.array_equal(before, rig.pool.memory)
-        assert rig.spill([2], until_s=-1.0) == bytes([DISK_UNTRIED])
+        assert rig.write([2], until_s=-1.0) == bytes([DISK_UNTRIED])
 
 
 def test_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     """A child that an engine forks outlives the node, and the folder is free all the same."""
     with Rig(tmp_path) as rig:
-        rig.spill([1])
+        rig.write([1])
         child = fork(signal.pause)
     try:
         with Rig(tmp_path) as again:
@@ -189,7 +189,7 @@ def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "0" / "slab-000000.pcs").write_bytes(b"another program's")
 
     with Rig(tmp_path) as rig:
-        rig.spill([1])
+        rig.write([1])
 
         assert rig.parts.folder.path.name == "1"
     assert (tmp_path / "0" / "slab-000000.pcs").read_bytes() == b"another program's"
@@ -200,7 +200,7 @@ def test_lower_cap_takes_the_slabs_beyond_it(tmp_path: Path) -> None:
     """A restart with a smaller disk_size keeps what fits, and frees the rest of the files."""
     with Rig(tmp_path, size_bytes=32 * MIB) as rig:
         for begin in range(0, 200, 50):
-            rig.spill(list(range(begin, begin + 50)))
+            rig.write(list(range(begin, begin + 50)))
     before = len(list((tmp_path / "0").glob("slab-*")))
 
     with Rig(tmp_path, size_bytes=12 * MIB) as again:
@@ -217,7 +217,7 @@ def test_lower_cap_takes_the_slabs_beyond_it(tmp_path: Path) -> None:
 def test_raised_cap_keeps_everything(tmp_path: Path) -> None:
     """A restart with a larger disk_size finds all pages, and has more room."""
     with Rig(tmp_path, size_bytes=16 * MIB) as rig:
-        rig.spill(list(range(20)))
+        rig.write(list(range(20)))
         before = rig.opened.usable_bytes
 
     with Rig(tmp_path, size_bytes=64 * MIB) as again:
@@ -230,7 +230,7 @@ def test_files_stay_below_the_cap(tmp_path: Path) -> None:
     size_bytes = 16 * MIB
     with Rig(tmp_path, size_bytes=size_bytes) as rig:
         for begin in range(0, 600, 30):
-            assert rig.spill(list(range(begin, begin + 30))) == bytes(30)
+            assert rig.write(list(range(begin, begin + 30))) == bytes(30)
             taken = sum(f.stat().st_blocks * 512 for f in (tmp_path / "0").iterdir())
             assert taken <= size_bytes
         rig.index.check()
@@ -249,13 +249,13 @@ def test_cap_below_one_slab_ends_the_tier(tmp_path: Path) -> None:
 def test_store_that_is_not_open_answers_at_once(tmp_path: Path) -> None:
     """Jobs after the end are DISK_UNTRIED, one answer each."""
     rig = Rig(tmp_path)
-    rig.spill([1])
+    rig.write([1])
     rig.parts.workers.end("a test")
     rig.await_fact(DiskEnded)
 
-    said = rig.spill([2])
+    said = rig.write([2])
     rig.store.close()
-    after = rig.spill([3])
+    after = rig.write([3])
 
     assert said == after == bytes([DISK_UNTRIED])
 
@@ -266,9 +266,9 @@ def test_jobs_beyond_the_bound_are_refused_at_once(
     """The queue does not grow with a disk that is slower than the writer."""
     monkeypatch.setattr("peercache.storage.jobs.WAITING_PAGES_MAX", 10)
     with Rig(tmp_path) as rig:
-        assert rig.spill(list(range(11)), 4096) == bytes([DISK_UNTRIED]) * 11
-        job = rig.send_spill(list(range(20, 30)), 4096)
-        assert rig.await_fact(SpillDone, job).outcomes == bytes(10)
+        assert rig.write(list(range(11)), 4096) == bytes([DISK_UNTRIED]) * 11
+        job = rig.send_write(list(range(20, 30)), 4096)
+        assert rig.await_fact(WriteDone, job).outcomes == bytes(10)
 
 
 def test_file_system_without_direct_io_is_used_through_the_cache(
@@ -284,7 +284,7 @@ def test_file_system_without_direct_io_is_used_through_the_cache(
 
     monkeypatch.setattr("peercache.storage.slab_files.os.open", refuse_direct)
     with Rig(tmp_path) as rig:
-        rig.spill([1, 2])
+        rig.write([1, 2])
 
         assert rig.load([2, 1]) == ["right"] * 2
         assert rig.log.events().count("disk.direct_io_refused") == 1

@@ -281,7 +281,7 @@ def test_another_name_wants_a_restart(certificates: Certificates) -> None:
     shutil.copy(other["tls_key"], settings["tls_key"])
 
     assert not live.look()
-    assert "a new name wants a restart" in log.lines[0][1]["problem"]
+    assert "a new name requires a restart" in log.lines[0][1]["problem"]
     assert live.files.identity.name == "a"
 
 

@@ -76,7 +76,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- range $key, $value := merge (deepCopy .Values.settings) $made }}
 {{- if kindIs "float64" $value }}
-{{- /* YAML's numbers are floats here; TOML tells 3 from 3.0. */}}
+{{- /* YAML's numbers are floats here; in TOML 3 and 3.0 differ. */}}
 {{ $key }} = {{ if eq $value (floor $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
 {{- else }}
 {{ $key }} = {{ toJson $value }}

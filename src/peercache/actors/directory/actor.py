@@ -40,7 +40,7 @@ from peercache.actors.directory.holdings import (
     ShardAuthority,
 )
 from peercache.actors.directory.table import ROWS_MAX, SEED_BYTES, Change, DirectoryTable
-from peercache.actors.effects import Effect, Send, TellPlacement
+from peercache.actors.effects import Effect, NotifyPlacement, Send
 from peercache.actors.mailboxes import (
     TAKER,
     CommitAnswered,
@@ -223,7 +223,7 @@ class DirectoryShard:
                 return []
             case CommitAnswered(origin, committed):
                 if origin == TAKER:
-                    return [TellPlacement(committed)]
+                    return [NotifyPlacement(committed)]
                 return [Send(origin, committed)]
             case RemovalDone(origin, removed):
                 # Clients of this host may have cached the locations of the pages.

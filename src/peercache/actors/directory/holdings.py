@@ -4,7 +4,7 @@ complete.
 `Holdings` is the receiving end of a record stream. The own pool reports each change once, so
 `OwnRecords` keeps what the table refuses, and puts it again.
 
-Authority: an absent key means that no page exists only while the shard has all records that it
+Authority: the shard may answer that a page does not exist only while it has all records that it
 should own of every live holder. A holder is *in sync* for a ring while four things hold: it has
 published all of its records that this node owns on that ring, a summary has matched, each message
 since then has followed the one before, and the view has the holder alive. Authority needs all

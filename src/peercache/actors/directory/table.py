@@ -2,9 +2,9 @@
 and its index entry.
 
 Owns the memory of the table, a file or private (`_table_memory.c`, `_table_ahead.c`), which
-`_table.c`, `_table_finding.c` and `_table_batches.c` work on. Each method is one compiled call a
-batch. The table does not know streams or the view: a holder is an entry with records, and answers
-name it or not.
+`_table.c`, `_table_finding.c` and `_table_batches.c` work on. Each method is one compiled call
+per batch. The table does not know streams or the view: a holder is an entry with records, and
+answers name it or not.
 """
 
 from __future__ import annotations

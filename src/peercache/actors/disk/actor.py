@@ -1,17 +1,17 @@
 """Disk: which pages of this node are on its disk, and how they are written and loaded.
 
-Owns    the index of the disk and its eviction; the pages that wait to be written; the spills and
+Owns    the index of the disk and its eviction; the pages that wait to be written; the writes and
         loads in flight.
 Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
         from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of the pool,
         NamespaceNamed, from the node; the results of the page store (`actors.ports`).
-Sends   PagesSpilled, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
+Sends   PagesWritten, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
         which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
-        promote actor; RemovalDone to the pool; Spill, Load, Forget and NoteUse to the page store.
+        promote actor; RemovalDone to the pool; Write, Load, Forget and NoteUse to the page store.
 Keeps   the pool is notified of each page that is added to the disk or removed from it, in that
         order. A removed page is never reported as on disk. A place that the store may still write
         to stays allocated.
-Limits  the bytes that wait to be written; those of `spills` and `open_index`.
+Limits  the bytes that wait to be written; those of `writes` and `open_index`.
 
 Without a disk, before it is open and after it has ended, no page is on disk.
 """
@@ -35,8 +35,8 @@ from peercache.actors.disk.open_index import (
     PendingRemovals,
     indexed_of,
 )
-from peercache.actors.disk.spills import Flush, Spills
-from peercache.actors.effects import Effect, TellPool, TellPromote
+from peercache.actors.disk.writes import DiskWrites, Flush
+from peercache.actors.effects import Effect, NotifyPool, NotifyPromote
 from peercache.actors.mailboxes import (
     DiskIndexed,
     DiskMessage,
@@ -62,7 +62,7 @@ from peercache.actors.ports import (
     LateEnded,
     LoadDone,
     NoteUse,
-    SpillDone,
+    WriteDone,
 )
 from peercache.model.keys import KEY, KEY_BYTES, TAG, split_keys
 from peercache.model.room import QuotaRule
@@ -109,11 +109,11 @@ class DiskTier:
     queue_bytes_max: int
     report_rate: int
     ttl_s: float = 0.0
-    spill_delay_s: float = 0.0
+    write_delay_s: float = 0.0
     metrics: Metrics | None = None
     quotas: tuple[QuotaRule, ...] = ()
     open_index: OpenIndex = attrs.field(init=False)
-    spills: Spills = attrs.field(init=False)
+    writes: DiskWrites = attrs.field(init=False)
     loads: DiskLoads = attrs.field(init=False)
     _flush: Flush = attrs.field(init=False)
     _is_behind: bool = False
@@ -134,9 +134,9 @@ class DiskTier:
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
         self.open_index = OpenIndex(self.metrics, self.quotas)
-        self.spills = Spills(self.open_index, self.queue_bytes_max, self.spill_delay_s)
+        self.writes = DiskWrites(self.open_index, self.queue_bytes_max, self.write_delay_s)
         self.loads = DiskLoads(self.open_index)
-        self._flush = Flush(self.spills)
+        self._flush = Flush(self.writes)
 
     @property
     def index(self) -> DiskIndex | None:
@@ -153,7 +153,7 @@ class DiskTier:
         effects = self._apply(message, now)
         if self.is_open:
             self._flush.feed(now)
-            effects += self.spills.pump(now)
+            effects += self.writes.pump(now)
         return effects
 
     def _apply(self, message: DiskMessage, now: float) -> list[Effect]:
@@ -162,17 +162,17 @@ class DiskTier:
                 self.open_index.name(name)
                 return []
             case PagesStored():
-                effects = self.spills.note_stored(message)
+                effects = self.writes.note_stored(message)
                 self._is_behind |= not self.is_open
                 if self.writes_through or self._flush.is_final:
-                    self.spills.add(message, now)
+                    self.writes.add(message, now)
                 return effects
             case PagesDemoted(keys):
                 return self._demoted(keys)
             case PagesRemoved():
                 return self._remove(message, now)
             case Resident():
-                return self.spills.begin_resident(message, now)
+                return self.writes.begin_resident(message, now)
             case PagesColdest():
                 self._write_ahead(message, now)
                 return []
@@ -186,12 +186,12 @@ class DiskTier:
                 return self._find(message)
             case RequestLoad():
                 return self.loads.begin(message)
-            case SpillDone(job, outcomes):
-                return self.spills.done(job, outcomes)
+            case WriteDone(job, outcomes):
+                return self.writes.done(job, outcomes)
             case LoadDone():
                 return self.loads.done(message)
             case LateEnded(job, indices):
-                self.spills.late_ended(job, indices)
+                self.writes.late_ended(job, indices)
                 return self.loads.late_ended(job, indices)
             case ForgetDone(job):
                 return self._removals.done(job)
@@ -210,7 +210,7 @@ class DiskTier:
             effects += self._report(now)
         if self.is_open:
             effects += self._look_after(now)
-            effects += self.spills.pump(now)
+            effects += self.writes.pump(now)
         return effects
 
     def deadline(self) -> float:
@@ -218,12 +218,12 @@ class DiskTier:
         due = min(self._report_at, self._removals.deadline())
         if not self.is_open:
             return due
-        return min(due, self.spills.deadline(), self._looks_at, self._ahead_at)
+        return min(due, self.writes.deadline(), self._looks_at, self._ahead_at)
 
     @property
     def trouble(self) -> str:
         """Return why an open disk does not accept pages, "" if it does."""
-        return self.spills.trouble if self.is_open else ""
+        return self.writes.trouble if self.is_open else ""
 
     def flush_left(self) -> int | None:
         """Return how many pages a final flush still has to write; None while that is not known."""
@@ -231,7 +231,7 @@ class DiskTier:
 
     def check(self) -> None:
         """Assert the totals, in constant time."""
-        assert 0 <= self.spills.waiting_bytes <= self.queue_bytes_max, "the queue is too long"
+        assert 0 <= self.writes.waiting_bytes <= self.queue_bytes_max, "the queue is too long"
         assert len(self._removals) <= ANSWERS_MAX, "too many removals wait"
         if self.index is not None:
             self.index.check()
@@ -241,7 +241,7 @@ class DiskTier:
         return {
             "disk_open": int(self.is_open),
             **({} if self.index is None else self.index.figures()),
-            "disk_bytes_waiting": self.spills.waiting_bytes,
+            "disk_bytes_waiting": self.writes.waiting_bytes,
             "disk_loads": len(self.loads),
         }
 
@@ -255,7 +255,7 @@ class DiskTier:
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
         # A slot that was evicted and never rewritten is in no index, and may have a higher
         # sequence.
-        self.spills.begin(max(newest, opened.unix_s << SEQUENCES_A_SECOND_BITS))
+        self.writes.begin(max(newest, opened.unix_s << SEQUENCES_A_SECOND_BITS))
         self._unreported = np.ascontiguousarray(opened.entries["key"][::-1]).tobytes()
         self._report_at = now
         self._looks_at = now
@@ -275,11 +275,11 @@ class DiskTier:
         if index is not None:
             self._unreported = index.entries(index.hottest_first())["key"].tobytes()
             self._report_at = now
-        self.spills.stop()
+        self.writes.stop()
         self._flush.stop()
         self._early.stop()
         self._show()
-        return [TellPromote(ended), *self._removals.expire(inf)]
+        return [NotifyPromote(ended), *self._removals.expire(inf)]
 
     def _report(self, now: float) -> list[Effect]:
         """Notify the pool of a batch of pages that are on disk, or no longer are."""
@@ -287,11 +287,11 @@ class DiskTier:
         part, self._unreported = self._unreported[:size], self._unreported[size:]
         self._report_at = now + REPORT_S if self._unreported else inf
         if self.index is None:
-            return [TellPool(PagesForgotten(part))] if part else []
+            return [NotifyPool(PagesForgotten(part))] if part else []
         entries = self.index.find(part)
         there = np.flatnonzero(entries >= 0)
         keys = np.frombuffer(part, KEY)[there].tobytes()
-        return self.open_index.spilled(keys, self.index.lengths(entries[there]))
+        return self.open_index.written(keys, self.index.lengths(entries[there]))
 
     # --- maintenance of the disk ------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class DiskTier:
         effects: list[Effect] = []
         if self._ahead_at <= now:
             self._ahead_at = now + LOOK_AHEAD_S
-            if self.spills.is_idle:
-                effects.append(TellPool(RequestColdest(AHEAD_FRACTION)))
+            if self.writes.is_idle:
+                effects.append(NotifyPool(RequestColdest(AHEAD_FRACTION)))
         if self._looks_at <= now:
             self._looks_at = now + LOOK_S
             self._show()
@@ -309,8 +309,8 @@ class DiskTier:
             if self._reopen_at <= now and self.index is not None:
                 self._reopen_at = now + REOPEN_S
                 self.index.reopen()
-                if self.spills.has_failed:
-                    self.spills.has_failed = False
+                if self.writes.has_failed:
+                    self.writes.has_failed = False
                     self._written_ahead.clear()
         return effects
 
@@ -326,7 +326,7 @@ class DiskTier:
             again = {generation: None for generation in generations if generation in before}
             is_new = np.array([generation not in again for generation in generations], np.bool_)
             new = PagesStored(stored.records[is_new], stored.namespace)
-            self._written_ahead |= again | dict.fromkeys(self.spills.add(new, now))
+            self._written_ahead |= again | dict.fromkeys(self.writes.add(new, now))
 
     def _expire(self, now: float) -> list[Effect]:
         """Delete what is older than its time to live."""
@@ -377,7 +377,7 @@ class DiskTier:
             there = entries >= 0
             rows = self.index.rows(entries[there])
             lengths[there], namespaces[there] = rows["length"], rows["namespace"]
-        return [TellPromote(PagesFound(sought.number, sought.resident, lengths, namespaces))]
+        return [NotifyPromote(PagesFound(sought.number, sought.resident, lengths, namespaces))]
 
     def _remove(self, removed: PagesRemoved, now: float) -> list[Effect]:
         """Remove pages from disk, and report to the client how many were removed in total."""

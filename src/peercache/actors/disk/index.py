@@ -9,7 +9,7 @@ slot size, or, if entries of another size are much colder, from a whole slab of 
 Everything works on batches: numpy arrays, about 80 bytes an entry, no Python object per page. Pure:
 no I/O, no clock of its own; age is counted in touches.
 
-A batch's life: `begin` → Spill → `finish` (written) or `abandon` (not). A load: `pin` → Load →
+A batch's life: `begin` → Write → `finish` (written) or `abandon` (not). A load: `pin` → Load →
 `unpin`. A call past its deadline keeps its pin until it has ended.
 
 Eviction: to find the coldest entry costs time that grows with the entries, so one search finds many
@@ -360,7 +360,7 @@ class Begun:
     entries: (n,) int64: the new entry of each page, or -1: the page is on disk already, named
              twice, too large, or there is no room.
     places:  (n,) uint64, of the entries that are not -1.
-    gone:    the entries that were evicted; their Forget must precede the Spill of this batch.
+    gone:    the entries that were evicted; their Forget must precede the Write of this batch.
     """
 
     entries: I64

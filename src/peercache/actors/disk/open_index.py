@@ -18,12 +18,12 @@ import attrs
 import numpy as np
 
 from peercache.actors.disk.index import DiskIndex, Gone
-from peercache.actors.effects import Effect, TellPool, TellPromote
+from peercache.actors.effects import Effect, NotifyPool, NotifyPromote
 from peercache.actors.mailboxes import (
     DiskIndexed,
     PagesForgotten,
     PagesLoaded,
-    PagesSpilled,
+    PagesWritten,
     RemovalDone,
     RequestLoad,
 )
@@ -104,15 +104,15 @@ class OpenIndex:
         self._jobs += 1
         return self._jobs
 
-    def spilled(self, keys: bytes, lengths: I64) -> list[Effect]:
+    def written(self, keys: bytes, lengths: I64) -> list[Effect]:
         """Notify the pool that these pages are on disk."""
-        return [TellPool(PagesSpilled(keys, lengths))] if keys else []
+        return [NotifyPool(PagesWritten(keys, lengths))] if keys else []
 
     def forgotten(self, gone: Gone, *, job: int = 0) -> list[Effect]:
         """Delete the rows of ended entries, and notify the pool. job: the number in ForgetDone."""
         effects = self.rows_gone(gone.places, job=job)
         if gone.keys:
-            effects.append(TellPool(PagesForgotten(gone.keys)))
+            effects.append(NotifyPool(PagesForgotten(gone.keys)))
         return effects
 
     def rows_gone(self, places: U64, *, job: int = 0) -> list[Effect]:
@@ -168,7 +168,7 @@ class PendingRemoval:
     def answer(self) -> Effect:
         """Answer the client, after what the pool has still to publish."""
         removed = Removed(self.message.request, self.count)
-        return TellPool(RemovalDone(self.origin, removed, self.message.timeout_s))
+        return NotifyPool(RemovalDone(self.origin, removed, self.message.timeout_s))
 
 
 @final
@@ -341,7 +341,7 @@ class DiskLoads:
         if not load.late:
             self._release(job)
         positions = load.positions[ended].tolist()
-        return [TellPromote(LateEnded(load.wanted, tuple(positions)))]
+        return [NotifyPromote(LateEnded(load.wanted, tuple(positions)))]
 
     def _release(self, job: int) -> None:
         load, index = self._loads.pop(job), self.open_index.index
@@ -353,4 +353,4 @@ class DiskLoads:
 def _answer(job: int, outcomes: bytearray, checksums: U64 | None = None) -> Effect:
     if checksums is None:
         checksums = np.zeros(len(outcomes), np.uint64)
-    return TellPromote(PagesLoaded(job, bytes(outcomes), checksums))
+    return NotifyPromote(PagesLoaded(job, bytes(outcomes), checksums))

@@ -29,7 +29,7 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Send, SendTo, TellPublisher
+from peercache.actors.effects import Effect, NotifyPublisher, Send, SendTo
 from peercache.actors.mailboxes import AddressesFound, MembershipMessage, PeerAnswered, Republish
 from peercache.actors.membership.candidates import Candidates, Places, Reconnect
 from peercache.actors.membership.gossip import (
@@ -125,7 +125,7 @@ class Membership:
         self._exchange = ViewExchange(turn_s=self._turn_s, heartbeat_s=heartbeat_s)
         self._places = Places()
         self._ran_at = self._turn_at = self._beat_at = self._shares_until = 0.0
-        # When another node last showed that it holds this one for a member.
+        # When another node last showed that it has this one in its view.
         self._held_at = -math.inf
         self._republish_owed = False
         # The highest counter with which another node held this one dead.
@@ -146,7 +146,7 @@ class Membership:
     def is_joined(self) -> bool:
         """Whether a live member has shown recently that it holds this node for a member.
 
-        A node may know members that never reached it: those do not hold it for a member.
+        A node may know members that never reached it: those do not have it in their views.
         """
         return len(self._view.live()) > 1 and self._ran_at - self._held_at < self._dead_s
 
@@ -517,7 +517,7 @@ class Membership:
             return []
         self._republish_owed = False
         self._republish_from = now + REPUBLISH_GAP_S
-        return [TellPublisher(Republish())]
+        return [NotifyPublisher(Republish())]
 
     # --- the view -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ that has just come back itself; a tombstone stays, and an address has one holder
 that was cut off, and comes back with a view full of dead members, would empty every view until the
 last of them has refuted.
 
-The failure detector keeps two clocks a member, because they answer two questions. *When did its
+The failure detector keeps two clocks per member, because they answer two questions. *When did its
 last message arrive?* is evidence, and only a message of the member sets it. *How long is it
 silent?* is suspicion, and starts again whenever this node could not have received a message: when
 it begins to judge the member, when another node shows that the member was alive, when this process
@@ -37,7 +37,13 @@ from typing import Final, final
 
 import attrs
 
-from peercache.actors.effects import Effect, TellDirectory, TellPlacement, TellRemoval, TellRing
+from peercache.actors.effects import (
+    Effect,
+    NotifyDirectory,
+    NotifyPlacement,
+    NotifyRemoval,
+    NotifyRing,
+)
 from peercache.actors.mailboxes import ViewChanged
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.model.view import MEMBERS_MAX, STATE_NAMES, View, is_live, is_newer
@@ -533,8 +539,8 @@ class Announcing:
                 count = sum([member.state == state for member in changed.members])
                 self._metrics.members.labels(state=name).set(count)
         return [
-            TellRing(changed),
-            TellDirectory(changed),
-            TellRemoval(changed),
-            TellPlacement(changed),
+            NotifyRing(changed),
+            NotifyDirectory(changed),
+            NotifyRemoval(changed),
+            NotifyPlacement(changed),
         ]

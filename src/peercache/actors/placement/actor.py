@@ -36,7 +36,7 @@ from typing import Final, final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, TellPool
+from peercache.actors.effects import Effect, NotifyPool
 from peercache.actors.mailboxes import (
     ColdPages,
     DrainBegan,
@@ -168,7 +168,7 @@ class Placement:
                 takes = self.giving.state == SERVING and self._may_use(message.namespace)
                 return self.takings.offered(sender, message, member, has_room=takes)
             case ReportDrainState():
-                return self.takings.told(sender.identity, message)
+                return self.takings.drain_state(sender.identity, message)
             case PagesTaken(number) if number > COPY_NUMBERS:
                 return self.copying.taken(sender.identity, message, now)
             case PagesTaken(number) if number > SPILL_NUMBERS:
@@ -209,7 +209,7 @@ class Placement:
         others = frozenset(there - {self.incarnation})
         if others != self._others:
             self._others = others
-            effects.append(TellPool(HoldersChanged(others)))
+            effects.append(NotifyPool(HoldersChanged(others)))
         return effects
 
     def _may_use(self, namespace: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Final, final
 import attrs
 import numpy as np
 
-from peercache.actors.effects import Effect, Send, TellPool
+from peercache.actors.effects import Effect, NotifyPool, Send
 from peercache.actors.mailboxes import (
     DrainChanged,
     PagesToGive,
@@ -144,7 +144,7 @@ class Giving:
         self._behind = self._behind_bytes = 0
         for target in self._targets.values():
             target.is_given_up, target.times_full, target.rests_until = False, 0, -inf
-        return [TellPool(DrainChanged(is_draining=True)), TellPool(RequestGive(again=True))]
+        return [NotifyPool(DrainChanged(is_draining=True)), NotifyPool(RequestGive(again=True))]
 
     def cancel(self) -> list[Effect]:
         """Take new pages again; what other nodes have taken they keep."""
@@ -152,7 +152,7 @@ class Giving:
             return []
         self.state = SERVING
         self._forget()
-        return [TellPool(DrainChanged(is_draining=False))]
+        return [NotifyPool(DrainChanged(is_draining=False))]
 
     def offered(self, portion: PagesToGive, now: float) -> list[Effect]:
         """Take the next pages from the pool."""
@@ -212,7 +212,7 @@ class Giving:
         effects: list[Effect] = []
         if self._ask_at <= now:
             self._ask_at, self._is_asking = inf, True
-            effects.append(TellPool(RequestGive(again=True)))
+            effects.append(NotifyPool(RequestGive(again=True)))
         late = [number for number, (_, _, until) in self._offers.items() if until <= now]
         for number in late:
             self._targets[self._offers[number][0]].is_given_up = True
@@ -249,7 +249,7 @@ class Giving:
         is_waiting = self._is_asking or self._ask_at < inf
         if not self._queue and not self._is_dry and not is_waiting and self.targets:
             self._is_asking = True
-            effects.append(TellPool(RequestGive(again=False)))
+            effects.append(NotifyPool(RequestGive(again=False)))
         waits_for_pages = self._is_asking or self._ask_at < inf or self._offers
         is_over = not self._queue and self._is_dry and not self._offers
         if is_over or now >= self._until or (not self.targets and not waits_for_pages):

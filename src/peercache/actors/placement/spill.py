@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Send, TellPool
+from peercache.actors.effects import Effect, NotifyPool, Send
 from peercache.actors.mailboxes import (
     ColdPages,
     CopiesMade,
@@ -157,7 +157,7 @@ class Spilling:
             hosts = {m.boot_id for m in members if m.incarnation == own}
             alive = [m for m in alive if m.boot_id not in hosts] or alive
         self._targets = tuple(m.incarnation for m in alive)
-        # A member that is heard again may have asked for removals that this node has not seen.
+        # A member that is reachable again may have asked for removals that this node has not seen.
         self._only_new |= not self._suspects.isdisjoint(self._targets)
         self._suspects = frozenset(m.incarnation for m in others if m.state == SUSPECT)
         for gone in self._silent_until.keys() - set(self._targets):
@@ -234,7 +234,7 @@ class Spilling:
         fact = (
             self._made(given, sender)
             if self.is_copying
-            else [TellPool(PagesGiven(drops_of(given)))]
+            else [NotifyPool(PagesGiven(drops_of(given)))]
         )
         return [*fact, *self._end(now, is_vain=is_vain)]
 
@@ -261,8 +261,8 @@ class Spilling:
         self._is_asking_pool = True
         only_new, self._only_new = self._only_new, False
         if self.is_copying:
-            return [TellPool(RequestCopies(only_new, again=self._again_at <= now))]
-        return [TellPool(RequestSpill(only_new))]
+            return [NotifyPool(RequestCopies(only_new, again=self._again_at <= now))]
+        return [NotifyPool(RequestSpill(only_new))]
 
     def _ask(self, now: float) -> list[Effect]:
         willing = [one for one in self._targets if self._silent_until.get(one, now) <= now]
@@ -300,7 +300,7 @@ class Spilling:
         return [Send(node, OfferSpill(self._last, namespace, *packed, self.is_copying))]
 
     def _made(self, records: Records, node: int, *, is_sure: bool = True) -> list[Effect]:
-        return [TellPool(CopiesMade(drops_of(records), node, is_sure))]
+        return [NotifyPool(CopiesMade(drops_of(records), node, is_sure))]
 
     def _refuse(self, now: float) -> list[Effect]:
         self.progress.refused += len(self._queue[0][1])

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Pull, Send, TellPool
+from peercache.actors.effects import Effect, NotifyPool, Pull, Send
 from peercache.actors.mailboxes import (
     CopiesMade,
     PullDone,
@@ -147,13 +147,13 @@ class Takings:
         taking.is_due = taking.spilled
         return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
 
-    def told(self, sender: int, told: ReportDrainState) -> list[Effect]:
+    def drain_state(self, sender: int, report: ReportDrainState) -> list[Effect]:
         """Take the answer of an offerer: only who drains hands pages over."""
-        taking = self._waiting.get(told.request)
+        taking = self._waiting.get(report.request)
         if taking is None or taking.origin.identity != sender:
             return []
-        if told.figures.get("state") != HANDING_OVER:
-            del self._waiting[told.request]
+        if report.figures.get("state") != HANDING_OVER:
+            del self._waiting[report.request]
             return [_full(taking.origin, taking.number, len(taking.records))]
         taking.is_due = True
         return self._begin()
@@ -201,10 +201,10 @@ class Takings:
         has = (taking.records["flags"] & HAS_CHECKSUM) != 0
         checksums = np.where(has & (written == 1), taking.records["checksum"], np.uint64(0))
         commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
-        return [TellPool(TakenOver(commit, taking.ages, taking.is_copy))]
+        return [NotifyPool(TakenOver(commit, taking.ages, taking.is_copy))]
 
     def committed(self, committed: Committed) -> list[Effect]:
-        """Tell the offerer what this node holds now."""
+        """Report to the offerer which pages this node holds now."""
         if self.count is not None:
             self.count(committed.states.count(COMMITTED))
         taking = self._open[committed.sequence]
@@ -238,7 +238,7 @@ class Takings:
                     # Of a copy its node loses nothing, and what goes for it may have to be copied.
                     times = COLDER_FACTOR if taking.is_copy else 1.0
                     spilled = SpilledPages(taking.ages, self.min_age_s, times)
-                effects.append(TellPool(TakeOver(reserve, spilled)))
+                effects.append(NotifyPool(TakeOver(reserve, spilled)))
         return effects
 
     def _answer(self, sequence: int, states: bytes) -> list[Effect]:
@@ -269,14 +269,14 @@ def _kept(taking: Taking, committed: Committed) -> bytes:
 
 
 def _noted(taking: Taking, committed: Committed, states: bytes) -> list[Effect]:
-    """Tell the pool of which pages the offerer has one too: those that it learns to be here."""
+    """Notify the pool which pages the offerer keeps too: those that it learns to be here."""
     given = np.frombuffer(states, np.uint8)
     kept = taking.records["key"][(given == COMMITTED) | (given == HERE)]
     records = np.frombuffer(committed.records, RECORD)
     both = np.isin(records["key"], kept)
     return [
-        TellPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
-        TellPool(CopiesMade(drops_of(records[~both]), 0)),
+        NotifyPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
+        NotifyPool(CopiesMade(drops_of(records[~both]), 0)),
     ]
 
 

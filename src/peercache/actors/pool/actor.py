@@ -4,7 +4,7 @@ Owns    the page memory of one node: its slots, the generation words, the pages 
         the reservations of its clients.
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
         RequestRoom and CopiesEvicted, from members; ClientGone, PoolGrew, NamespaceNamed, and
-        ReserveAhead from the publisher. From the disk actor: PagesSpilled, PagesForgotten,
+        ReserveAhead from the publisher. From the disk actor: PagesWritten, PagesForgotten,
         RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
         PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
         placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven,
@@ -21,7 +21,7 @@ Keeps   a record's word never moves; a byte under a committed record changes onl
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
         that is retained is not evicted before its time.
         The pool alone numbers records. A page in memory has a RESIDENT record; a page of which the
-        disk actor has told PagesSpilled, and no PagesForgotten since, has an ON_DISK one otherwise.
+        disk actor has sent PagesWritten, and no PagesForgotten since, has an ON_DISK one otherwise.
         What was removed is not committed by a promote that was in flight, nor as a mirrored page
         or one that was handed over, if it was read before (`Mirrors`).
 Limits  BATCH_PAGES_MAX pages a Reserve; `Shares` of the pool for pages that are reserved and not
@@ -47,12 +47,12 @@ from typing_extensions import assert_never
 
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyDisk,
+    NotifyPlacement,
+    NotifyPromote,
+    NotifyPublisher,
     Send,
-    TellDirectory,
-    TellDisk,
-    TellPlacement,
-    TellPromote,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     PROMOTER,
@@ -67,8 +67,8 @@ from peercache.actors.mailboxes import (
     PagesGiven,
     PagesRemoved,
     PagesSought,
-    PagesSpilled,
     PagesStored,
+    PagesWritten,
     PoolGrew,
     PoolMessage,
     PromoteAnswered,
@@ -92,7 +92,6 @@ from peercache.actors.pool.answers import (
     NO_RECORDS,
     Demand,
     GivingOrder,
-    asked_beside,
     changed,
     cold_pages,
     committed,
@@ -102,6 +101,7 @@ from peercache.actors.pool.answers import (
     pool_figures,
     promote_answer,
     refused,
+    requested_ahead,
     residents,
     room_to_spare,
     show_pool,
@@ -184,7 +184,7 @@ class Pool:
 
         page_bytes:   of the page memory, a multiple of granule; usable_bytes: populated so far.
         client_uncommitted_max: bytes; 0 is a writer's share of half of page_bytes.
-        has_disk:     there are a disk actor and a promote actor beside this pool.
+        has_disk:     the node has a disk actor and a promote actor.
         mirror_share: of page_bytes, for copies of pages that other hosts hold.
         quotas:       which namespaces are guaranteed which part of page_bytes.
         copies:       of each page in all; 2: a second one on another node.
@@ -259,24 +259,24 @@ class Pool:
             case PoolGrew(usable_bytes):
                 self._mirrors.started(now)
                 self._slots.grow(usable_bytes // self._granule)
-                return [TellPromote(message)] if self._has_disk else []
+                return [NotifyPromote(message)] if self._has_disk else []
             case NamespaceNamed(name):
                 if self.tenants.named(name) is not None and self._metrics is not None:
                     self._tenant_metrics.renew()
-                return [TellDisk(message)] if self._has_disk else []
-            case PagesSpilled():
+                return [NotifyDisk(message)] if self._has_disk else []
+            case PagesWritten():
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
                 return self._forgotten(keys)
             case RequestResident(number):
-                return [TellDisk(Resident(number, unchanged(self._pages, message)))]
+                return [NotifyDisk(Resident(number, unchanged(self._pages, message)))]
             case RequestColdest(full_part):
                 groups = coldest_pages(self._slots, self._pages, full_part)
-                return [TellDisk(PagesColdest(tuple(groups)))]
+                return [NotifyDisk(PagesColdest(tuple(groups)))]
             case RequestHeld():
-                return [TellDisk(held_pages(self._slots, self._pages))]
+                return [NotifyDisk(held_pages(self._slots, self._pages))]
             case PagesSought(number, keys):
-                return [TellDisk(PagesSought(number, keys, residents(self._pages, keys)))]
+                return [NotifyDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():
                 return [promote_answer(self._pages, message)]
             case TakeOver() | TakenOver() | RequestGive() | RequestSpill() | PagesGiven():
@@ -284,7 +284,7 @@ class Pool:
             case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesEvicted():
                 return self._copy(sender, message, now)
             case RemovalDone():
-                return [TellPublisher(message)]
+                return [NotifyPublisher(message)]
             case DrainChanged(is_draining):
                 self._is_draining, self._giving = is_draining, None
                 return []
@@ -392,7 +392,8 @@ class Pool:
         """Reserve slots for pages that come from another node, which are kept under their space.
 
         Of the rest of a tag nothing but an offer says that it is that of the keys, and a clear of
-        their true namespace must find them. It also tells them from pages that clients set here.
+        their true namespace must find them. It also separates them from pages that clients set
+        here.
         """
         reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
         return self._reserve(origin, reserve, now, limits)
@@ -502,7 +503,7 @@ class Pool:
         )
 
     def _reserve_ahead(self, asked: ReserveAhead) -> list[Effect]:
-        """Reserve what a Commit asked for beside; the answer may wait for that of the next one."""
+        """Reserve the slots ahead that a Commit requested; that of the next may report them."""
         client, sequence = asked.origin.identity, asked.reserve.sequence
         effects = self._reserve(asked.origin, asked.reserve)
         known = self._reservations.find(client, sequence)
@@ -563,22 +564,22 @@ class Pool:
                 return self._commit_mirrored(origin, commit, reservation)
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
-        ahead = self._reservations.tell(origin.identity)
-        then = asked_beside(origin, commit, reservation)
+        ahead = self._reservations.next_held_back(origin.identity)
+        then = requested_ahead(origin, commit, reservation)
         here = self._pages.records_in_state(reservation.keys, states, (HERE,))
         if made is None:
             return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
         if not is_copy:
             self._copies.stored(split_keys(made.keys))
         records, words = self._pages.publish(made)
-        told = RecordsChanged(records, NO_DROPS)
+        changes = RecordsChanged(records, NO_DROPS)
         answer = committed(origin, commit, states, records, here, ahead, then)
-        effects: list[Effect] = [words, TellDirectory(told)]
+        effects: list[Effect] = [words, NotifyDirectory(changes)]
         if origin == PROMOTER:
-            effects.append(TellPublisher(told))
+            effects.append(NotifyPublisher(changes))
         effects.append(answer)
         if self._has_disk:
-            effects.append(TellDisk(PagesStored(records, reservation.namespace)))
+            effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
         return effects
 
     def _taken_over(
@@ -609,13 +610,13 @@ class Pool:
                 if again or self._giving is None:
                     self._giving = GivingOrder(self._slots, self._granule)
                 unfinished = self._reservations.open_count - self._reservations.ahead_count
-                return [TellPlacement(self._giving.next(self._pages, unfinished))]
+                return [NotifyPlacement(self._giving.next(self._pages, unfinished))]
             case RequestSpill(only_new):
                 if only_new:
                     self._spills_after = self._pages.newest
                 after = self._spills_after
                 return [
-                    TellPlacement(
+                    NotifyPlacement(
                         cold_pages(
                             self._slots,
                             self._pages,
@@ -642,7 +643,7 @@ class Pool:
                 if only_new:
                     self._spills_after = self._pages.newest
                 named = self._copies.named(self._spills_after, now, again=again)
-                return [TellPlacement(named)]
+                return [NotifyPlacement(named)]
             case CopiesMade():
                 self._copies.made(message)
             case HoldersChanged(nodes):
@@ -686,10 +687,10 @@ class Pool:
         if made is None:
             return [Send(origin, answer)]
         records, words = self._pages.publish(made)
-        told = RecordsChanged(records, NO_DROPS)
-        effects: list[Effect] = [words, TellDirectory(told), TellPublisher(told)]
+        changes = RecordsChanged(records, NO_DROPS)
+        effects: list[Effect] = [words, NotifyDirectory(changes), NotifyPublisher(changes)]
         if self._has_disk:
-            effects.append(TellDisk(PagesStored(records, reservation.namespace)))
+            effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
         return [*effects, Send(origin, answer)]
 
     def _without_removed(self, commit: Commit, reservation: Reservation) -> Commit:
@@ -737,12 +738,12 @@ class Pool:
         self._retention.sweep()
         if not self._has_disk:
             removed = Removed(message.request, len(pages))
-            effects.append(TellPublisher(RemovalDone(origin, removed, message.timeout_s)))
+            effects.append(NotifyPublisher(RemovalDone(origin, removed, message.timeout_s)))
         else:
             self._remove_in_promotes(message)
             # The disk actor removes the pages from disk too, and says when that is done.
             keys = b"".join([page.key for page in pages])
-            effects.append(TellDisk(PagesRemoved(origin, message, keys)))
+            effects.append(NotifyDisk(PagesRemoved(origin, message, keys)))
         return effects
 
     def _retain(self, origin: Origin, asked: Retain, now: float) -> list[Effect]:

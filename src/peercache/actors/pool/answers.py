@@ -1,7 +1,7 @@
 """What the pool sends: answers to clients, changed records, pages of a drain, figures for metrics.
 
 A page has one record. It is RESIDENT while the page is in memory, else ON_DISK while the page is on
-disk. The pool alone numbers records, so the disk actor tells it the facts (`PagesSpilled`,
+disk. The pool alone numbers records, so the disk actor sends it the facts (`PagesWritten`,
 `PagesForgotten`) and the pool decides what follows. Of pages in memory it notes under which length
 they are on disk (`Page.disk_length`), because eviction must know; of pages on disk only it keeps
 nothing, as the next fact of the disk actor says all that is needed.
@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from peercache.actors.effects import (
     Effect,
+    NotifyDirectory,
+    NotifyDisk,
+    NotifyPlacement,
+    NotifyPromote,
+    NotifyPublisher,
     Send,
-    TellDirectory,
-    TellDisk,
-    TellPlacement,
-    TellPromote,
-    TellPublisher,
 )
 from peercache.actors.mailboxes import (
     PROMOTER,
@@ -35,9 +35,9 @@ from peercache.actors.mailboxes import (
     ColdPages,
     PagesCommitted,
     PagesDemoted,
-    PagesSpilled,
     PagesStored,
     PagesToGive,
+    PagesWritten,
     PromoteAnswered,
     RecordsChanged,
     RequestResident,
@@ -74,12 +74,12 @@ def refused(origin: Origin, request: int, reason: str, detail: str) -> list[Effe
 
 def granted(
     origin: Origin, reserve: Reserve, states: bytes, offsets: bytes
-) -> Send | TellPromote | TellPlacement:
+) -> Send | NotifyPromote | NotifyPlacement:
     """Answer a Reserve."""
     answer = Granted(reserve.request, reserve.sequence, states, offsets)
     if origin == TAKER:
-        return TellPlacement(answer)
-    return TellPromote(answer) if origin == PROMOTER else Send(origin, answer)
+        return NotifyPlacement(answer)
+    return NotifyPromote(answer) if origin == PROMOTER else Send(origin, answer)
 
 
 TAKEN_OVER_S: Final = 1.0
@@ -94,25 +94,25 @@ def committed(
     here: Records,
     ahead: tuple[int, bytes] = (0, b""),
     then: tuple[ReserveAhead, ...] = (),
-) -> TellPromote | TellPublisher:
+) -> NotifyPromote | NotifyPublisher:
     """Answer a Commit: the publisher does, once directory owners have the records.
 
-    ahead: the sequence and the offsets of a reservation made ahead, told with the answer.
+    ahead: the sequence and the offsets of a reservation made ahead, sent with the answer.
     """
     request, sequence = commit.request, commit.sequence
     if origin == PROMOTER:
-        told = records.tobytes() + here.tobytes()
-        return TellPromote(Committed(request, sequence, states, told, 0))
+        packed = records.tobytes() + here.tobytes()
+        return NotifyPromote(Committed(request, sequence, states, packed, 0))
     timeout_s = TAKEN_OVER_S if origin == TAKER else commit.timeout_s
-    return TellPublisher(
+    return NotifyPublisher(
         PagesCommitted(origin, request, sequence, states, records, here, timeout_s, *ahead, then),
     )
 
 
-def asked_beside(
+def requested_ahead(
     origin: Origin, commit: Commit, reservation: Reservation
 ) -> tuple[ReserveAhead, ...]:
-    """Return what a Commit asks for beside: as many slots as it had, once it is answered."""
+    """Return the request for slots ahead that a Commit includes, for after its answer."""
     return tuple(
         ReserveAhead(origin, Reserve(0, sequence, reservation.namespace, b"", reservation.lengths))
         for sequence in commit.ahead[:AHEAD_MAX]
@@ -124,14 +124,14 @@ NO_DROPS: Final = np.empty(0, DROP)
 
 
 def changed(records: Records, drops: Records) -> list[Effect]:
-    """Tell directory and publisher of records and drops, if there are any."""
+    """Send records and drops to the directory and the publisher, if there are any."""
     if not len(records) and not len(drops):
         return []
     fact = RecordsChanged(records, drops)
-    return [TellDirectory(fact), TellPublisher(fact)]
+    return [NotifyDirectory(fact), NotifyPublisher(fact)]
 
 
-def spilled(pages: PageTable, fact: PagesSpilled) -> list[Effect]:
+def spilled(pages: PageTable, fact: PagesWritten) -> list[Effect]:
     """Note of pages in memory that they are on disk; give all others an ON_DISK record."""
     keys: list[bytes] = []
     lengths: list[int] = []
@@ -158,15 +158,15 @@ def forgotten(pages: PageTable, packed: bytes) -> list[Effect]:
 
 
 def demoted(pages: PageTable, evicted: list[Page], drops: Records) -> list[Effect]:
-    """Tell what eviction means: an ON_DISK record for each page on disk, a drop for the others."""
+    """Return the records of an eviction: ON_DISK for each page on disk, a drop for the others."""
     kept = [page for page in evicted if page.disk_length]
     if not kept:
         return changed(NO_RECORDS, drops)
     lost = np.array([not page.disk_length for page in evicted], np.bool_)
     keys = [page.key for page in kept]
     records = pages.on_disk_records(keys, [page.disk_length for page in kept])
-    told = changed(records, drops[lost])
-    return [*told, TellDisk(PagesDemoted(b"".join(keys)))]
+    effects = changed(records, drops[lost])
+    return [*effects, NotifyDisk(PagesDemoted(b"".join(keys)))]
 
 
 def residents(pages: PageTable, packed: bytes) -> bytes:

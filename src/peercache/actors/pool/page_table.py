@@ -72,7 +72,7 @@ _publish = function(
 @final
 @attrs.frozen(eq=False)
 class PackedPages:
-    """Pages of one namespace as clients tell them, packed: n × 16 bytes of keys, n × u64 each."""
+    """Pages of one namespace as clients send them, packed: n × 16 bytes of keys, n × u64 each."""
 
     namespace: int
     keys: bytes
@@ -143,7 +143,7 @@ class PageTable:
     def found(self, keys: bytes, namespace: int) -> list[Page]:
         """Return the pages of these packed keys that a get of this namespace finds, each once.
 
-        The key tells its geometry, and the seal its space.
+        The key identifies its geometry, and the seal its space.
         """
         named, space = self.of_keys(dict.fromkeys(split_keys(keys))), space_of(namespace)
         return [page for page in named if space_of(page.namespace) == space]
@@ -280,7 +280,7 @@ class PageTable:
         return records
 
     def drops_of(self, keys: Sequence[bytes]) -> Records:
-        """Return drops that end whatever was told of these pages, none of which is here."""
+        """Return drops that end all earlier records of these pages, none of which is here."""
         drops = np.zeros(len(keys), DROP)
         if len(keys):
             drops["key"] = np.frombuffer(b"".join(keys), KEY)

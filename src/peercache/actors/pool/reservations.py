@@ -95,7 +95,7 @@ class Ended:
     states: bytes
 
     def states_if_asked_again(self, count: int) -> bytes:
-        """Return what a late duplicate of the Reserve is told: never a slot."""
+        """Return the answer to a late duplicate of the Reserve: never a slot."""
         if len(self.states) != count:
             return bytes((REFUSED_FULL,)) * count
         return self.states.translate(_NO_SLOT_AGAIN)
@@ -112,8 +112,8 @@ class _Client:
     """Sequences that the client has listed and we have not seen: their Reserve may yet arrive."""
     granules: int = 0
     ahead_granules: int = 0
-    untold: dict[int, None] = attrs.field(factory=dict)
-    """Reservations made ahead that the answer to its next Commit tells of."""
+    held_back: dict[int, None] = attrs.field(factory=dict)
+    """Reservations made ahead that the answer to its next Commit reports."""
 
 
 @final
@@ -195,7 +195,7 @@ class Reservations:
         ahead = known.open[sequence]
         assert ahead.is_ahead, f"reservation {sequence} has its names"
         count = len(keys) // KEY_BYTES
-        known.untold.pop(sequence, None)
+        known.held_back.pop(sequence, None)
         named = known.open[sequence] = Reservation(
             ahead.namespace,
             keys,
@@ -213,27 +213,27 @@ class Reservations:
         return named, [slot for slot in ahead.slots[count:] if slot is not None]
 
     def hold_back(self, client: int, sequence: int) -> bool:
-        """Return whether a client that has other slots ahead is told of these with its next Commit.
+        """Return whether the answer to the next Commit reports these slots: the client has others.
 
         One message less: it needs them only after the others. The answer to a Commit names no
-        states, so only what has a slot for every page is told with it: the offset of a page without
-        one would be that of another page.
+        states, so it only reports a reservation with a slot for every page: the offset of a page
+        without one would be that of another page.
         """
         known = self._clients[client]
-        others = [s for s, r in known.open.items() if r.is_ahead and s not in known.untold]
+        others = [s for s, r in known.open.items() if r.is_ahead and s not in known.held_back]
         is_whole = sequence in others and not known.open[sequence].states.strip(_RESERVED)
         is_needed_later = is_whole and len(others) > 1
         if is_needed_later:
-            known.untold[sequence] = None
+            known.held_back[sequence] = None
         return is_needed_later
 
-    def tell(self, client: int) -> tuple[int, bytes]:
+    def next_held_back(self, client: int) -> tuple[int, bytes]:
         """Return a reservation that was held back, and its offsets; 0 and b"" without one."""
         known = self._clients[client]
-        if not known.untold:
+        if not known.held_back:
             return 0, b""
-        sequence = next(iter(known.untold))
-        del known.untold[sequence]
+        sequence = next(iter(known.held_back))
+        del known.held_back[sequence]
         return sequence, known.open[sequence].offsets
 
     def end(self, client: int, sequence: int, states: bytes | None = None) -> Reservation | None:
@@ -253,7 +253,7 @@ class Reservations:
                 self.ahead_granules -= reservation.granules
                 self.ahead_count -= 1
             self.open_count -= 1
-            known.untold.pop(sequence, None)
+            known.held_back.pop(sequence, None)
             outcome = states or reservation.states.translate(_ABORT_THE_REST)
             self._remember(known, sequence, _outcome(reservation, outcome))
         elif sequence not in known.ended and not self.is_over(client, sequence):
@@ -310,7 +310,7 @@ class Reservations:
 
 
 def _outcome(reservation: Reservation, states: bytes) -> Ended:
-    """Return how a reservation ended: of pages without names there is nothing to tell."""
+    """Return how a reservation ended: pages without names are not reported."""
     return Ended(b"", b"") if reservation.is_ahead else Ended(reservation.keys, states)
 
 
@@ -642,8 +642,8 @@ def commit_pages(
         slots.hold(last_first)
         pages.add(keys[::-1], last_first, lengths[::-1], reservation.namespace, checksums[::-1])
         return bytes((COMMITTED,)) * len(keys), _batch(reservation, commit.checksums)
-    told = (keys, lengths, checksums)
-    states = _page_by_page(slots, pages, reservation, commit.written, told)
+    packed = (keys, lengths, checksums)
+    states = _page_by_page(slots, pages, reservation, commit.written, packed)
     made = np.frombuffer(states, np.uint8) == COMMITTED
     return states, _batch(reservation, commit.checksums, made) if made.any() else None
 
@@ -653,9 +653,9 @@ def _page_by_page(
     pages: PageTable,
     reservation: Reservation,
     written: bytes,
-    told: tuple[Sequence[bytes], Sequence[int], Sequence[int]],
+    packed: tuple[Sequence[bytes], Sequence[int], Sequence[int]],
 ) -> bytes:
-    keys, lengths, checksums = told
+    keys, lengths, checksums = packed
     states = bytearray(reservation.states)
     for index in range(len(keys) - 1, -1, -1):
         slot: Slot | None = reservation.slots[index]

@@ -31,7 +31,7 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, TellDisk, TellPool
+from peercache.actors.effects import Effect, NotifyDisk, NotifyPool
 from peercache.actors.mailboxes import (
     PagesFound,
     PagesLoaded,
@@ -211,7 +211,7 @@ class Waiters:
         if self.metrics is not None:
             self.metrics.promote_s.observe(self.now - waiter.asked_at)
         keys, states = tuple(waiter.keys), bytes(waiter.states)
-        return TellPool(PromoteAnswered(waiter.origin, waiter.request, keys, states))
+        return NotifyPool(PromoteAnswered(waiter.origin, waiter.request, keys, states))
 
 
 LOAD_BYTES_MAX: Final = 8 * 2**20
@@ -349,7 +349,7 @@ class Promotions:
             np.frombuffer(granted.offsets, "<u8")[job.chosen],
             self.now + LOAD_S,
         )
-        return [*effects, TellDisk(load)]
+        return [*effects, NotifyDisk(load)]
 
     def loaded(self, loaded: PagesLoaded) -> list[Effect]:
         """Handle the outcome of a load; commit, unless a slot may still be written to."""
@@ -440,11 +440,11 @@ class Promotions:
             del self._wanted[key]
             self._loading[key] = None
         sizes = np.array(lengths, "<u8").tobytes()
-        return TellPool(Reserve(number, number, namespace, b"".join(keys), sizes))
+        return NotifyPool(Reserve(number, number, namespace, b"".join(keys), sizes))
 
     def _commit(self, number: int, job: _Job) -> Effect:
         checksums = np.array(job.checksums, "<u8").tobytes()
-        return TellPool(Commit(number, number, bytes(job.written), checksums, 0.0))
+        return NotifyPool(Commit(number, number, bytes(job.written), checksums, 0.0))
 
     def _over(self, number: int) -> list[Effect]:
         """End a job: its slots are free again, or hold pages."""
@@ -548,7 +548,7 @@ class Promoter:
         self.promotions.unread.read_by(origin.identity)
         self._last += 1
         self._questions[self._last] = _Question(origin, message, self.waiters.now)
-        return [TellPool(PagesSought(self._last, message.keys[: KEY_BYTES * ASKED_MAX]))]
+        return [NotifyPool(PagesSought(self._last, message.keys[: KEY_BYTES * ASKED_MAX]))]
 
     def _found(self, found: PagesFound) -> list[Effect]:
         """Queue the pages that a request needs from disk, and let its reader wait for them."""

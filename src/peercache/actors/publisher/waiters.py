@@ -27,7 +27,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.actors.effects import Effect, Send, TellDirectory, TellPool
+from peercache.actors.effects import Effect, NotifyDirectory, NotifyPool, Send
 from peercache.actors.mailboxes import CommitAnswered, PagesCommitted, RemovalDone
 from peercache.actors.origin import Origin
 from peercache.actors.publisher.streams import (
@@ -134,7 +134,7 @@ class _Removal:
     def answer(self) -> Effect:
         """Answer, and name the owners that may not have applied it yet."""
         removed = attrs.evolve(self.done.removed, missed=tuple(sorted(self.owners)))
-        return TellDirectory(RemovalDone(self.done.origin, removed))
+        return NotifyDirectory(RemovalDone(self.done.origin, removed))
 
 
 @attrs.define(eq=False)
@@ -269,7 +269,7 @@ class WaitingCommits:
         return effects
 
     def give_up(self, owner: int) -> list[Effect]:
-        """Stop to wait for an owner; answer the commits that waited only for it."""
+        """Stop waiting for an owner; answer the commits that waited only for it."""
         effects: list[Effect] = []
         for waiter, waiting in list(self._waiters.items()):
             if waiting.awaited.pop(owner, None) is not None:
@@ -321,8 +321,8 @@ class WaitingCommits:
             committed.ahead,
             committed.offsets,
         )
-        answered = TellDirectory(CommitAnswered(committed.origin, answer))
-        return [answered, *(TellPool(fact) for fact in committed.then)]
+        answered = NotifyDirectory(CommitAnswered(committed.origin, answer))
+        return [answered, *(NotifyPool(fact) for fact in committed.then)]
 
 
 CHANGES_KEPT: Final = 2**17

@@ -1,1 +1,1 @@
-"""Removal: pages and namespaces that clients want removed from every member, or retained."""
+"""Removal: removes pages and namespaces from every member, or retains pages, for clients."""

@@ -1,4 +1,4 @@
-"""Removal: pages and namespaces that clients want removed from every member, or retained.
+"""Removal: removes pages and namespaces from every member, or retains pages, for clients.
 
 Owns    the removals that are under way: the client that asked, and the members still to answer.
 Takes   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, Send, TellDirectory
+from peercache.actors.effects import Effect, NotifyDirectory, Send
 from peercache.actors.mailboxes import RemovalDone, RemovalMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
@@ -69,7 +69,7 @@ class Removal:
         if self.states is not None:
             return Send(self.origin, Retained(self.request, self.states, tuple(self.waiting)))
         missed = tuple(sorted(self.waiting | self.missed))
-        return TellDirectory(RemovalDone(self.origin, Removed(self.request, self.count, missed)))
+        return NotifyDirectory(RemovalDone(self.origin, Removed(self.request, self.count, missed)))
 
 
 @final

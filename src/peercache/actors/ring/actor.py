@@ -14,12 +14,13 @@ Limits  one ring is built at a time: view changes in the meantime cost one more.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import final
 
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import BuildRing, Effect, TellDirectory, TellPublisher
+from peercache.actors.effects import BuildRing, Effect, NotifyDirectory, NotifyPublisher
 from peercache.actors.mailboxes import RingBuilt, RingChanged, RingMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.hash_ring import HashRing
@@ -40,7 +41,7 @@ class RingActor:
     tokens_at_once_max: int = TOKENS_AT_ONCE_MAX
     current: HashRing = attrs.field(init=False)
     _wanted: dict[int, str] = attrs.field(init=False, factory=dict)
-    """The live members and their hosts, in the order of the incarnations."""
+    """The live members and their hosts, by incarnation; replaced, never changed."""
     _is_building: bool = attrs.field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
@@ -83,15 +84,15 @@ class RingActor:
     def _build(self) -> list[Effect]:
         if self._is_building or self._is_current():
             return []
-        names, hosts = tuple(self._wanted), tuple(self._wanted.values())
-        build = BuildRing(names, hosts, self.virtual_nodes, self.replicas)
-        if len(self._wanted) * self.virtual_nodes <= self.tokens_at_once_max:
-            return self._turn(build.ring())
+        wanted = self._wanted
+        build = partial(HashRing, wanted, virtual_nodes=self.virtual_nodes, replicas=self.replicas)
+        if len(wanted) * self.virtual_nodes <= self.tokens_at_once_max:
+            return self._turn(build())
         self._is_building = True
-        return [build]
+        return [BuildRing(tuple(wanted), build)]
 
     def _turn(self, ring: HashRing) -> list[Effect]:
         if ring.version == self.current.version:
             return []
         self.current = ring
-        return [TellPublisher(RingChanged(ring)), TellDirectory(RingChanged(ring))]
+        return [NotifyPublisher(RingChanged(ring)), NotifyDirectory(RingChanged(ring))]

@@ -1,1 +1,1 @@
-"""`peercache bench`: how fast pages move, beside what the machine itself can do."""
+"""`peercache bench`: how fast pages move, compared with what the machine can do."""

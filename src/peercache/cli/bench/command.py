@@ -61,7 +61,7 @@ def seconds(of: str) -> Callable[[Callback], Callback]:
 
 
 def over_two_hosts(command: Callback) -> Callback:
-    """Add what both hosts of `bench serve` and `bench drive` must be told."""
+    """Add the options that `bench serve` and `bench drive` have in common."""
     command = sizes(WORKING_SET_BYTES)(command)
     command = click.option(
         "--rdma-device-names", metavar="NAME[,NAME...]", help="As in the settings."
@@ -73,13 +73,16 @@ def over_two_hosts(command: Callback) -> Callback:
         show_default=True,
     )(command)
     return click.option(
-        "--advertise", default="", metavar="HOST", help="Under which the other host reaches us."
+        "--advertise",
+        default="",
+        metavar="HOST",
+        help="Address at which the other host reaches this one.",
     )(command)
 
 
 @click.group(no_args_is_help=False)
 def bench() -> None:
-    """Measure how fast pages move, beside what the machine itself can do."""
+    """Measure how fast pages move, compared with what the machine can do."""
 
 
 @bench.command()
@@ -146,13 +149,13 @@ def disk(
     *,
     as_json: bool,
 ) -> int:
-    """Measure the page store beside the raw device of a folder."""
+    """Measure the page store, compared with the raw device of a folder."""
     from peercache.cli.bench import report  # noqa: PLC0415 - heavy
     from peercache.cli.bench.disk import DiskPlan, run_disk  # noqa: PLC0415 - heavy
-    from peercache.cli.terminal import print_json, tell  # noqa: PLC0415 - heavy
+    from peercache.cli.terminal import print_json, show_progress  # noqa: PLC0415 - heavy
 
     work = working_set(page_bytes, batch, pages, DISK_SET_BYTES)
-    figures = run_disk(DiskPlan(Path(folder), work, threads), tell)
+    figures = run_disk(DiskPlan(Path(folder), work, threads), show_progress)
     if as_json:
         print_json({"page_bytes": page_bytes, **figures})
     else:
@@ -229,7 +232,7 @@ def replay(
 
     plan = plan_of(trace, blocks, **given)
     if picture and (picture.suffix != ".svg" or not picture.parent.is_dir()):
-        raise _refusal("picture", f"{picture}: wants a name that ends in .svg, in a folder")
+        raise _refusal("picture", f"{picture}: must be a name that ends in .svg, in a folder")
     outcomes = []
     try:
         for one in blocks:
@@ -274,7 +277,7 @@ def plan_of(
     if (prefill or nodes) > nodes:
         raise _refusal("prefill", f"{prefill} are more than all {nodes} nodes")
     if block_bytes & (block_bytes - 1):
-        raise _refusal("block-size", f"{block_bytes} wants a power of two")
+        raise _refusal("block-size", f"{block_bytes} must be a power of two")
     settings = dict(_assignment(one, OWN_SETTINGS) for one in assignments)
     Config.load(settings)
     plan = Plan(
@@ -288,7 +291,7 @@ def plan_of(
     )
     for one in blocks:
         if not plan.batch(one):
-            raise _refusal("blocks", f"{one} are too few: every node wants room for 4 at least")
+            raise _refusal("blocks", f"{one} are too few: every node requires room for 4 at least")
         expect_room(plan, one)
     return plan
 
@@ -297,7 +300,7 @@ def _assignment(text: str, own: Sequence[str]) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     name = name.replace("-", "_")
     if not separator:
-        raise _refusal("set", f"{text!r} wants NAME=VALUE")
+        raise _refusal("set", f"{text!r} must be NAME=VALUE")
     if name in own:
         raise _refusal("set", f"{name} is given by the replay itself")
     return name, value

@@ -29,8 +29,8 @@ from peercache.actors.ports import (
     DiskOpened,
     Load,
     LoadDone,
-    Spill,
-    SpillDone,
+    Write,
+    WriteDone,
 )
 from peercache.cli.bench.engine import WorkingSet
 from peercache.cli.bench.limits import percentile
@@ -63,7 +63,7 @@ class DiskPlan:
 
 
 class Bench:
-    """A store with a pool of its own, and a plain file of the same size beside it."""
+    """A store with a pool of its own, and a plain file of the same size next to it."""
 
     def __init__(self, plan: DiskPlan, folder: Path) -> None:
         """Open both and fill the pool."""
@@ -81,7 +81,7 @@ class Bench:
             str(folder / "store"),
             size_bytes=wanted,
             pool=PoolMemory(self.pages, words, GRANULE),
-            tell=self.facts.put,
+            notify=self.facts.put,
             free_floor=0.0,
             threads=plan.threads,
         )
@@ -191,8 +191,8 @@ class Bench:
     def _submit(self, pages: slice, *, write: bool) -> None:
         self.jobs += 1
         until = time.monotonic() + TIMEOUT_S
-        effect: Spill | Load = (
-            Spill(
+        effect: Write | Load = (
+            Write(
                 self.jobs, self.records[pages], self.namespaces[pages], self.places[pages],
                 self.ones[pages], until,
             )
@@ -206,7 +206,7 @@ class Bench:
 
     def _await_done(self) -> int:
         fact = self._take()
-        if not isinstance(fact, (SpillDone, LoadDone)):
+        if not isinstance(fact, (WriteDone, LoadDone)):
             raise ConfigError("folder", f"the store ended: {fact}")
         return sum(outcome != 0 for outcome in fact.outcomes)
 
@@ -233,7 +233,7 @@ def _measured(bench: Bench, progress: Callable[[str], None]) -> dict[str, float]
         progress(f"round {number} of {ROUNDS}")
         measured = {
             "raw_write_gb_s": bench.raw_gb_s(write=True),
-            "spill_gb_s": bench.store_gb_s(write=True),
+            "write_gb_s": bench.store_gb_s(write=True),
             "raw_read_gb_s": bench.raw_gb_s(write=False),
             "load_gb_s": bench.store_gb_s(write=False),
         }
@@ -242,7 +242,7 @@ def _measured(bench: Bench, progress: Callable[[str], None]) -> dict[str, float]
     times = bench.one_page_ms()
     figures = {name: statistics.median(values) for name, values in samples.items()}
     for ratio, ours, raw in (
-        ("spill_ratio", "spill_gb_s", "raw_write_gb_s"),
+        ("write_ratio", "write_gb_s", "raw_write_gb_s"),
         ("load_ratio", "load_gb_s", "raw_read_gb_s"),
     ):
         # Ratios are of one round each: the rate of a shared disk changes between rounds.

@@ -13,7 +13,7 @@ from typing import Any
 from peercache.cli.bench.engine import Engine, WorkingSet
 
 SHARED = {"insecure": "peercache-bench", "op_timeout_s": 30.0}
-"""The pages are computed from their numbers, so nothing is told by serving them to every host."""
+"""The pages are computed from their numbers, so serving them to every host reveals nothing."""
 
 
 def serve(work: WorkingSet, settings: dict[str, Any]) -> None:

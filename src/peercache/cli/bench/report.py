@@ -19,7 +19,7 @@ _DRIVE_ROWS = (
 )
 
 _DISK_ROWS = (
-    ("write-through", "spill_gb_s", "GB/s", "spill_ratio"),
+    ("write-through", "write_gb_s", "GB/s", "write_ratio"),
     ("load", "load_gb_s", "GB/s", "load_ratio"),
     ("load of one page", "load_one_ms", "ms", ""),
     ("load of one page, p99", "load_one_p99_ms", "ms", ""),

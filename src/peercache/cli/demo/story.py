@@ -279,7 +279,7 @@ def show_disks(story: Story) -> None:
     if free_bytes < NEEDS_BYTES:
         story.screen.say(
             f"the part with disks is left out: {tempfile.gettempdir()} has "
-            f"{free_bytes // 2**20} MiB free, and it wants {NEEDS_BYTES // 2**20}"
+            f"{free_bytes // 2**20} MiB free, and it requires {NEEDS_BYTES // 2**20}"
         )
         return
     folder = story.stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-demo-disk-"))

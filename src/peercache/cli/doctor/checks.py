@@ -259,7 +259,7 @@ def _libraries(facts: Facts) -> Verdicts:
         pyverbs = found.pyverbs_release or "of the distribution"
         yield (
             GOOD,
-            f"{pyverbs} beside rdma-core {found.libibverbs_release or 'of unknown release'}",
+            f"{pyverbs} with rdma-core {found.libibverbs_release or 'of unknown release'}",
             "",
         )
         return
@@ -391,7 +391,7 @@ def _port_lines(port: PortFact, chosen: dict[str, int]) -> list[str]:
 @click.option("--quick", is_flag=True, help="Measure nothing.")
 @settings_options
 def doctor(config: str | None, *, as_json: bool, quick: bool, **settings: str | None) -> int:
-    """Tell what this host offers, what is wrong with it, and the line that fixes it."""
+    """Check this host: show what it offers, what is wrong, and the line that fixes it."""
     # The report contains what a part logs while it is tried.
     configure_logging(log_format="auto", level="error")
     facts = gather(Config.load(settings, file=config, environment=os.environ), is_quick=quick)

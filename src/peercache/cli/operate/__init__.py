@@ -1,1 +1,1 @@
-"""Commands of an operator: how a cluster is, its pages, and what changes it, from any host."""
+"""Commands of an operator, from any host: the state of a cluster, its pages, and changes to it."""

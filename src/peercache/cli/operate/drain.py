@@ -36,9 +36,9 @@ EXIT_NOT_DONE = 1
     "within_s",
     type=click.FloatRange(0.1, 86_400),
     metavar="SECONDS",
-    help="The most time for the hand-over. Default: the node's drain_s.",
+    help="Time limit of the hand-over. Default: the node's drain_s.",
 )
-@click.option("--cancel", is_flag=True, help="Let a node that is drained go on serving.")
+@click.option("--cancel", is_flag=True, help="Cancel a drain: the node continues to serve.")
 @json_option
 def drain(
     *, node: str | None, within_s: float | None, cancel: bool, as_json: bool, **target: Any

@@ -35,7 +35,7 @@ LOOK_S = 0.5
     multiple=True,
     metavar="HOST:PORT",
     shell_complete=complete_members,
-    help="Follow this node only; may be repeated. Default: every member, also those to come.",
+    help="Follow this node only; may be repeated. Default: every member, also later ones.",
 )
 @click.option(
     "--kind",
@@ -60,7 +60,7 @@ def events(
     as_json: bool,
     **where: Any,
 ) -> int:
-    """Tell what every node stores, moves to disk and drops, as it happens.
+    """Show what every node stores, moves to disk and drops, as it happens.
 
     It begins with all that is there. Exit status: 0, 2 if no node answers.
     """  # fmt: skip

@@ -32,7 +32,7 @@ def _page_options(command: Callback) -> Callback:
         click.option(
             "--geometry",
             default="",
-            help="What the bytes of a page mean, where the namespace has a geometry.",
+            help="Geometry of the namespace (the format of its pages), if it has one.",
         ),
         click.option(
             "--namespace", default=DEFAULT_NAME, show_default=True, metavar="NAME",
@@ -127,7 +127,7 @@ def exists_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 @_page_options
 @click.option(
     "--for", "seconds", type=click.FloatRange(min=0), required=True, metavar="SECONDS",
-    help="For how long; 0 lets the pages go.",
+    help="How long; 0 ends the protection.",
 )  # fmt: skip
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @json_option

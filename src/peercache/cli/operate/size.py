@@ -133,7 +133,7 @@ def size(
     """
     model = _model_of(layers, kv_heads, head_dim, mla_dim, DTYPE_BYTES[dtype], tp)
     if trace is None and page_size is not None:
-        raise click.UsageError("--page-size wants --trace.")
+        raise click.UsageError("--page-size requires --trace.")
     if trace is None:
         curve = _of_cluster(target, hosts, model)
     else:
@@ -159,7 +159,7 @@ def _model_of(
     has_heads = kv_heads is not None and head_dim is not None
     if layers is None or has_heads == (mla_dim is not None):
         raise click.UsageError(
-            "A model wants --layers, and --kv-heads with --head-dim or --mla-dim."
+            "A model requires --layers, and --kv-heads with --head-dim or --mla-dim."
         )
     if kv_heads and kv_heads % ranks and ranks % kv_heads:
         raise click.UsageError(f"--kv-heads {kv_heads} cannot be divided among --tp {ranks}.")
@@ -175,9 +175,9 @@ def _model_of(
 
 def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) -> SizeCurve:
     with Operator(target_of(**target)) as operator:
-        told = [member.status for member in operator.statuses() if member.answers]
+        statuses = [member.status for member in operator.statuses() if member.answers]
         cluster = operator.cluster
-    reuse, memory = reuse_of(told), sum(status.pool.size for status in told)
+    reuse, memory = reuse_of(statuses), sum(status.pool.size for status in statuses)
     sizes = [
         Size(
             times=float(times),
@@ -190,7 +190,7 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
     return SizeCurve(
         source=f"cluster {cluster}",
         uses=reuse.uses,
-        hosts=hosts or len({status.host for status in told}),
+        hosts=hosts or len({status.host for status in statuses}),
         sizes=sizes,
     )
 

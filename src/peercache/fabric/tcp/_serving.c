@@ -300,7 +300,7 @@ static void close_named(struct server *server, uint64_t name)
 }
 
 /* Start to serve the connections that were handed over; return whether to continue. */
-static int hear_caller(struct server *server, int64_t now)
+static int take_handed_over(struct server *server, int64_t now)
 {
     struct connection *taken, *next;
     struct closing *closing;
@@ -358,7 +358,7 @@ void peercache_pages_run(struct server *server)
 {
     struct epoll_event events[EVENTS_MAX];
 
-    while (hear_caller(server, now_ns())) {
+    while (take_handed_over(server, now_ns())) {
         int64_t now = now_ns();
         int count;
 

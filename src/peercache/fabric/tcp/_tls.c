@@ -482,7 +482,7 @@ int64_t peercache_tls_peer(const struct session *session, char *into, uint64_t s
 }
 
 /* Encrypt bytes, and send what the socket accepts at once; return whether all were accepted. */
-int peercache_tls_say(struct session *session, const void *bytes, uint64_t size)
+int peercache_tls_send(struct session *session, const void *bytes, uint64_t size)
 {
     struct iovec piece = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = size};
     int64_t taken = send_pieces(&session->head, &piece, 1);
@@ -504,7 +504,7 @@ int peercache_tls_flush(struct session *session)
 }
 
 /* Receive once, at most `size` bytes; return 0 when the peer has closed, or -1 and errno. */
-int64_t peercache_tls_hear(struct session *session, void *into, uint64_t size)
+int64_t peercache_tls_receive_once(struct session *session, void *into, uint64_t size)
 {
     return receive(&session->head, into, size);
 }

@@ -68,9 +68,9 @@ _SIGNATURES: dict[str, tuple[bool, tuple[Any, ...]]] = {
     # Half a millisecond of cryptography, in which other threads can run.
     "handshake": (False, (ctypes.c_int, ctypes.c_void_p)),
     "peer": (True, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
-    "say": (True, (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
+    "send": (True, (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
     "flush": (False, (ctypes.c_int, ctypes.c_void_p)),
-    "hear": (True, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)),
+    "receive_once": (True, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)),
     "receive": (False, (ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_uint64] * 2)),
     "failure": (True, (ctypes.c_int, ctypes.c_void_p)),
 }
@@ -167,13 +167,13 @@ class TlsSession:
 
         Raises OSError for a connection that is gone.
         """
-        if self._call["say"](self._handle, raw, len(raw)) == 0:
+        if self._call["send"](self._handle, raw, len(raw)) == 0:
             return self.flush_at_once()
         raise _os_error()
 
     def flush_at_once(self) -> bool:
         """Send what the socket accepts without blocking; return whether nothing is left."""
-        if self._call["say"](self._handle, b"", 0) == 0:
+        if self._call["send"](self._handle, b"", 0) == 0:
             return True
         if ctypes.get_errno() in {errno.EAGAIN, errno.EINTR}:
             return False
@@ -187,7 +187,7 @@ class TlsSession:
     def receive_at_once(self, into: bytearray | memoryview) -> int:
         """Receive once; 0 when the peer has closed. Raises BlockingIOError and OSError."""
         place = (ctypes.c_char * len(into)).from_buffer(into)
-        taken: int = self._call["hear"](self._handle, ctypes.addressof(place), len(into))
+        taken: int = self._call["receive_once"](self._handle, ctypes.addressof(place), len(into))
         if taken < 0:
             raise _os_error()
         return taken

@@ -11,7 +11,7 @@ Then any number of requests, which may be sent ahead, each answered in its turn:
     request    magic "PCtr" · count u32 · incarnation meant u64 · total bytes u64 ·
                count × (offset u64 · length u64 · generation u64)
     response   magic "PCts" · code u32; after code 0, for each *portion* of the pages:
-               the portion's bytes · one seal of 64 bytes a page
+               the portion's bytes · one seal of 64 bytes per page
 
 The seal is that of the slot, loaded after the page's last byte (model/seal.py). If the slot does
 not hold that generation, holds a shorter page, or one of a space that this client may not read, the
@@ -93,7 +93,7 @@ class Refusal(RemoteProtocolError):
 
 @attrs.frozen
 class Greeting:
-    """The client's introduction: its cluster, and the incarnation that it wants to read.
+    """The first message of a client: its cluster, and the incarnation that it reads from.
 
     cluster: digest of the cluster's name, 16 bytes. It proves nothing: certificates do.
     """

@@ -111,7 +111,7 @@ class ReportViewChanges:
     """Answer a RequestViewChanges: the changes from a view with digest `base` to one with `digest`.
 
     view: the live entries that are new or changed. gone: the incarnations that are no longer live.
-          base: empty if the node cannot tell the changes: then request the whole view.
+          base: empty if the node does not know the changes: then request the whole view.
     """
 
     declared: ClassVar = Declared(42, Receiver.ASKER, NO_ROLE)

@@ -1,4 +1,4 @@
-"""Spills: pages on their way from the pool to the disk.
+"""DiskWrites: pages on their way from the pool to the disk.
 
 A page waits in a queue that is bounded in bytes and drops pages beyond that: if the disk is slower
 than its writers, pages are missing on disk, but no memory and no time is lost. Nothing is pinned in
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.disk.open_index import OpenIndex
-from peercache.actors.effects import Effect, TellPool
+from peercache.actors.effects import Effect, NotifyPool
 from peercache.actors.mailboxes import (
     PagesHeld,
     PagesStored,
@@ -38,22 +38,22 @@ from peercache.actors.ports import (
     DISK_FULL,
     DISK_LATE,
     DISK_UNTRIED,
-    Spill,
+    Write,
 )
 from peercache.model.keys import KEY, Tag, Tags, tags_of
 from peercache.model.records import Records
 from peercache.model.runs import I64
 
-SPILL_BYTES_MAX: Final = 16 * 2**20
+WRITE_BYTES_MAX: Final = 16 * 2**20
 """Of one job: 10 ms of a fast disk, so that loads wait no longer behind it."""
 
-SPILL_PAGES_MAX: Final = 1024
+WRITE_PAGES_MAX: Final = 1024
 """Of one job, where pages are small."""
 
-SPILLS_MAX: Final = 4
+WRITES_MAX: Final = 4
 """Jobs at once: while the disk writes one, the next ones are submitted already."""
 
-SPILL_S: Final = 10.0
+WRITE_S: Final = 10.0
 """How long a job may take: a slow disk writes all jobs at once in a second or two."""
 
 DROPPED: Final = {
@@ -78,7 +78,7 @@ class _Job:
 
 @final
 @attrs.define(eq=False)
-class Spills:
+class DiskWrites:
     """The pages that wait to be written, and those that are being written.
 
     delay_s: the least time that a page waits: its commit is published and answered first, by the
@@ -146,7 +146,7 @@ class Spills:
         is_same = lengths == records["length"][there]
         same = there[is_same]
         index.touch(entries[same])
-        effects = self.open_index.spilled(records["key"][same].tobytes(), lengths[is_same])
+        effects = self.open_index.written(records["key"][same].tobytes(), lengths[is_same])
         gone = index.remove(entries[there[~is_same]])
         self.open_index.count_lost("replaced", gone.count)
         return [*effects, *self.open_index.forgotten(gone)]
@@ -174,12 +174,12 @@ class Spills:
             self._questions += 1
             self._asked[self._questions] = records, tags
             keys, generations = records["key"].tobytes(), records["generation"].tobytes()
-            effects.append(TellPool(RequestResident(self._questions, keys, generations)))
+            effects.append(NotifyPool(RequestResident(self._questions, keys, generations)))
         return effects
 
     def deadline(self) -> float:
         """Return when the next job may begin; inf if nothing waits, or too many are in flight."""
-        if not self._waiting or len(self._jobs) + len(self._asked) >= SPILLS_MAX:
+        if not self._waiting or len(self._jobs) + len(self._asked) >= WRITES_MAX:
             return inf
         return self._waiting[0][0] + self.delay_s
 
@@ -243,13 +243,13 @@ class Spills:
         parts: list[Records] = []
         namespaces: list[Tag] = []
         size = count = 0
-        while self._waiting and size < SPILL_BYTES_MAX and count < SPILL_PAGES_MAX:
+        while self._waiting and size < WRITE_BYTES_MAX and count < WRITE_PAGES_MAX:
             if self._waiting[0][0] + self.delay_s > now:
                 break
             since, records, namespace = self._waiting.popleft()
             sizes = np.cumsum(records["length"].astype(np.int64))
-            room = max(1, int((sizes <= SPILL_BYTES_MAX - size).sum()))
-            room = min(room, SPILL_PAGES_MAX - count)
+            room = max(1, int((sizes <= WRITE_BYTES_MAX - size).sum()))
+            room = min(room, WRITE_PAGES_MAX - count)
             part, rest = records[:room], records[room:]
             if len(rest):
                 self._waiting.appendleft((since, rest, namespace))
@@ -284,11 +284,11 @@ class Spills:
         self._jobs[job] = _Job(
             records["key"][chosen].tobytes(), entries, lengths[chosen].astype(np.int64)
         )
-        spill = Spill(
+        write = Write(
             job, records[chosen], tags[chosen], begun.places[order], sequences[chosen],
-            now + SPILL_S,
+            now + WRITE_S,
         )  # fmt: skip
-        return [*effects, spill]
+        return [*effects, write]
 
     def _finish(self, index: DiskIndex, job: _Job, written: I64) -> list[Effect]:
         """Notify the pool of pages that are on disk now; drop the rows of those removed since."""
@@ -296,30 +296,30 @@ class Spills:
         held = written[is_held]
         lengths = job.lengths[held]
         if self.open_index.metrics is not None:
-            self.open_index.metrics.pages_spilled.inc(len(held))
-            self.open_index.metrics.bytes_spilled.inc(int(lengths.sum()))
+            self.open_index.metrics.disk_pages_written.inc(len(held))
+            self.open_index.metrics.disk_bytes_written.inc(int(lengths.sum()))
         keys = np.frombuffer(job.keys, KEY)[held].tobytes()
-        return [*self.open_index.rows_gone(places), *self.open_index.spilled(keys, lengths)]
+        return [*self.open_index.rows_gone(places), *self.open_index.written(keys, lengths)]
 
     def _drop(self, reason: str, count: int) -> None:
         self.has_failed |= bool(count) and reason in MAY_BE_TRIED_AGAIN
         if count and self.open_index.metrics is not None:
-            self.open_index.metrics.spills_dropped.labels(reason).inc(count)
+            self.open_index.metrics.disk_writes_dropped.labels(reason).inc(count)
 
 
 PART_PAGES: Final = 4096
-"""Pages that are handed to the spills at a time: less than a millisecond of the loop."""
+"""Pages that are handed to the writes at a time: less than a millisecond of the loop."""
 
 
 @final
 @attrs.define(eq=False)
 class Flush:
-    """The pages that wait for room in the queue of spills.
+    """The pages that wait for room in the queue of writes.
 
     is_final: the node stops, so pages that are stored from now on are written at once too.
     """
 
-    _spills: Spills
+    _writes: DiskWrites
     is_final: bool = False
     _questions: int = 0
     _parts: deque[PagesStored] = attrs.field(factory=deque)
@@ -327,7 +327,7 @@ class Flush:
     def ask(self) -> list[Effect]:
         """Ask the pool for all pages that are only in memory."""
         self._questions += 1
-        return [TellPool(RequestHeld())]
+        return [NotifyPool(RequestHeld())]
 
     def take(self, held: PagesHeld) -> None:
         """Handle the answer."""
@@ -338,16 +338,16 @@ class Flush:
                 self._parts.append(PagesStored(part, group.namespace))
 
     def feed(self, now: float) -> None:
-        """Hand over pages as long as the queue of spills has room."""
+        """Hand over pages as long as the queue of writes has room."""
         while self._parts:
             part = self._parts[0]
-            count = self._spills.fitting(part.records)
+            count = self._writes.fitting(part.records)
             if not count:
-                if not self._spills.is_idle:
+                if not self._writes.is_idle:
                     return
-                # It is larger than the whole queue: the spills count it as dropped.
+                # It is larger than the whole queue: the writes count it as dropped.
                 count = 1
-            self._spills.add(PagesStored(part.records[:count], part.namespace), now)
+            self._writes.add(PagesStored(part.records[:count], part.namespace), now)
             self._parts.popleft()
             if count < len(part.records):
                 self._parts.appendleft(PagesStored(part.records[count:], part.namespace))
@@ -356,7 +356,7 @@ class Flush:
         """Return how many pages of a final flush are not written yet; None until that is known."""
         if self._questions or not self.is_final:
             return None
-        return sum(len(part.records) for part in self._parts) + self._spills.pages_left
+        return sum(len(part.records) for part in self._parts) + self._writes.pages_left
 
     def stop(self) -> None:
         """Forget everything: the disk has ended."""
