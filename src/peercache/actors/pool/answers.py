@@ -267,7 +267,7 @@ def cold_pages(
         wanted -= _granules(slot)
         (page,) = pages.in_slots([slot])
         if page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
-            page.named_at = now
+            page.named_at, page.named_touch = now, slot.touched
             groups.setdefault(page.namespace, []).append(page)
             count, room = count + 1, room - _granules(slot)
     return ColdPages(
