@@ -19,6 +19,7 @@ import attrs
 
 from sims import (
     bugs,
+    bugs_copies,
     bugs_following,
     bugs_handover,
     bugs_owners,
@@ -485,6 +486,7 @@ CANARIES: tuple[Canary, ...] = (
         story=race,
     ),
     *bugs_placement.CANARIES,
+    *bugs_copies.CANARIES,
     *bugs_following.CANARIES,
     Canary(
         SET_ORDER,

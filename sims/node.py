@@ -462,5 +462,6 @@ def config_of(options: Options, heads: tuple[str, ...]) -> Config:
         mirror_share=options.mirror_share,
         spill=options.spill,
         placement_min_age=options.placement_min_age_s,
+        copies=options.copies,
         quotas=parse_quotas(options.quotas),
     )

@@ -1,7 +1,7 @@
 """Stories in which pages are copied from one host to another while a third one removes them.
 
-Readers mirror them, or their node is drained or spills them. A page that was removed at every
-member must never come back by a copy that was read before.
+Readers mirror them, or their node is drained, spills them or has them copied. A page that was
+removed at every member must never come back by a copy that was read before.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import trio
 
-from peercache.actors.mailboxes import ColdPages, DrainCancelled
+from peercache.actors.mailboxes import ColdPages, DrainCancelled, PagesToCopy
+from peercache.actors.placement.spill import Spilling
 from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
 from sims import determinism
@@ -52,6 +53,11 @@ def race_spills(seed: int) -> str:
     return _raced(seed, _spill)
 
 
+def race_copies(seed: int) -> str:
+    """Return what a checker has found while a node has its pages copied, "" for nothing."""
+    return _raced(seed, _copy)
+
+
 def _raced(seed: int, copy: Copies) -> str:
     clock = VirtualClock(wall_s=WALL_LIMIT_S)
     crowd = Crowd(readers=2, pages=ROUNDS, pulls="all" if copy is _mirror else "off", seed=seed)
@@ -61,6 +67,7 @@ def _raced(seed: int, copy: Copies) -> str:
         steps_a_page=4,
         latency_mean_s=0.0005,
         spill=copy is _spill,
+        copies=2 if copy is _copy else 1,
     )
     world = World(options, clock, Trace(clock.current_time, show=None))
     try:
@@ -86,14 +93,23 @@ async def _drain(world: World, page: int, rng: random.Random) -> None:
 async def _spill(world: World, page: int, rng: random.Random) -> None:
     """Let the first node offer the page, as if its full pool had named it."""
     del rng
+    await _offer(world, page, world.nodes["n0"].crew.placement.spilling, ColdPages)
+
+
+async def _copy(world: World, page: int, rng: random.Random) -> None:
+    """Let the first node offer the page for a second copy, as if its pool had named it."""
+    del rng
+    await _offer(world, page, world.nodes["n0"].crew.placement.copying, PagesToCopy)
+
+
+async def _offer(world: World, page: int, offers: Spilling, named: type[Any]) -> None:
     crew, counts = world.nodes["n0"].crew, world.calls.counts
-    progress = crew.placement.spilling.progress
-    before = progress.moved
+    before = offers.progress.moved
     record = crew.pool.records_of(world.library.keys[[page]].tobytes())
     tag = world.clients["c-n0"].namespace.tag()
-    crew.mailboxes.placement.put(SELF, ColdPages(((tag, record, np.array([1.0])),)))
+    crew.mailboxes.placement.put(SELF, named(((tag, record, np.array([1.0])),)))
     await trio.sleep(LATEST_S)
-    counts["mirrored"] = counts.get("mirrored", 0) + progress.moved - before
+    counts["mirrored"] = counts.get("mirrored", 0) + offers.progress.moved - before
 
 
 async def _run(world: World, copy: Copies) -> None:

@@ -103,6 +103,7 @@ class Options:
     drain_rate: float
     spill: bool = False
     placement_min_age_s: float = 0.0
+    copies: int = 1
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
     quotas: str = ""
@@ -404,4 +405,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         drain_rate=sometimes(0.5, 0.02, 0.15),
         spill=rng.random() < 0.5,
         placement_min_age_s=rng.choice([0.0, 1.0, 10.0]),
+        copies=rng.choice([1, 1, 2]),
     )

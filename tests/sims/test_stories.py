@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from sims.canaries import CANARIES, hunt
+from sims.copying import copy
 from sims.doubting import doubt
 from sims.following import follow
 from sims.play import play
-from sims.racing import race, race_drains, race_spills
+from sims.racing import race, race_copies, race_drains, race_spills
 from sims.rewriting import rewrite
 from sims.spilling import CASES, SEEDS_OF_ALL, cases, spill
 from sims.swarm import smaller, with_tables
@@ -42,6 +43,8 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(race_spills, marks=pytest.mark.slow),
+        pytest.param(race_copies, marks=pytest.mark.slow),
+        pytest.param(copy, marks=pytest.mark.slow),
         pytest.param(spill, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
         pytest.param(follow, marks=pytest.mark.slow),
@@ -58,6 +61,10 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
         pytest.param("removed-comes-back", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("handed-over-though-removed", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("spilled-though-removed", {"came-back"}, marks=pytest.mark.slow),
+        pytest.param("copied-though-removed", {"came-back"}, marks=pytest.mark.slow),
+        pytest.param("copies-of-the-dead", {"liveness-copies"}, marks=pytest.mark.slow),
+        pytest.param("copies-never-reported", {"liveness-copies"}, marks=pytest.mark.slow),
+        pytest.param("copies-reported-once", {"liveness-copies"}, marks=pytest.mark.slow),
         ("spilled-by-both", {"spilled-lost"}),
         ("spilled-before-published", {"spilled-lost"}),
         pytest.param("spilled-though-unknown", {"spilled-lost"}, marks=pytest.mark.slow),

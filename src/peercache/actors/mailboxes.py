@@ -368,6 +368,17 @@ class CopiesMade:
 
 
 @attrs.frozen
+class CopiesLost:
+    """placement → pool: what a node reports of the copies that it had.
+
+    It comes after the CopiesMade of every answer that the node sent before it.
+    """
+
+    node: int
+    report: CopiesEvicted
+
+
+@attrs.frozen
 class HoldersChanged:
     """placement → pool: these other nodes may hold copies; those of all others are lost."""
 
@@ -448,7 +459,7 @@ PoolMessage: TypeAlias = (
     | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
     | PagesGiven | RequestRoom | RemovalDone
-    | RequestCopies | CopiesMade | HoldersChanged | CopiesEvicted
+    | RequestCopies | CopiesMade | HoldersChanged | CopiesLost
 )  # fmt: skip
 
 
@@ -649,7 +660,7 @@ class PullDone:
 PlacementMessage: TypeAlias = (
     OfferPages | PagesTaken | ReportDrainState | ViewChanged | DrainBegan | DrainCancelled
     | PagesToGive | Granted | Committed | PullDone | OfferSpill | ReportRoom | ColdPages
-    | PagesToCopy
+    | PagesToCopy | CopiesEvicted
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from peercache.actors.effects import NotifyPool, Send
 from peercache.actors.mailboxes import (
     ColdPages,
+    CopiesLost,
     CopiesMade,
     HoldersChanged,
     PagesToCopy,
@@ -27,6 +28,7 @@ from peercache.actors.placement.drain import OFFER_S
 from peercache.actors.placement.spill import LOOK_S, REFUSED_S, Spilling, SpillProgress
 from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
 from peercache.wire.messages.membership import (
+    CopiesEvicted,
     OfferSpill,
     PagesTaken,
     ReportRoom,
@@ -246,6 +248,20 @@ def test_the_pool_learns_which_nodes_may_hold_copies() -> None:
     assert both not in story.see(member(ONE), member(TWO, SUSPECT))
     assert NotifyPool(HoldersChanged(frozenset({ONE}))) in story.see(member(ONE), member(TWO, DEAD))
     assert story.wait(60.0) == []
+
+
+def test_a_report_of_evicted_copies_comes_to_the_pool_after_the_answer_before_it() -> None:
+    """However long both waited: by the answer the pool learns of copies that are gone by now."""
+    story = begun()
+    to, offered = offer_of(story.answer(story.name(1), {}))
+    report = CopiesEvicted(1, records_of(1)["key"].tobytes())
+
+    effects = story.hear(PagesTaken(offered.number, bytes((COMMITTED,))), Origin(to))
+    effects += story.hear(report, Origin(to))
+
+    facts = [effect.fact for effect in effects if isinstance(effect, NotifyPool)]
+    made = next(at for at, fact in enumerate(facts) if isinstance(fact, CopiesMade))
+    assert facts.index(CopiesLost(to, report)) > made
 
 
 # --- what a node takes ----------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 Owns    the drain of this node: which pages are offered to whom, and how far it is; the pages that
         it offers ahead of their eviction (spill), or for a second copy; and the offers of other
         nodes that are read here.
-Takes   OfferPages, OfferSpill, PagesTaken, ReportRoom and ReportDrainState, from members;
+Takes   OfferPages, OfferSpill, PagesTaken, CopiesEvicted, ReportRoom and ReportDrainState, from
+        members;
         ViewChanged, from membership; DrainBegan, DrainCancelled and PullDone, from the node;
         PagesToGive, ColdPages, PagesToCopy and Granted, from the pool; Committed, from the
         directory shard, once the owners of the records know of the pages.
 Sends   OfferPages, OfferSpill, RequestRoom, PagesTaken and RequestDrainState to members;
         DrainChanged, RequestGive, RequestSpill, PagesGiven, RequestCopies, CopiesMade,
-        HoldersChanged, TakeOver and TakenOver to the pool; Pull to the node, which reads.
+        CopiesLost, HoldersChanged, TakeOver and TakenOver to the pool; Pull to the node, which
+        reads.
 Keeps   a page is taken as a mirrored one is: its slot is reserved before it is read, its bytes are
         verified by the holder's seal, and what was removed meanwhile is not committed. For a drain
         nothing is evicted, for a spill what was touched longer ago. A node that is drained takes
@@ -39,6 +41,7 @@ from typing_extensions import assert_never
 from peercache.actors.effects import Effect, NotifyPool
 from peercache.actors.mailboxes import (
     ColdPages,
+    CopiesLost,
     DrainBegan,
     DrainCancelled,
     HoldersChanged,
@@ -65,6 +68,7 @@ from peercache.model.keys import space_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.membership import (
+    CopiesEvicted,
     OfferPages,
     OfferSpill,
     PagesTaken,
@@ -181,6 +185,9 @@ class Placement:
                 return self.spilling.reported(sender.identity, message, now)
             case ColdPages():
                 return self.spilling.named(message, now)
+            case CopiesEvicted():
+                # By way of this actor, which has to note first what the node answered before.
+                return [NotifyPool(CopiesLost(sender.identity, message))]
             case PagesToCopy():
                 return self.copying.named(message, now)
             case ViewChanged(members):

@@ -3,12 +3,12 @@
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
-        RequestRoom and CopiesEvicted, from members; ClientGone, PoolGrew, NamespaceNamed, and
+        RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and
         ReserveAhead from the publisher. From the disk actor: PagesWritten, PagesForgotten,
         RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
         PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
         placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven,
-        RequestCopies, CopiesMade, HoldersChanged.
+        RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
@@ -58,6 +58,7 @@ from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
     ClientGone,
+    CopiesLost,
     CopiesMade,
     DrainChanged,
     HoldersChanged,
@@ -134,7 +135,7 @@ from peercache.model.reuse import MEMORY, MEMORY_NAMES, ReuseSample, hashes_in
 from peercache.model.room import QuotaRule
 from peercache.model.runs import U64
 from peercache.observability.metrics import Metrics
-from peercache.wire.messages.membership import CopiesEvicted, ReportRoom, RequestRoom
+from peercache.wire.messages.membership import ReportRoom, RequestRoom
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -281,8 +282,8 @@ class Pool:
                 return [promote_answer(self._pages, message)]
             case TakeOver() | TakenOver() | RequestGive() | RequestSpill() | PagesGiven():
                 return self._place(message, now)
-            case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesEvicted():
-                return self._copy(sender, message, now)
+            case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesLost():
+                return self._copy(message, now)
             case RemovalDone():
                 return [NotifyPublisher(message)]
             case DrainChanged(is_draining):
@@ -605,7 +606,7 @@ class Pool:
         """Do what the placement actor says about pages that move between nodes."""
         match message:
             case TakeOver(reserve, offered):
-                return self._take_over(reserve, offered, now)
+                return [*self._copies.report(now), *self._take_over(reserve, offered, now)]
             case TakenOver(commit, ages, is_copy):
                 return self._taken_over(commit, ages, now, is_copy=is_copy)
             case RequestGive(again):
@@ -634,10 +635,7 @@ class Pool:
         assert_never(message)
 
     def _copy(
-        self,
-        sender: Origin,
-        message: RequestCopies | CopiesMade | HoldersChanged | CopiesEvicted,
-        now: float,
+        self, message: RequestCopies | CopiesMade | HoldersChanged | CopiesLost, now: float
     ) -> list[Effect]:
         """Note where copies are, or name pages without one."""
         match message:
@@ -645,13 +643,13 @@ class Pool:
                 if only_new:
                     self._spills_after = self._pages.newest
                 named = self._copies.named(self._spills_after, now, again=again)
-                return [NotifyPlacement(named)]
+                return [*self._copies.report(now), NotifyPlacement(named)]
             case CopiesMade():
                 self._copies.made(message)
             case HoldersChanged(nodes):
                 self._copies.changed(nodes)
-            case CopiesEvicted():
-                self._copies.evicted_at(sender.identity, message, now)
+            case CopiesLost(node, report):
+                self._copies.lost(node, report, now)
             case _:
                 assert_never(message)
         return []

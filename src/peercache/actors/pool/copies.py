@@ -41,7 +41,9 @@ REPORT_KEYS: Final = 4096
 """Pages of one report: 64 KiB."""
 
 REPEAT_S: Final = 5.0
-"""How long after a report its number is sent again."""
+"""How long after a report its number is sent again; then after twice that time, and so on."""
+
+REPEAT_MAX_S: Final = 320.0
 
 DOUBT_S: Final = 10.0
 """How often at most all pages of one node are offered to it again: each time all are looked at."""
@@ -72,7 +74,8 @@ class Copies:
     _evicted: dict[int, list[bytes]] = attrs.field(factory=dict)
     """Pages to report, by node."""
     _sent: dict[int, int] = attrs.field(factory=dict)
-    _repeat_at: dict[int, float] = attrs.field(factory=dict)
+    _repeat_at: dict[int, tuple[float, float]] = attrs.field(factory=dict)
+    """When the last number is sent to a node again, and how long after that once more."""
     _received: dict[int, int] = attrs.field(factory=dict)
     _doubted: dict[int, float] = attrs.field(factory=dict)
     """Nodes of which a report was lost, and when their pages are looked at."""
@@ -147,8 +150,15 @@ class Copies:
                 if made.node:
                     self._report(made.node, key)
             elif not made.node:
-                self._alone(page, is_urgent=True)
-            elif not made.is_sure or page.copy_at not in (0, made.node):
+                if not page.copy_at:
+                    self._alone(page, is_urgent=True)
+            elif not made.is_sure:
+                self._more.setdefault(key, set()).add(made.node)
+                if not page.copy_at and key in self._waiting:
+                    # The next one may answer.
+                    del self._waiting[key]
+                    self._urgent[key] = 0
+            elif page.copy_at not in (0, made.node):
                 self._more.setdefault(key, set()).add(made.node)
             elif not page.copy_at:
                 self._forget_more(key, made.node)
@@ -156,7 +166,7 @@ class Copies:
                 self._counts[made.node] += 1
                 self._no_longer_single(key)
 
-    def evicted_at(self, node: int, report: CopiesEvicted, now: float) -> None:
+    def lost(self, node: int, report: CopiesEvicted, now: float) -> None:
         """Take the report of a node that it has pages no more of which this node has copies."""
         expected = self._received.get(node, 0) + (1 if report.keys else 0)
         if report.number != expected:
@@ -183,21 +193,30 @@ class Copies:
         for node in self._looked_at.keys() - nodes:
             del self._looked_at[node]
 
+    def report(self, now: float) -> list[Effect]:
+        """Report what was evicted.
+
+        Before a page is offered or taken again: a report that came after that would be mistaken for
+        one of the new page.
+        """
+        effects: list[Effect] = []
+        self._report_at = inf
+        evicted, self._evicted = self._evicted, {}
+        for node, keys in evicted.items():
+            for begin in range(0, len(keys), REPORT_KEYS):
+                number = self._sent[node] = self._sent.get(node, 0) + 1
+                packed = b"".join(keys[begin : begin + REPORT_KEYS])
+                effects.append(Send(node, CopiesEvicted(number, packed)))
+            self._repeat_at[node] = now + REPEAT_S, 2 * REPEAT_S
+        return effects
+
     def on_tick(self, now: float) -> list[Effect]:
         """Report what was evicted, repeat the numbers of reports, offer again what is in doubt."""
-        effects: list[Effect] = []
-        if self._report_at <= now:
-            self._report_at = inf
-            evicted, self._evicted = self._evicted, {}
-            for node, keys in evicted.items():
-                for begin in range(0, len(keys), REPORT_KEYS):
-                    number = self._sent[node] = self._sent.get(node, 0) + 1
-                    packed = b"".join(keys[begin : begin + REPORT_KEYS])
-                    effects.append(Send(node, CopiesEvicted(number, packed)))
-                self._repeat_at[node] = now + REPEAT_S
-        for node in [node for node, at in self._repeat_at.items() if at <= now]:
-            del self._repeat_at[node]
-            effects.append(Send(node, CopiesEvicted(self._sent[node], b"")))
+        effects = self.report(now) if self._report_at <= now else []
+        for node, (at, then) in self._repeat_at.items():
+            if at <= now:
+                self._repeat_at[node] = now + then, min(2 * then, REPEAT_MAX_S)
+                effects.append(Send(node, CopiesEvicted(self._sent[node], b"")))
         for node in [node for node, at in self._doubted.items() if at <= now]:
             del self._doubted[node]
             self._looked_at[node] = now
@@ -208,9 +227,8 @@ class Copies:
 
     def deadline(self) -> float:
         """Return when the next report is due."""
-        return min(
-            [self._report_at, *self._repeat_at.values(), *self._doubted.values()], default=inf
-        )
+        repeats = (at for at, _ in self._repeat_at.values())
+        return min(self._report_at, *repeats, *self._doubted.values(), inf)
 
     def check(self) -> None:
         """Assert that each page counts once, in constant time."""

@@ -240,7 +240,7 @@ class CopiesEvicted:
             that the node notices a lost one.
     """
 
-    declared: ClassVar = Declared(65, Receiver.POOL, NODES)
+    declared: ClassVar = Declared(65, Receiver.PLACEMENT, NODES)
 
     number: int
     keys: bytes

@@ -1,0 +1,62 @@
+"""The planted bugs of second copies: a node relies on one that is gone, or a removed page returns.
+
+Each maker takes the correct method and returns a wrong one, similar to a real bug.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from peercache.actors.pool.copies import Copies
+from sims import bugs_handover
+from sims.canary import Canary
+from sims.copying import copy, copy_while
+from sims.racing import race_copies
+
+
+def _nothing(_: Any) -> Any:
+    def ignored(*_args: Any, **_kwargs: Any) -> Any:
+        return None
+
+    return ignored
+
+
+def _without_a_look_at_numbers(right: Any) -> Any:
+    def lost(self: Any, node: int, report: Any, now: float) -> None:
+        right(self, node, report, now)
+        self._doubted.clear()
+
+    return lost
+
+
+CANARIES: tuple[Canary, ...] = (
+    Canary(
+        "copies-of-the-dead",
+        "a node relies on copies at a node that is dead",
+        20,
+        patches=((Copies, "changed", _nothing),),
+        story=partial(copy_while, "kill"),
+    ),
+    Canary(
+        "copies-never-reported",
+        "a node does not report the copies that it evicts",
+        20,
+        patches=((Copies, "_report", _nothing),),
+        story=copy,
+    ),
+    Canary(
+        "copies-reported-once",
+        "a node that misses a report of evicted copies does not notice it",
+        20,
+        patches=((Copies, "lost", _without_a_look_at_numbers),),
+        story=partial(copy_while, "lossy"),
+    ),
+    Canary(
+        "copied-though-removed",
+        "a page that is removed while another node reads it as a second copy comes back there",
+        20,
+        patches=bugs_handover.THOUGH_REMOVED,
+        story=race_copies,
+    ),
+)
