@@ -149,8 +149,11 @@ def test_demand_of_long_ago_is_forgotten() -> None:
 
 def test_a_page_that_another_node_holds_now_is_evicted() -> None:
     """Its record is withdrawn, and its slot is free; one that was touched or stored again stays."""
-    rig = Spiller(pages=8)
+    rig = Spiller(pages=64)
     rig.store_over_time(*range(8))
+    rig.store(*range(8, 64))
+    rig.now += 10.0
+    assert len(rig.cold()) == 8
     old = rig.drops(3)
     rig.touch(5)
     rig.say(Remove(9, 1, key(3)), NODE)
@@ -167,7 +170,24 @@ def test_a_page_that_another_node_holds_now_is_evicted() -> None:
     assert isinstance(publisher, NotifyPublisher)
     assert len(directory.fact.drops) == 2
     assert [number for number in range(8) if rig.holds(number) == [True]] == [0, 1, 3, 5, 6, 7]
-    assert rig.room()[0] == GRANULE, "one of the two is for what clients store here"
+
+
+def test_a_page_stays_that_was_read_since_it_was_offered_or_that_another_node_relies_on() -> None:
+    """However late the answer is: two nodes that offer each other their copies both keep them."""
+    rig = Spiller(pages=64)
+    rig.store_over_time(*range(8))
+    rig.store(*range(8, 64))
+    rig.now += 10.0
+    assert len(rig.cold()) == 8
+
+    rig.touch(5)
+    assert rig.take({6: 200.0}) == bytes((HERE,))
+    for _ in range(3):
+        rig.now += 2.0
+        rig.room()
+    rig.say(PagesGiven(rig.drops(4, 5, 6)), INSIDE)
+
+    assert rig.holds(4, 5, 6) == [False, True, True]
 
 
 def test_a_page_that_came_from_another_node_keeps_its_age() -> None:

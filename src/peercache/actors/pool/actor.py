@@ -124,7 +124,7 @@ from peercache.actors.pool.reservations import (
     take_colder,
     take_slots,
 )
-from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
@@ -421,8 +421,10 @@ class Pool:
                     self._slots.adopt(page.slot)
                     self._copies.stored([page.key])
                 elif not limits:
-                    # What another node offers is no use of what is here.
                     self._slots.touch(page.slot)
+                else:
+                    # No use of it, but the offerer evicts its own: this one is not given meanwhile.
+                    page.named_touch = NEVER_TOUCHED
         else:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
@@ -655,12 +657,19 @@ class Pool:
         return []
 
     def _give(self, drops: Records) -> list[Effect]:
-        """Evict pages that another node holds now, but those touched since they were named."""
+        """Evict pages that another node holds now, but those touched since they were named.
+
+        Nor one of which this node has answered meanwhile that it is here: two nodes that offer each
+        other the same page both keep it, however late the answers come.
+        """
         keys, generations = drops["key"].tolist(), drops["generation"].tolist()
         pages = [
             page
             for page, generation in zip(map(self._pages.find, keys), generations, strict=True)
-            if page is not None and page.generation == generation and self._slots.is_cold(page.slot)
+            if page is not None
+            and page.generation == generation
+            and page.slot.touched == page.named_touch
+            and self._slots.is_cold(page.slot)
         ]
         effects = self._end(pages, [])
         for page in pages:

@@ -269,7 +269,7 @@ def cold_pages(
         # What has a copy elsewhere is not lost with its place here.
         is_single = not page.copy_at
         if is_single and page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
-            page.named_at = now
+            page.named_at, page.named_touch = now, slot.touched
             groups.setdefault(page.namespace, []).append(page)
             count, room = count + 1, room - _granules(slot)
     return ColdPages(
