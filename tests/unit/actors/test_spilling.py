@@ -277,6 +277,20 @@ def test_an_offer_to_a_node_that_dies_ends_at_once() -> None:
     assert story.progress == SpillProgress(failed=1)
 
 
+def test_a_node_that_leaves_with_an_offer_is_not_remembered() -> None:
+    """There is a bound: never more are left alone than there are, here one of two."""
+    story = begun()
+    silent, _ = story.offered(1)
+    story.wait(OFFER_S + LOOK_S)
+    to, _ = story.answer(story.name(2), {})
+
+    story.see(silent, suspect=to)
+    story.wait(LOOK_S + 0.01)
+
+    assert to != silent
+    assert story.progress == SpillProgress(failed=2)
+
+
 def test_an_answer_that_does_not_fit_moves_nothing() -> None:
     """Neither one with too few states, nor one of another node."""
     story = begun()

@@ -185,7 +185,7 @@ class Spilling:
         if self._until <= now:
             if self._rooms:
                 return self._choose(now)
-            self._silent_until[self._offered_to] = now + SILENT_S
+            self._avoid(self._offered_to, now)
             _, records, _ = self._queue.popleft()
             self.progress.failed += len(records)
             made = self._made(records, self._offered_to, is_sure=False) if self.is_copying else []
@@ -217,7 +217,7 @@ class Spilling:
         _, records, _ = self._queue.popleft()
         states = np.frombuffer(message.states, np.uint8)
         if len(states) != len(records):
-            self._silent_until[sender] = now + SILENT_S
+            self._avoid(sender, now)
             self.progress.failed += len(records)
             return self._end(now)
         is_new, is_there = states == COMMITTED, states == HERE
@@ -243,6 +243,11 @@ class Spilling:
         assert not (self._rooms and self._offered_to), "asks and offers at once"
         assert len(self._rooms) <= ASKED, f"{len(self._rooms)} nodes were asked"
         assert len(self._silent_until) <= len(self._targets), "nodes that left are remembered"
+
+    def _avoid(self, node: int, now: float) -> None:
+        """Do not ask a node for a while; one that has left is not asked anyway."""
+        if node in self._targets:
+            self._silent_until[node] = now + SILENT_S
 
     def _go_on(self, now: float) -> list[Effect]:
         """Ask the pool or the nodes for the next offer, if this node may make one now."""
