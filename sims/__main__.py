@@ -13,6 +13,7 @@ from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.crowd import Crowd, table
 from sims.determinism import stream
 from sims.play import Outcome, play
+from sims.spilling import SEEDS_OF_ALL, spilled
 from sims.start import Start
 from sims.swarm import draw, smaller
 
@@ -60,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     crowding.add_argument("--readers", type=int, default=50)
     crowding.add_argument("--reads", type=int, default=4, help="of the prompt, by each of them")
     crowding.add_argument("--seed", type=int, default=1)
+    spilling = commands.add_parser(
+        "spills", help="kill, cut, remove or revoke at each step of a spill"
+    )
+    spilling.add_argument("--first", type=int, default=0, help="the first seed")
+    spilling.add_argument("--seeds", type=int, default=SEEDS_OF_ALL, help="how many")
+    spilling.add_argument("--trace", action="store_true", help="show every line as it happens")
     args = parser.parse_args(arguments)
+    if args.command == "spills":
+        return _spills(args)
     if args.command == "start":
         return _start(args)
     if args.command == "run":
@@ -90,6 +99,18 @@ def _crowd(args: argparse.Namespace) -> int:
     for line in table(reports):
         _print(line)
     return 1 if any(report.missed for report in reports) else 0
+
+
+def _spills(args: argparse.Namespace) -> int:
+    failed = 0
+    for seed in range(args.first, args.first + args.seeds):
+        checker, detail = spilled(seed, show=_print if args.trace else None)
+        failed += bool(checker)
+        if checker:
+            _print(f"seed {seed}: {checker} {detail}")
+            _print(f"reproduce: python -m sims spills --first {seed} --seeds 1 --trace")
+    _print(f"{args.seeds} seeds, {failed} of them failed")
+    return 1 if failed else 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from sims import (
     bugs_following,
     bugs_handover,
     bugs_owners,
+    bugs_placement,
     bugs_tables,
     bugs_tenants,
     planted,
@@ -483,6 +484,7 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.REMOVED_COMES_BACK,
         story=race,
     ),
+    *bugs_placement.CANARIES,
     *bugs_following.CANARIES,
     Canary(
         SET_ORDER,

@@ -6,6 +6,7 @@ nothing accesses a caller's buffer after its call has returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -119,8 +120,14 @@ class Truth:
         """By node: its process."""
         self.rings: dict[int, HashRing] = {}
         """By node: the ring that its shard follows."""
-        self.waiting: dict[tuple[int, int, int], Records] = {}
-        """By node, client and request: the records of a commit that is not answered."""
+        self.waiting: dict[tuple[int, int, int, int], Records] = {}
+        """By node, client, request and reservation: the records of a commit that is not answered.
+        """
+        self.offered_at: dict[int, float] = {}
+        """By node: when it last offered pages that it evicts next."""
+        self.revoked: dict[int, float] = {}
+        """By node whose certificate is revoked: when all others have dropped the pages that they
+        had from other nodes."""
         self.followed: dict[tuple[int, int], dict[bytes, int]] = {}
         """By node and change: the tier of each page that the node held at the change."""
         self.nodes: set[int] = set()
@@ -129,6 +136,8 @@ class Truth:
         """Those whose processes run."""
         self.removals = Removals()
         self.hits = 0
+        self.spilled = 0
+        """Pages that were evicted because another node had taken them."""
 
     def stopped_for(self, span_s: float) -> list[int]:
         """Return the nodes that have been paused for this time."""
@@ -155,6 +164,11 @@ class Truth:
             last = max(stay.until for stay in stays)
             detail = f"version {version} of {key.hex()} ended at {last:.6f}, before {since:.6f}"
             raise Violation("stale-hit", f"{who} got {detail}")
+        # The version was stored there first; later stays are copies of it.
+        source = stays[0].incarnation
+        if self.revoked.get(source, math.inf) < since:
+            detail = f"version {version} of {key.hex()} that {source:016x} has stored"
+            raise Violation("revoked-served", f"{who} got {detail}")
         self.hits += 1
 
 

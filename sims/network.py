@@ -289,6 +289,11 @@ class Network:
         way = self._way(source, target)
         way.cut_until = max(way.cut_until, until)
 
+    def restore(self, source: str, target: str) -> None:
+        """End every cut between two hosts."""
+        for way in (self._way(source, target), self._way(target, source)):
+            way.cut_until = -math.inf
+
     def clog(self, source: str, target: str, until: float) -> None:
         """Delay everything from one host to another."""
         self._way(source, target).clogged_until = until

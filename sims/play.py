@@ -135,7 +135,7 @@ def play(
         virtual_s=clock.current_time(),
         wall_s=time.monotonic() - started,
         healed_s=healed_s,
-        counts=made.calls.counts,
+        counts=made.calls.counts | {"spilled": made.truth.spilled},
         last_lines=tuple(trace.last),
     )
 

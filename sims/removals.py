@@ -15,12 +15,16 @@ from sims.trace import Violation
 
 @attrs.define(eq=False)
 class Stay:
-    """The life of one page in one node's memory."""
+    """The life of one page in one node's memory.
+
+    is_given: it ended because another node had taken the page.
+    """
 
     incarnation: int
     version: int
     since: float
     until: float = math.inf
+    is_given: bool = False
 
 
 @attrs.define(eq=False)

@@ -62,10 +62,12 @@ def note_message(actor: Any, sender: int, message: object, truth: Truth) -> None
                 truth.received[stream] = number + 1
                 truth.forged.discard(stream)
     match message:
-        case PagesCommitted(origin, request, _, _, made, here) if isinstance(actor, Publisher):
+        case PagesCommitted(origin, request, sequence, _, made, here) if isinstance(
+            actor, Publisher
+        ):
             # A Commit may be sent again, and a set may find its pages here.
             spoken_of = np.concatenate([made, here])
-            truth.waiting[actor.incarnation, origin.identity, request] = spoken_of
+            truth.waiting[actor.incarnation, origin.identity, request, sequence] = spoken_of
         case RecordsChanged(_, drops) if isinstance(actor, Publisher):
             for key, generation in zip(
                 records.keys_of(drops), drops["generation"].tolist(), strict=True
@@ -102,7 +104,8 @@ def note_effects(actor: Any, effects: list[Effect], truth: Truth) -> None:
         if not isinstance(effect, NotifyDirectory) or not isinstance(effect.fact, CommitAnswered):
             continue
         answer = effect.fact.committed
-        key = (actor.incarnation, effect.fact.origin.identity, answer.request)
+        client = effect.fact.origin.identity
+        key = (actor.incarnation, client, answer.request, answer.sequence)
         spoken_of = truth.waiting.pop(key, None)
         if spoken_of is None:
             continue

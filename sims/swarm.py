@@ -108,6 +108,9 @@ class Options:
     quotas: str = ""
     """Quotas of TENANTS, the namespaces of clients in turn; "": all have one, no quota. Never
     drawn."""
+    removals: float = 1.0
+    """The fraction of removals and clears that are called: where there are many, no node takes
+    pages of another one. Never drawn."""
     bandwidth: float = 0.0
     """Bytes a second that a host's network carries each way; 0: without bound. Never drawn."""
 
@@ -158,7 +161,7 @@ def spilling(options: Options) -> Options:
     """Return a small run in which half of the nodes hardly store anything, and the others evict.
 
     Pages move to the idle ones all the time, are removed meanwhile, and nodes are paused and cut
-    off while they do.
+    off while they do, but not most of the time: a node that suspects another one offers nothing.
     """
     return attrs.evolve(
         smaller(options),
@@ -168,12 +171,22 @@ def spilling(options: Options) -> Options:
         hosts=4,
         clients=2,
         workers=2,
-        pool_granules=96,
+        pool_granules=120,
         uncommitted_granules=0,
-        keys=200,
+        keys=300,
         batch_max=16,
         think_s=0.02,
         step_s=0.001,
+        latency_mean_s=0.0005,
+        wire_slowness=1.0,
+        stop_in_copy=0.0,
+        removals=0.05,
+        loss=min(options.loss, 0.002),
+        crash_rate=min(options.crash_rate, 0.05),
+        partition_rate=min(options.partition_rate, 0.05),
+        node_pause_rate=min(options.node_pause_rate, 0.05),
+        drain_rate=0.0,
+        busy=0.0,
         disk_slabs=0,
         mirror_pulls="off",
         quotas="",
@@ -229,6 +242,19 @@ def with_tenants(options: Options) -> Options:
         disk_slabs=0,
         mirror_pulls="off",
         crash_rate=0.0,
+    )
+
+
+def spilling_tenants(options: Options) -> Options:
+    """Return a run as `with_tenants` makes it, in which pages move to nodes that store little."""
+    return attrs.evolve(
+        with_tenants(options),
+        spill=True,
+        placement_min_age_s=0.0,
+        nodes=4,
+        hosts=4,
+        clients=6,
+        step_s=0.001,
     )
 
 

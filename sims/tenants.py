@@ -11,6 +11,7 @@ from typing import Any, final
 import attrs
 
 from peercache.actors.disk.index import DiskIndex, EvictionQueues
+from peercache.actors.mailboxes import TakeOver
 from peercache.actors.pool.actor import Pool
 from peercache.actors.tenants import Tenant
 from peercache.model.runs import I64
@@ -40,6 +41,8 @@ class Shares:
     def of(cls, pool: Pool, message: object) -> Shares:
         """Record a pool with quotas, if this message may evict pages of others."""
         tenants = pool.tenants
+        if isinstance(message, TakeOver):
+            message = message.reserve
         if not tenants.are_several or not isinstance(message, (Reserve, ReserveMirror)):
             return cls(None)
         keys: dict[Tenant, list[bytes]] = {tenant: [] for tenant in tenants.all()}

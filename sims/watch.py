@@ -19,6 +19,7 @@ from peercache.actors.effects import Effect, Send, StateActor
 from peercache.actors.mailboxes import PeerAnswered
 from peercache.actors.membership.actor import Membership
 from peercache.actors.origin import Origin
+from peercache.actors.placement.actor import Placement
 from peercache.actors.pool.actor import Pool
 from peercache.actors.publisher.actor import Publisher
 from peercache.actors.removal.actor import Remover
@@ -32,6 +33,7 @@ from sims import stored
 from sims.followed import note_changes
 from sims.memory import Truth
 from sims.network import Network
+from sims.placed import Given, note_offers
 from sims.places import Place
 from sims.tenants import Shares, WatchedQueues
 from sims.trace import Trace, Violation
@@ -95,10 +97,11 @@ class WatchedActor:
             identity = sender.identity if speaker is None else speaker.incarnation
             _check_view(actor, identity, view, masters, self.truth)
         elif isinstance(actor, Pool):
-            shares = Shares.of(actor, message)
+            shares, given = Shares.of(actor, message), Given.of(actor, message)
             effects = actor.on_message(sender, message, self.place.local(now))
             check_shares(actor)
             shares.judge(actor)
+            given.judge(actor, self.truth)
         elif isinstance(actor, DiskTier):
             effects = actor.on_message(sender, message, self.place.local(now))
             if actor.index is not None:
@@ -142,6 +145,8 @@ class WatchedActor:
     def _note(self, cause: str, effects: list[Effect]) -> None:
         self.look(effects)
         stored.note_effects(self.actor, effects, self.truth)
+        if isinstance(self.actor, Placement):
+            note_offers(self.actor.incarnation, effects, self.truth)
         if isinstance(self.actor, Publisher):
             _check_hand_over(self.actor, effects, self.truth)
             note_changes(self.actor, effects, self.truth)

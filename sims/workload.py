@@ -29,6 +29,11 @@ from sims.trace import Trace, Violation
 LATE_S = 1e-6
 """A call may end this much after its deadline: sums of floats."""
 
+READS_FROM: Final = 0.38
+"""Of a number from 0 to 1 that decides on a call: what is less sets pages."""
+
+REMOVALS_FROM: Final = 0.97
+
 OTHER_LENGTH = 0.02
 """Chance that a client sets a page with another length than the other clients."""
 
@@ -83,19 +88,21 @@ class Calls:
 
     async def _one(self, client: SimClient, rng: random.Random) -> None:
         drawn = rng.random()
+        if drawn >= REMOVALS_FROM and self.options.removals < 1.0:
+            drawn = drawn if rng.random() < self.options.removals else READS_FROM
         count = rng.randint(1, self.options.batch_max)
         places = self.own_places(client, self._choose(rng, count))
-        if drawn < 0.38:
+        if drawn < READS_FROM:
             await self.set(client, places, rng)
         elif drawn < 0.85:
             await self.get(client, places, rng)
-        elif 0.9 < drawn < 0.97 and self.options.tenants > 1:
+        elif 0.9 < drawn < REMOVALS_FROM and self.options.tenants > 1:
             keys = self.library.keys[places].tobytes()
             seconds = rng.choice(RETAINED_S)
             await self.ask_all(client, Retain(0, client.namespace.tag(), keys, seconds, 0.0))
-        elif drawn < 0.97 and self.options.pools == 2:
+        elif drawn < REMOVALS_FROM and self.options.pools == 2:
             await self.prefix(client, places, rng)
-        elif drawn < 0.97:
+        elif drawn < REMOVALS_FROM:
             await self.exists(client, places)
         elif drawn < 0.995 or self.options.tenants > 1:  # `removals` distinguishes no namespaces.
             await self.ask_all(
@@ -122,18 +129,24 @@ class Calls:
     # --- calls ------------------------------------------------------------------------------------
 
     async def set(
-        self, client: SimClient, places: Sequence[int], rng: random.Random, timeout_s: float = 0.0
+        self,
+        client: SimClient,
+        places: Sequence[int],
+        rng: random.Random,
+        timeout_s: float = 0.0,
+        *,
+        version: int = 0,
     ) -> list[bool]:
-        """Store a new version of each page; check the answer."""
+        """Store a new version of each page, or a version that exists; check the answer."""
         keys = self.library.keys[list(places)]
         regions = []
         for place, key in zip(places, keys.tolist(), strict=True):
             length = self.library.lengths[place]
-            if rng.random() < OTHER_LENGTH:
+            if rng.random() < OTHER_LENGTH and not version:
                 length = rng.choice(self.options.lengths)
             self._version += 1
             region = self.buffers.take(length, client.place.name)
-            region.data[:] = content_of(key, self._version, length)
+            region.data[:] = content_of(key, version or self._version, length)
             regions.append(region)
         attached = client.attached
         timeout_s = timeout_s or rng.choice([0.15, 2.0, 2.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sims.following import follow
 from sims.play import play
 from sims.racing import race, race_drains, race_spills
 from sims.rewriting import rewrite
+from sims.spilling import CASES, SEEDS_OF_ALL, cases, spill, spill_while
 from sims.swarm import smaller, with_tables
 from sims.turning import turn
 
@@ -41,6 +43,8 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(race_spills, marks=pytest.mark.slow),
+        partial(spill_while, "mutual"),
+        pytest.param(spill, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
         pytest.param(follow, marks=pytest.mark.slow),
     ],
@@ -56,6 +60,10 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
         pytest.param("removed-comes-back", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("handed-over-though-removed", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("spilled-though-removed", {"came-back"}, marks=pytest.mark.slow),
+        ("spilled-by-both", {"spilled-lost"}),
+        ("spilled-before-published", {"spilled-lost"}),
+        pytest.param("spilled-though-unknown", {"spilled-lost"}, marks=pytest.mark.slow),
+        pytest.param("spilled-though-revoked", {"revoked-served"}, marks=pytest.mark.slow),
         ("entry-reused-in-an-epoch", {"table-record"}),
         ("epoch-not-checked", {"table-record", "table-lost"}),
         ("gap-not-sent", {"followed"}),
@@ -78,6 +86,13 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
 def test_a_bug_planted_into_a_story_is_found(canary: str, checkers: set[str]) -> None:
     """Each in few seeds: what a run meets by chance, a story meets again and again."""
     assert hunt(canary).checker in checkers
+
+
+def test_consecutive_seeds_of_a_spill_have_every_fault_at_every_step() -> None:
+    """Whichever comes first."""
+    for first in (0, 7):
+        seeds = range(first, first + SEEDS_OF_ALL)
+        assert {case for seed in seeds for case in cases(seed)} == set(CASES)
 
 
 @pytest.mark.slow
