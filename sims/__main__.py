@@ -1,21 +1,26 @@
-"""`python -m sims`: run a seed, sweep seeds, hunt planted bugs, start a cluster, or crowd one."""
+"""`python -m sims`: run a seed, sweep seeds, hunt planted bugs, replay a trace, start a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from peercache.cli.bench.replay import EVEN, Plan, speed_for
+from peercache.cli.traces import requests_of
 from peercache.paths.mirror import ALL, HOT, OFF
 from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.crowd import Crowd, table
 from sims.determinism import stream
 from sims.play import Outcome, play
+from sims.replay import Replay, whole_blocks
 from sims.spilling import SEEDS_OF_ALL, spilled
 from sims.start import Start
-from sims.swarm import draw, smaller
+from sims.swarm import GRANULE, draw, smaller
 
 LINES_SHOWN = 40
 """Lines of the trace that are shown for a failure."""
@@ -67,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spilling.add_argument("--first", type=int, default=0, help="the first seed")
     spilling.add_argument("--seeds", type=int, default=SEEDS_OF_ALL, help="how many")
     spilling.add_argument("--trace", action="store_true", help="show every line as it happens")
+    _add_replay(commands.add_parser("replay", help="let a request trace drive a cluster"))
     args = parser.parse_args(arguments)
+    if args.command == "replay":
+        return _replay(args)
     if args.command == "spills":
         return _spills(args)
     if args.command == "start":
@@ -99,6 +107,47 @@ def _crowd(args: argparse.Namespace) -> int:
     for line in table(reports):
         _print(line)
     return 1 if any(report.missed for report in reports) else 0
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--requests", type=int, help="the first so many; default: all")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--prefill", type=int, help="nodes that get requests; default: half")
+    parser.add_argument("--routing", default=EVEN, choices=(EVEN, "zipf"))
+    parser.add_argument("--blocks", type=int, default=2000, help="room of all nodes")
+    parser.add_argument("--speed", type=float, help="divides times; default: about a minute")
+    parser.add_argument("--spill", action="store_true", help="pages move ahead of their eviction")
+    parser.add_argument("--min-age", type=float, default=0.0, help="placement_min_age, seconds")
+    for fault in ("kills", "pauses", "partitions"):
+        parser.add_argument(f"--{fault}", type=float, default=0.0, help="a virtual second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--show", action="store_true", help="show every event as it happens")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    requests = requests_of(args.trace, args.requests)
+    speed, prefill = args.speed or speed_for(requests), args.prefill or max(1, args.nodes // 2)
+    plan = Plan(requests, args.nodes, prefill, args.routing, GRANULE, speed, args.seed)
+    replay = Replay(
+        plan=plan,
+        blocks=whole_blocks(args.blocks, args.nodes),
+        spill=args.spill,
+        min_age_s=args.min_age,
+        kills=args.kills,
+        pauses=args.pauses,
+        partitions=args.partitions,
+    )
+    report = replay.play(_print if args.show else None)
+    if args.json:
+        _print(json.dumps(report.figures()))
+    else:
+        for line in report.lines():
+            _print(line)
+    if report.checker:
+        _print(f"{report.checker}: {report.detail}")
+    return 1 if report.checker else 0
 
 
 def _spills(args: argparse.Namespace) -> int:

@@ -138,6 +138,8 @@ class Truth:
         self.hits = 0
         self.spilled = 0
         """Pages that were evicted because another node had taken them."""
+        self.taken_bytes = 0
+        """Of pages that nodes have taken from others."""
 
     def stopped_for(self, span_s: float) -> list[int]:
         """Return the nodes that have been paused for this time."""

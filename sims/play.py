@@ -58,7 +58,7 @@ async def _phases(world: World) -> float:
             nursery.start_soon(_harm, world, harm)
             await trio.sleep(world.options.safety_s)
             harm.cancel()
-            await _calm_down(world)
+            await calm_down(world)
             world.trace.line("phase", "liveness")
             healed_s = await Liveness(world, world.stream("liveness")).demand()
             nursery.cancel_scope.cancel()
@@ -80,7 +80,7 @@ async def _watch(world: World) -> None:
             raise Deadlock("no task waits for a time")
 
 
-async def _calm_down(world: World) -> None:
+async def calm_down(world: World) -> None:
     """End every fault, and let running calls end."""
     world.is_safety = False
     world.network.heal()

@@ -20,6 +20,7 @@ import numpy as np
 from peercache.actors.directory.actor import DirectoryShard
 from peercache.actors.effects import Effect, NotifyDirectory, Send
 from peercache.actors.mailboxes import (
+    TAKER,
     CommitAnswered,
     PagesCommitted,
     RecordsChanged,
@@ -65,6 +66,8 @@ def note_message(actor: Any, sender: int, message: object, truth: Truth) -> None
         case PagesCommitted(origin, request, sequence, _, made, here) if isinstance(
             actor, Publisher
         ):
+            if origin == TAKER:
+                truth.taken_bytes += int(made["length"].sum())
             # A Commit may be sent again, and a set may find its pages here.
             spoken_of = np.concatenate([made, here])
             truth.waiting[actor.incarnation, origin.identity, request, sequence] = spoken_of

@@ -7,7 +7,7 @@ that differs means that something depends on what the seed does not decide.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 LINES_KEPT = 400
@@ -33,10 +33,14 @@ class Trace:
         self._show = show
         self._hash = hashlib.sha256()
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
+        self.faults: Counter[str] = Counter()
+        """How many faults of each kind there were."""
 
     def line(self, *words: object) -> None:
         """Note one event."""
         text = " ".join([f"{self._clock():.6f}", *map(str, words)])
+        if words[0] == "fault":
+            self.faults[str(words[1])] += 1
         self._hash.update(text.encode())
         self.last.append(text)
         if self._show is not None:

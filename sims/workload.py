@@ -206,10 +206,12 @@ class Calls:
                 self.truth.judge_hit(key, region.data, started, ended, client.place.name)
         return outcome.reasons
 
-    async def exists(self, client: SimClient, places: Sequence[int]) -> None:
-        """Ask whether pages are held."""
+    async def exists(
+        self, client: SimClient, places: Sequence[int], timeout_s: float = 0.0
+    ) -> list[str]:
+        """Ask whether pages are held; return the reasons why not, "" for a page that is."""
         keys = self.library.keys[list(places)]
-        timeout_s = client.config.exists_timeout_s
+        timeout_s = timeout_s or client.config.exists_timeout_s
         started = trio.current_time()
         cluster, until = client.cluster, _until(client, timeout_s)
         path = client.reader.exists(keys, cluster, until)
@@ -218,6 +220,7 @@ class Calls:
         clusters, has_time = (cluster, client.cluster), client.place.now() < until
         check_absent(clusters, keys, reasons, answers, has_time=has_time)
         self._ended(client, "exists", started, timeout_s, known, reasons)
+        return reasons
 
     async def prefix(self, client: SimClient, places: Sequence[int], rng: random.Random) -> None:
         """Ask how far a prefix reaches in two pools, and read it; missing pages are counted.

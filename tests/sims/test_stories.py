@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from sims.following import follow
 from sims.play import play
 from sims.racing import race, race_drains, race_spills
 from sims.rewriting import rewrite
-from sims.spilling import CASES, SEEDS_OF_ALL, cases, spill, spill_while
+from sims.spilling import CASES, SEEDS_OF_ALL, cases, spill
 from sims.swarm import smaller, with_tables
 from sims.turning import turn
 
@@ -43,7 +42,6 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(race_spills, marks=pytest.mark.slow),
-        partial(spill_while, "mutual"),
         pytest.param(spill, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
         pytest.param(follow, marks=pytest.mark.slow),
