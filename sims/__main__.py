@@ -16,6 +16,8 @@ from sims import sweep
 from sims.canaries import CANARIES, hunt_all, planted_canary
 from sims.crowd import Crowd, table
 from sims.determinism import stream
+from sims.placing import ALL as ALL_STORE
+from sims.placing import HALF, Placing, cost_table
 from sims.play import Outcome, play
 from sims.replay import Replay, whole_blocks
 from sims.spilling import SEEDS_OF_ALL, spilled
@@ -72,19 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spilling.add_argument("--first", type=int, default=0, help="the first seed")
     spilling.add_argument("--seeds", type=int, default=SEEDS_OF_ALL, help="how many")
     spilling.add_argument("--trace", action="store_true", help="show every line as it happens")
+    placing = commands.add_parser("placement", help="count what placement costs in large clusters")
+    placing.add_argument("--nodes", type=int, nargs="+", default=(10, 100, 1000))
+    placing.add_argument("--seed", type=int, default=1)
     _add_replay(commands.add_parser("replay", help="let a request trace drive a cluster"))
     args = parser.parse_args(arguments)
-    if args.command == "replay":
-        return _replay(args)
-    if args.command == "spills":
-        return _spills(args)
-    if args.command == "start":
-        return _start(args)
-    if args.command == "run":
-        return _run(args)
-    if args.command == "crowd":
-        return _crowd(args)
-    return _sweep(args) if args.command == "sweep" else _canaries(args)
+    does = {
+        "run": _run,
+        "sweep": _sweep,
+        "canaries": _canaries,
+        "start": _start,
+        "crowd": _crowd,
+        "spills": _spills,
+        "placement": _placement,
+        "replay": _replay,
+    }
+    return does[args.command](args)
+
+
+def _placement(args: argparse.Namespace) -> int:
+    sizes = [(nodes, storing) for nodes in args.nodes for storing in (HALF, ALL_STORE)]
+    for line in cost_table([Placing(*size, seed=args.seed).play() for size in sizes]):
+        _print(line)
+    return 0
 
 
 def _start(args: argparse.Namespace) -> int:
