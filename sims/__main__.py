@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _placement(args: argparse.Namespace) -> int:
     sizes = [(nodes, storing) for nodes in args.nodes for storing in (HALF, ALL_STORE)]
-    for line in cost_table([Placing(*size, seed=args.seed).play() for size in sizes]):
+    for line in cost_table(Placing(*size, seed=args.seed).play() for size in sizes):
         _print(line)
     return 0
 

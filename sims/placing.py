@@ -11,7 +11,7 @@ no others (`all`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Final, final
@@ -273,11 +273,13 @@ def _member(number: int) -> Member:
     return Member(number + 1, 1, ALIVE, 255, f"h{number}", f"a:{number}", f"b:{number}", "", "")
 
 
-def cost_table(costs: Sequence[Cost]) -> list[str]:
-    """Return costs as lines of Markdown."""
+def cost_table(costs: Iterable[Cost]) -> Iterator[str]:
+    """Yield costs as lines of Markdown."""
     head = (
         "nodes", "of which store", "messages a node and second", "busiest node", "bytes",
         "pages moved", "of those stored",
     )  # fmt: skip
-    lines = [head, ("--:", "---", *["--:"] * 5), *(cost.cells() for cost in costs)]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    for line in (head, ("--:", "---", *["--:"] * 5)):
+        yield f"| {' | '.join(line)} |"
+    for cost in costs:
+        yield f"| {' | '.join(cost.cells())} |"

@@ -82,13 +82,14 @@ STEPS = (
 """Room is asked for, the pages are offered, have slots, are being read, have been read, have words,
 are known to their owners; the taker answers, and the giver evicts."""
 
-KILLS = ("kill-giver", "kill-taker", "kill-both")
-GONE = ("remove", "clear", "revoke")
-"""Faults after which the pages may be nowhere, apart from kills."""
+GONE = ("kill", "remove", "clear", "revoke")
+"""Parts of faults after which the pages may be nowhere."""
 
 FAULTS = (
-    *KILLS, "pause-giver", "pause-taker", "cut", "cut-giver", "cut-taker", "cut-to-taker",
-    "cut-to-giver", *GONE, "read", "set", "drain-giver", "drain-taker", "mutual",
+    "kill-giver", "kill-taker", "kill-both", "pause-giver", "pause-taker", "cut", "cut-giver",
+    "cut-taker", "cut-to-taker", "cut-to-giver", "remove", "clear", "revoke", "read", "set",
+    "drain-giver", "drain-taker", "mutual", "pause-giver+remove", "pause-taker+remove",
+    "cut-giver+remove", "cut+clear", "pause-giver+kill-taker", "pause-taker+set",
 )  # fmt: skip
 
 CASES = tuple(product(FAULTS, STEPS))
@@ -269,9 +270,15 @@ class Round:
     # --- faults -----------------------------------------------------------------------------------
 
     async def _happens(self) -> None:
+        """Let all parts of the fault begin together, and wait for them."""
+        async with trio.open_nursery() as parts:
+            for part in self.fault.split("+"):
+                parts.start_soon(self._part_happens, part)
+
+    async def _part_happens(self, part: str) -> None:
         world, rng, remover = self.world, self.rng, self._client(self._third())
         names = {"giver": ["n0"], "taker": [self.taker], "both": ["n0", self.taker]}
-        kind, _, who = self.fault.partition("-")
+        kind, _, who = part.partition("-")
         named = names.get(who, [])
         match kind:
             case "kill":
@@ -401,7 +408,7 @@ class Round:
 
     async def _check(self) -> None:
         """Fail if pages are lost that no fault may lose."""
-        if self.fault in (*KILLS, *GONE):
+        if any(part in self.fault for part in GONE):
             return
         for key in self._keys():
             if not self._holders(key):
