@@ -223,10 +223,10 @@ class Placing:
                     held.update(zip(keys_of(made), made["generation"].tolist(), strict=True))
                     for key in keys_of(changed.drops):
                         held.pop(key, None)
-                case NotifyPublisher(PagesCommitted(origin) as told) if origin == TAKER:
-                    records = np.concatenate((told.records, told.here))
+                case NotifyPublisher(PagesCommitted(origin) as notice) if origin == TAKER:
+                    records = np.concatenate((notice.records, notice.here))
                     packed = records.tobytes()
-                    answer = Committed(0, told.sequence, told.states, packed, len(records))
+                    answer = Committed(0, notice.sequence, notice.states, packed, len(records))
                     self._place(number, SELF, answer)
                 case Pull():
                     self._read(number, effect)
