@@ -233,16 +233,17 @@ ALERTS = (
     Alert(
         "PeerCacheRefusesItsOwn",
         "increase(peercache_messages_dropped_total"
-        '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 0',
+        '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 10',
         0,
         "warning",
         "{{ $labels.instance }} refuses a peer because of its {{ $labels.reason }}",
         "A node or a client with other settings, another release or a certificate that does not "
-        "fit tries to join. It is outside of the cluster until that is fixed.",
-        "`node.peer_refused` in the log of the node names the peer and what differs.",
+        "fit tries to join, again and again. It is outside of the cluster until that is fixed. One "
+        "command with a wrong `--cluster` does not fire.",
+        "`node.peer_refused` in the log of the node names the peer, its address and what differs.",
         "Give both the same setting; see [which connections are refused]"
         "(read-the-metrics.md#which-connections-are-refused).",
-        (counter("messages_dropped_total", 0, 1, reason="granule"),),
+        (counter("messages_dropped_total", 0.5, 60, reason="granule"),),
         5,
         {**EVERYWHERE, "reason": "granule"},
     ),

@@ -35,7 +35,7 @@ from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import UNKNOWN_CLUSTER, WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import (
     ReportCluster,
@@ -156,6 +156,7 @@ class Operator:
         self._tls = None if files is None else ControlTls(files)
         config = with_cluster(target.config, files)
         self.cluster = config.cluster
+        # Without certificates the cluster's name proves nothing, and the address identifies it.
         self._may_learn = self._tls is None and not target.has_cluster
         self._gate = Gate(
             Sharing.of(share_group=config.share_group, share_uids=config.share_uids), live
@@ -257,7 +258,7 @@ class Operator:
     def _new_asker(self) -> Asker:
         return Asker(
             identity=self._identity,
-            cluster=self.cluster,
+            cluster=UNKNOWN_CLUSTER if self._may_learn else self.cluster,
             hello_for=lambda _: self._hello(),
             url_of=lambda _: self._url,
             breakers=Breakers(),
@@ -291,7 +292,6 @@ class Operator:
                     f"{self._target.at} is of the cluster {other!r}, and not of "
                     f"{self.cluster!r}: name it with --cluster",
                 )
-            # Without certificates the cluster's name proves nothing, and the address identifies it.
             self.cluster, self._may_learn = other, False
             self._asker.close()
             self._asker = self._new_asker()
