@@ -135,6 +135,25 @@ def test_the_command_line_shows_and_judges_the_cluster(
         nodes[1].resume()
 
 
+def test_a_node_that_was_killed_and_started_again_is_one_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The earlier process is not counted, shown, or a reason for another exit status."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        place = second.ready["control"]
+        second.kill()
+        cluster.start(flags=("--listen", place))
+        at = ["--at", first.ready["control"]]
+
+        wait_until(lambda: cli.main(["status", *at]) == 0)
+        shown = capsys.readouterr().out.split("cluster ")[-1]
+        assert "2 members: 2 ok" in shown
+        assert shown.count(place) == 1
+        assert cli.main(["members", *at, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["members"]) == 2
+
+
 def test_with_certificates_only_an_operator_looks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -306,7 +306,8 @@ class MemberStatus:
     """A member of a view, and its status, if it reported one.
 
     seen:   its state in the view of the node that collected this: alive, suspect, dead, left.
-    answers: whether it reported its status; if not, `status` has only its name and state.
+    answers: whether it reported its status; if not, `status` has only its name, its state and, if
+             it is known, the reason.
     """
 
     seen: str = ""
@@ -314,8 +315,8 @@ class MemberStatus:
     status: Status = attrs.field(factory=Status)
 
 
-def unanswered(member: Member) -> MemberStatus:
-    """Return a member that did not report its status."""
+def unanswered(member: Member, reason: str = "") -> MemberStatus:
+    """Return a member that did not report its status, with the reason if that is known."""
     seen = STATE_NAMES[member.state] if member.state < len(STATE_NAMES) else str(member.state)
     state = "left" if seen == "left" else NO_ANSWER
     statuses = Status(
@@ -323,6 +324,7 @@ def unanswered(member: Member) -> MemberStatus:
         incarnation=name_of(member.incarnation),
         host=member.host_name,
         state=state,
+        reasons=(reason,) if reason else (),
     )
     return MemberStatus(seen=seen, status=statuses)
 

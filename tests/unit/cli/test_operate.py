@@ -133,6 +133,10 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
         told(name="c:1", peers=(PeerStatus(name="d:1", lagging=True),)),
         told(name="d:1", draining=Draining(active=True, phase="handing over", pages=9)),
         dead,
+        unanswered(
+            Member(2, 1, DEAD, 255, "h", "10.0.0.8:31998", "d", "", ""),
+            "its certificate is revoked",
+        ),
     )
 
     text = drawn(*members, width=200)
@@ -142,6 +146,8 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
     assert "! c:1: sets do not wait for d:1" in text
     assert "! d:1: draining: handing over 0 of 9 pages" in text
     assert "! 10.0.0.9:31998: no answer; the others have it as dead" in text
+    assert "! 10.0.0.8:31998: its certificate is revoked" in text
+    assert "10.0.0.8:31998: no answer" not in text
     assert not is_fine(members)
     assert is_fine((told(), told(state="draining")))
     assert not is_fine((dead,))

@@ -84,7 +84,7 @@ def problems(members: Sequence[MemberStatus]) -> list[Text]:
         found += [_problem(status.name, reason) for reason in status.reasons]
         if status.disk.problem and not any(status.disk.problem in r for r in status.reasons):
             found.append(_problem(status.name, status.disk.problem))
-        if status.state == NO_ANSWER:
+        if status.state == NO_ANSWER and not status.reasons:
             why = f"no answer; the others have it as {member.seen}: see whether its process runs"
             found.append(_problem(status.name, why))
         if 0 <= status.certificate_days < EXPIRY_WARNING_DAYS:
