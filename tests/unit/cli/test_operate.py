@@ -290,6 +290,19 @@ def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -
             Operator(target).__enter__()
 
 
+def test_an_address_that_was_not_typed_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the default: the sentence tells what was tried, and what to type."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(operator, "DEFAULT_CONTROL_PORT", 9)
+    with pytest.raises(PeerUnreachable) as wrong:
+        Operator(Target.of(environment={})).__enter__()
+
+    assert f"no node of this host: none has a home address in {tmp_path}" in str(wrong.value)
+    assert "start one (peercache node)" in str(wrong.value)
+
+
 def test_an_address_that_is_invalid_is_said_once() -> None:
     """The address, and what one looks like."""
     with pytest.raises(ConfigError) as wrong:

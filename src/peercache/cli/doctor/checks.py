@@ -148,6 +148,16 @@ def _disk(facts: Facts) -> Verdicts:
         yield GOOD, f"{wanted} fit into {disk.path}", ""
 
 
+def _home(facts: Facts) -> Verdicts:
+    if facts.home is None:
+        return
+    if facts.home.problem:
+        fix = "home = ipc://PATH in a folder that this user may write to, or the setting above"
+        yield PROBLEM, f"{facts.home.path} cannot be used: {facts.home.problem}", fix
+    else:
+        yield GOOD, f"{facts.home.path} can be used by this user", ""
+
+
 def _place_of_pool(facts: Facts) -> Verdicts:
     memory, folder, wanted = facts.memory, facts.shm_dir, facts.pool_size
     free = written_size(memory.shm_free)
@@ -328,6 +338,7 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Verdicts]], ...] = (
     ("pool", _place_of_pool),
     ("pool", _memory_of_pool),
     ("disk", _disk),
+    ("home", _home),
     ("open files", _files),
     ("rdma", _devices),
     ("pyverbs", _libraries),
