@@ -298,10 +298,12 @@ class NodeStatus:
         if self.disk is None:
             return Tier()
         lost = sum(v for name, v in counters.items() if name.startswith("disk_pages_lost"))
+        usable, used = (int(figures.get(f"disk_bytes_{of}", 0)) for of in ("usable", "used"))
         return Tier(
-            size=int(figures.get("disk_bytes", 0)),
-            used=int(figures.get("disk_bytes_used", 0)),
-            free=int(figures.get("disk_bytes_free", 0)),
+            # Not disk_size: on a small file system it would be a disk that never fills.
+            size=usable,
+            used=used,
+            free=max(0, usable - used),
             pages=int(figures.get("disk_pages", 0)),
             evicted=int(lost),
             problem=OPENING if self.disk.is_opening else self._disk_trouble(),
