@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from peercache.observability.latency import OBJECTIVES, Objective
+from peercache.observability.latency import OBJECTIVE_METRIC, OBJECTIVES, Objective
 
 JOB = "peercache"
 GOOD_BEFORE_M = 10
@@ -97,10 +97,19 @@ def selector(objective: Objective, suffix: str, **more: str) -> str:
 
 def slow_ratio(objective: Objective, window: str) -> str:
     """Return the share of calls that were slower than an objective allows, by node."""
-    fast = selector(objective, "bucket", le=str(objective.within_s))
-    every = selector(objective, "count")
+    fast, every = within(objective, window), selector(objective, "count")
     by = "sum by (job, instance)"
-    return f"1 - {by} (rate({fast}[{window}])) / {by} (rate({every}[{window}]))"
+    return f"1 - {by} ({fast}) / {by} (rate({every}[{window}]))"
+
+
+def within(objective: Objective, window: str, chosen: str = "") -> str:
+    """Return the rate of the calls within the limit that the node itself shows.
+
+    chosen: more matchers of the series.
+    """
+    fast = selector(objective, "bucket").replace("{", f"{{{chosen}")
+    limit = f'{OBJECTIVE_METRIC}{{{chosen}objective="{objective.name}"}}'
+    return f"rate({fast}[{window}]) and on (job, instance, le) {limit}"
 
 
 RECORDED = {
@@ -140,9 +149,10 @@ def _slow(objective: Objective) -> Alert:
         "failing disk, or other programs on it.",
     }[objective.name]
     acts = {
-        "exists": "Leave the engine a core for its threads; attach it to the node of its own host.",
-        "memory": "Use the node of the engine's own NUMA node and user; or judge by an objective "
-        "of your own if your pages are large.",
+        "exists": "Leave the engine a core for its threads; attach it to the node of its own host; "
+        "or raise `objective_exists_s` if your engines can wait.",
+        "memory": "Use the node of the engine's own NUMA node and user; raise "
+        "`objective_memory_s` if your pages are large.",
         "disk": "Give `disk_path` a device of its own (`peercache bench disk` measures it), or "
         "lower `disk_promote_rate`.",
     }[objective.name]
@@ -152,12 +162,22 @@ def _slow(objective: Objective) -> Alert:
         f"peercache:{objective.name}_slow:ratio_rate1h > {limit}",
         2,
         "warning",
-        f"{{{{ $labels.instance }}}}: too many calls take over {objective.within_s * 1e6:g} µs",
-        f"The objective is that {objective.meaning}, in {objective.share:.0%} of cases. More than "
-        f"{limit:.0%} have missed it for five minutes and for the last hour.",
+        f"{{{{ $labels.instance }}}}: too many calls take longer than objective_{objective.name}_s",
+        f"The objective is that {objective.meaning} takes at most `objective_{objective.name}_s` "
+        f"({objective.within_s * 1e3:g} ms by default), in {objective.share:.0%} of cases. More "
+        f"than {limit:.0%} have missed it for five minutes and for the last hour.",
         look + causes,
         acts,
-        (Series(fast, 60, 6, grows=True), Series(every, 60, 60, grows=True)),
+        (
+            Series(fast, 60, 6, grows=True),
+            Series(every, 60, 60, grows=True),
+            Series(
+                f'{OBJECTIVE_METRIC}{{{INSTANCE},objective="{objective.name}",'
+                f'le="{objective.within_s}"}}',
+                objective.within_s,
+                objective.within_s,
+            ),
+        ),
         60,
     )
 

@@ -17,7 +17,15 @@ import click
 from peercache.cli.options import json_option
 from peercache.cli.terminal import console, duration, print_json, show_progress, table
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
-from peercache.observability.latency import Counts, ObjectiveResult, added, counts_of, judged, since
+from peercache.observability.latency import (
+    Counts,
+    ObjectiveResult,
+    added,
+    counts_of,
+    judged,
+    limits_of,
+    since,
+)
 
 EXIT_MISSED = 1
 NODE = "127.0.0.1:31997"
@@ -63,15 +71,21 @@ def slo(
         raise click.UsageError(f"{name} cannot be used: {error.strerror or error}.") from error
     urls = [_url_of(node) for node in nodes or (NODE,)]
 
+    limits: dict[str, float] = {}
+
     def read() -> list[Counts]:
-        return [counts_of(_scraped(url, token, context)) for url in urls]
+        found = [_scraped(url, token, context) for url in urls]
+        for name, limit_s in [item for text in found for item in limits_of(text).items()]:
+            # Nodes with different limits are judged by the longest.
+            limits[name] = max(limit_s, limits.get(name, 0.0))
+        return [counts_of(text) for text in found]
 
     counted = read()
     if over:
         show_progress(f"reading again in {over:g} s")
         time.sleep(over)
         counted = [since(*both) for both in zip(counted, read(), strict=True)]
-    results = judged(added(counted))
+    results = judged(added(counted), limits)
     is_met = all(each.is_met for each in results)
     if as_json:
         print_json(
