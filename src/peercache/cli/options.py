@@ -55,8 +55,56 @@ class _SettingType(click.ParamType[str]):
         return [CompletionItem(each) for each in self._row.choices if each.startswith(incomplete)]
 
 
+BASIC = frozenset(
+    (
+        "cluster", "insecure", "discovery_addr", "listen", "data_port", "advertise", "home",
+        "tls_ca", "tls_cert", "tls_key", "share_uids", "share_group",
+        "pool_size", "disk_enabled", "disk_path", "disk_size",
+        "http_listen", "http_open",
+    )
+)  # fmt: skip
+"""Settings that `--help` shows: those that a first cluster needs. `--help-all` shows the others."""
+
+
+class SettingsCommand(click.Command):
+    """A command with a flag for every setting. Its help shows the basic ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options; the settings that are not basic only for --help-all."""
+        is_whole = ctx.meta.get(_WHOLE, False)
+        shown = [
+            record
+            for parameter in self.get_params(ctx)
+            if is_whole or parameter.name not in SETTINGS or parameter.name in BASIC
+            if (record := parameter.get_help_record(ctx)) is not None
+        ]
+        with formatter.section("Options"):
+            formatter.write_dl(shown)
+
+
+_WHOLE = "peercache.help_all"
+
+
+def _print_whole_help(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's signature
+    if is_wanted and not context.resilient_parsing:
+        context.meta[_WHOLE] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
 def settings_options(command: Callback) -> Callback:
-    """Add `--config FILE` and a flag for every setting; the callback gets them as keywords."""
+    """Add `--config FILE` and a flag for every setting; the callback gets them as keywords.
+
+    The command is a SettingsCommand.
+    """
+    command = click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_whole_help,
+        help="Show every setting, and exit.",
+    )(command)
     for name, row in reversed(SETTINGS.items()):
         command = click.option(
             name,

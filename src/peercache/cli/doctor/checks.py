@@ -15,7 +15,7 @@ import click
 
 from peercache.cli.doctor.facts import Facts, PortFact, packet_bytes
 from peercache.cli.doctor.host import gather
-from peercache.cli.options import json_option, settings_options
+from peercache.cli.options import SettingsCommand, json_option, settings_options
 from peercache.config.quantities import written_size
 from peercache.config.settings import Config
 from peercache.memory.kernel import SIZES, more
@@ -397,7 +397,7 @@ def _port_lines(port: PortFact, chosen: dict[str, int]) -> list[str]:
     return [head, *marks]
 
 
-@click.command
+@click.command(cls=SettingsCommand)
 @json_option
 @click.option("--quick", is_flag=True, help="Measure nothing.")
 @settings_options
