@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from peercache.config.quantities import parse_size
+from peercache.config.quantities import parse_seconds, parse_size, written_duration
 from peercache.config.settings import SETTINGS
 from peercache.config.table import Setting
 
@@ -33,6 +34,30 @@ class SizeType(click.ParamType[int]):
         if size < self._multiple_of or size % self._multiple_of:
             self.fail(f"{value!r} must be a multiple of {self._multiple_of}", param, ctx)
         return size
+
+
+class DurationType(click.ParamType[float]):
+    """Seconds, also written 90s, 15m or 10d."""
+
+    name = "duration"
+
+    def __init__(self, low: float = 0.0, high: float = math.inf) -> None:
+        """Accept durations from `low` to `high`, in seconds."""
+        self._low, self._high = low, high
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds."""
+        try:
+            seconds = parse_seconds(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+        if not self._low <= seconds <= self._high:
+            is_open = self._high == math.inf
+            end = "or more" if is_open else f"to {written_duration(self._high)}"
+            self.fail(f"{value!r} wants {written_duration(self._low)} {end}", param, ctx)
+        return seconds
 
 
 class _SettingType(click.ParamType[str]):

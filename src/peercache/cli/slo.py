@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from peercache.cli.options import json_option
+from peercache.cli.options import DurationType, json_option
 from peercache.cli.terminal import console, duration, print_json, show_progress, table
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
 from peercache.observability.latency import (
@@ -37,9 +37,9 @@ READ_BYTES_MAX = 2**24
 @click.argument("nodes", nargs=-1, metavar="[HOST:PORT|URL]...")
 @click.option(
     "--over",
-    type=click.FloatRange(min=0.0),
+    type=DurationType(),
     default=0.0,
-    metavar="SECONDS",
+    metavar="DURATION",
     help="Read twice, so long apart, and check the calls in between; 0 checks all since the start.",
 )
 @click.option("--token-file", metavar="FILE", help="Bearer token of the nodes' http_token_file.")

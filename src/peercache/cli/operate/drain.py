@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from peercache.cli.operate.connecting import complete_members, target_of, target_options
-from peercache.cli.options import json_option
+from peercache.cli.options import DurationType, json_option
 from peercache.cli.terminal import print_json
 from peercache.client.operator import Operator
 from peercache.errors import DeadlineExceeded, PeerUnreachable
@@ -34,8 +34,8 @@ EXIT_NOT_DONE = 1
 @click.option(
     "--within",
     "within_s",
-    type=click.FloatRange(0.1, 86_400),
-    metavar="SECONDS",
+    type=DurationType(0.1, 86_400),
+    metavar="DURATION",
     help="Time limit of the hand-over. Default: the node's drain_s.",
 )
 @click.option("--cancel", is_flag=True, help="Cancel a drain: the node continues to serve.")

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from peercache.cli.operate.connecting import target_of, target_options
-from peercache.cli.options import Callback, json_option
+from peercache.cli.options import Callback, DurationType, json_option
 from peercache.client.client import Client
 from peercache.errors import ConfigError
 from peercache.model.keys import DEFAULT_NAME, Namespace
@@ -126,7 +126,7 @@ def exists_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 @click.command("retain")
 @_page_options
 @click.option(
-    "--for", "seconds", type=click.FloatRange(min=0), required=True, metavar="SECONDS",
+    "--for", "seconds", type=DurationType(), required=True, metavar="DURATION",
     help="How long; 0 ends the protection.",
 )  # fmt: skip
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
