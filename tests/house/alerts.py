@@ -137,7 +137,7 @@ def _slow(objective: Objective) -> Alert:
         labels += ',outcome="all"'
     fast = f'{objective.metric}_bucket{{{INSTANCE},{labels},le="{objective.within_s}"}}'
     every = f"{objective.metric}_count{{{INSTANCE},{labels}}}"
-    look = "`peercache slo --over 60s HOST:PORT` shows how far off it is. "
+    look = "`peercache slo --over 60s --at HOST:PORT` shows how far off it is. "
     causes = {
         "exists": "Look at the processor of the host: an engine or another process that takes all "
         "cores delays the call. `peercache_tables_unusable_total` rises where the tables of this "

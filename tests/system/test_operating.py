@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,29 @@ def test_the_command_line_shows_and_judges_the_cluster(
         assert cli.main(["status", "--at", nodes[1].ready["control"], "--timeout", "0.3"]) == 2
         assert "it may be stopped" in capsys.readouterr().err
         nodes[1].resume()
+
+
+def test_objectives_are_judged_over_the_address_of_all_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The control address of any node: all members are judged, without an HTTP port."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        keys = keys_of("judged", 8)
+        for node in nodes:
+            with cluster.client(node) as client:
+                client.batch_set(keys, pages_of(keys))
+                client.contains(keys)
+        at = ["--at", nodes[0].ready["control"], "--json"]
+
+        def told() -> dict[str, Any]:
+            assert cli.main(["slo", *at]) in (0, 1)
+            found: dict[str, Any] = json.loads(capsys.readouterr().out)
+            return found
+
+        wait_until(lambda: told()["objectives"][0]["calls"] >= 2)
+        assert told()["nodes"] == 2
+        assert told()["objectives"][0]["within_s"] == 0.001
 
 
 def test_a_node_that_was_killed_and_started_again_is_one_node(

@@ -60,7 +60,10 @@ peercache = LateGroup(
                 "peercache.cli.operate.events:events",
                 "Show which pages nodes store and drop, live.",
             ),
-            "slo": ("peercache.cli.slo:slo", "Compare calls with their latency objectives."),
+            "slo": (
+                "peercache.cli.operate.slo:slo",
+                "Compare calls with their latency objectives.",
+            ),
             "size": (
                 "peercache.cli.operate.size:size",
                 "Estimate hit rates with other memory sizes.",

@@ -225,6 +225,8 @@ class Status:
     counters: totals since the start, by the metric's name without `peercache_`, with the value of
               its label after a slash: `pages_hit/shm`.
     latency:  by operation: get, set, exists …
+    objectives: by name of an objective, the times of the calls that count for it; limits_s: what it
+              allows at this node.
     certificate_days: until its certificate expires; -1 without TLS.
     workers_more: the number of workers that are not listed.
     """
@@ -245,6 +247,8 @@ class Status:
     workers_more: int = 0
     counters: dict[str, float] = attrs.field(factory=dict)
     latency: dict[str, Latencies] = attrs.field(factory=dict)
+    objectives: dict[str, Latencies] = attrs.field(factory=dict)
+    limits_s: dict[str, float] = attrs.field(factory=dict)
     peers: tuple[PeerStatus, ...] = ()
     shard: Shard = attrs.field(factory=Shard)
     namespaces: tuple[NamespaceUse, ...] = ()

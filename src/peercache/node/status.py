@@ -48,7 +48,12 @@ from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
 from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
-from peercache.observability.latency import LATENCY_BUCKETS_S
+from peercache.observability.latency import (
+    LATENCY_BUCKETS_S,
+    OBJECTIVES,
+    bound_for,
+    times_of,
+)
 from peercache.observability.metrics import PEER_FABRIC, Metrics, is_increase
 from peercache.observability.reasons import FABRICS
 from peercache.trust.files import LiveTls
@@ -260,6 +265,11 @@ class NodeStatus:
             insecure=bool(self.config.insecure), age_s=now - self._started_at,
             pool=_pool(figures), disk=self._disk_tier(figures, counters),
             workers=listed, workers_more=more, counters=counters, latency=latency,
+            objectives=times_of((self.metrics.latency_s, self.metrics.page_s)),
+            limits_s={
+                each.name: bound_for(getattr(self.config, f"objective_{each.name}_s"))
+                for each in OBJECTIVES
+            },
             peers=self._peers(),
             namespaces=self._namespaces(),
             shard=Shard(

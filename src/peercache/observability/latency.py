@@ -259,6 +259,34 @@ Counts = dict[str, dict[float, float]]
 """By name of the objective: cumulative counts by upper bound."""
 
 
+def times_of(histograms: Iterable[Latency]) -> dict[str, Latencies]:
+    """Return by objective the times that count for it, from this process's histograms."""
+    found = {}
+    for objective in OBJECTIVES:
+        (histogram,) = (each for each in histograms if each.name == objective.metric)
+        total = [0] * (len(LATENCY_BUCKETS_S) + 1)
+        seconds = 0.0
+        for values, (counts, spent) in histogram.snapshot().items():
+            labels = dict(zip(histogram.labels, values, strict=True))
+            if all(labels[name] in allowed for name, allowed in objective.labels.items()):
+                total = [sum(both) for both in zip(total, counts, strict=True)]
+                seconds += spent
+        found[objective.name] = Latencies(
+            bounds=LATENCY_BUCKETS_S, counts=tuple(total), seconds=seconds
+        )
+    return found
+
+
+def counts_in(times: Mapping[str, Latencies]) -> Counts:
+    """Return the counts of all objectives in a node's status."""
+    found: Counts = {objective.name: {} for objective in OBJECTIVES}
+    for name in found.keys() & times.keys():
+        bounds = (*times[name].bounds, math.inf)
+        if len(bounds) == len(times[name].counts):
+            found[name] = dict(zip(bounds, map(float, times[name].counts), strict=True))
+    return found
+
+
 def counts_of(exposition: str) -> Counts:
     """Return the counts of all objectives in an answer of `/metrics`."""
     counts: Counts = {objective.name: {} for objective in OBJECTIVES}

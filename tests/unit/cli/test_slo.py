@@ -141,6 +141,7 @@ def test_an_https_node_of_an_authority_that_is_not_named(
         (["--ca", "/no/such.crt"], "/no/such.crt"),
         (["--token-file", "/no/such"], "/no/such"),
         (["--key", "x"], "--cert"),
+        (["--at", "127.0.0.1:1", "127.0.0.1:2"], "and not both"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(
