@@ -147,4 +147,35 @@ def settings_options(command: Callback) -> Callback:
     )(command)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+_FORMAT = "peercache.format"
+TABLE, JSON = "table", "json"
+
+
+def _note_format(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    context.meta[_FORMAT] = value
+
+
+def _is_json(context: click.Context, _: click.Parameter, value: bool) -> bool:  # noqa: FBT001 - click's signature
+    if value and context.meta.get(_FORMAT) == TABLE:
+        raise click.UsageError("--json contradicts -w table.")
+    return value or context.meta.get(_FORMAT) == JSON
+
+
+def json_option(command: Callback) -> Callback:
+    """Add `-w table|json` and `--json`; the callback gets `as_json`."""
+    command = click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        callback=_is_json,
+        help="Print JSON, and no progress: short for -w json.",
+    )(command)
+    return click.option(
+        "-w",
+        "--write-out",
+        type=click.Choice([TABLE, JSON]),
+        is_eager=True,
+        expose_value=False,
+        callback=_note_format,
+        help="The format of the output. Default: table.",
+    )(command)

@@ -79,7 +79,7 @@ def test_help_of_the_node_has_what_a_first_node_needs(
     assert cli.main([command, "--help"]) == 0
 
     shown = capsys.readouterr().out
-    assert shown.count("\n") < 80
+    assert shown.count("\n") < 90
     for flag in ("--home", "--pool-size", "--discovery", "--tls-cert", "--insecure", "--help-all"):
         assert f"{flag}" in shown
     assert "--rdma-retry-count" not in shown
@@ -202,6 +202,17 @@ def test_every_command_speaks_json(command: click.Command, request: pytest.Fixtu
     speaks = any("--json" in parameter.opts for parameter in command.params)
 
     assert speaks != (name in NO_JSON)
+
+
+def test_the_format_has_a_flag_as_in_etcdctl(capsys: pytest.CaptureFixture[str]) -> None:
+    """-w json is --json; the two do not contradict each other unnoticed."""
+    for words in (["-w", "json"], ["--write-out=json"], ["--json"], ["--json", "-w", "json"]):
+        assert cli.main(["version", *words]) == 0
+        assert "wire" in json.loads(capsys.readouterr().out)
+    assert cli.main(["version", "-w", "table"]) == 0
+    assert capsys.readouterr().out.startswith("peercache ")
+    assert cli.main(["version", "-w", "table", "--json"]) == 2
+    assert cli.main(["version", "-w", "xml"]) == 2
 
 
 @pytest.mark.parametrize(
