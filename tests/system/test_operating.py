@@ -210,6 +210,9 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
 
         assert cli.main(["set", *here, "one", str(page)]) == 0
         assert cli.main(["set", *here, "two", str(page), "--geometry", "of tests"]) == 0
+        copy.write_bytes(b"another length")
+        assert cli.main(["set", *here, "one", str(copy)]) == 1
+        assert b"a page of another length is stored under this key" in capsysbinary.readouterr().err
         assert cli.main(["exists", *there, "one", "none"]) == 1
         assert capsysbinary.readouterr().out == b"yes one\nno  none\n"
         assert cli.main(["get", *there, "one", "-o", str(copy)]) == 0
@@ -217,7 +220,7 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert cli.main(["get", *there, "one"]) == 0
         assert capsysbinary.readouterr().out == page.read_bytes()
         assert cli.main(["get", *there, "none"]) == 1
-        assert b"no page of 'none'" in capsysbinary.readouterr().err
+        assert b"no page of 'none': no node holds it" in capsysbinary.readouterr().err
         assert cli.main(["get", "--at", nodes[0].ready["control"], "one"]) == 2
         assert b"is no home address" in capsysbinary.readouterr().err
 
@@ -237,6 +240,12 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert cli.main([*clear, "--yes", "--json"]) == 0
         assert json.loads(capsysbinary.readouterr().out) == {"removed": 2, "missed": []}
         assert cli.main(["exists", *here, "one"]) == 1
+        # A name that no page has is probably misspelt.
+        wrong = [*clear[:-1], "by  hand", "--yes"]
+        assert cli.main(wrong) == 1
+        assert b"no member has a page of the namespace 'by  hand'" in capsysbinary.readouterr().err
+        assert cli.main([*wrong, "--json"]) == 1
+        assert json.loads(capsysbinary.readouterr().out) == {"removed": 0, "missed": []}
         # Without an answer nothing goes.
         assert cli.main(["set", *here, "one", str(page)]) == 0
         assert cli.main(clear) == 2

@@ -81,6 +81,15 @@ def test_a_line_says_how_a_member_is() -> None:
     assert "300 d" in line
 
 
+def test_hosts_are_shown_where_there_are_several() -> None:
+    """An address seldom names the machine; on one host the column would say nothing."""
+    one, other = told(host="gpu-1"), told(name="10.0.0.8:31998", host="gpu-2")
+
+    assert all(host in drawn(one, other, width=160) for host in ("gpu-1", "gpu-2"))
+    assert "gpu-1" not in drawn(one, told(name="10.0.0.8:31998", host="gpu-1"), width=160)
+    assert "gpu-1" not in drawn(one, other, width=140)
+
+
 def test_the_sums_are_of_the_cluster() -> None:
     """Two members have twice as much of everything but the rate."""
     text = drawn(told(), told(name="10.0.0.8:31998"))
