@@ -223,6 +223,22 @@ def test_services_and_policies_choose_the_pods(name: str) -> None:
     assert service_ports == container_ports
 
 
+def test_only_the_namespace_of_prometheus_reaches_the_http_port() -> None:
+    """An empty selector would open it to every pod of the cluster."""
+    policy = Rendered.of(SECURE)["NetworkPolicy"]["spec"]
+    [rule] = [each for each in policy["ingress"] if each["ports"][0]["port"] == "http"]
+    [peer] = rule["from"]
+    assert peer == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+
+
+def test_pod_gets_the_priority_class() -> None:
+    """Of the values; without one, the default of the cluster."""
+    assert Rendered.of({**SECURE, "priorityClassName": "high"}).pod["priorityClassName"] == "high"
+    assert "priorityClassName" not in Rendered.of(SECURE).pod
+
+
 def test_scrapes_find_the_service() -> None:
     """Prometheus' operator looks for a service of these labels, and a port of this name."""
     rendered = Rendered.of(VALUES["settings"])

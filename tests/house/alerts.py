@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from peercache.observability.latency import OBJECTIVES, Objective
+from peercache.observability.latency import OBJECTIVE_METRIC, OBJECTIVES, Objective
 
 JOB = "peercache"
 GOOD_BEFORE_M = 10
@@ -97,10 +97,19 @@ def selector(objective: Objective, suffix: str, **more: str) -> str:
 
 def slow_ratio(objective: Objective, window: str) -> str:
     """Return the share of calls that were slower than an objective allows, by node."""
-    fast = selector(objective, "bucket", le=str(objective.within_s))
-    every = selector(objective, "count")
+    fast, every = within(objective, window), selector(objective, "count")
     by = "sum by (job, instance)"
-    return f"1 - {by} (rate({fast}[{window}])) / {by} (rate({every}[{window}]))"
+    return f"1 - {by} ({fast}) / {by} (rate({every}[{window}]))"
+
+
+def within(objective: Objective, window: str, chosen: str = "") -> str:
+    """Return the rate of the calls within the limit that the node itself shows.
+
+    chosen: more matchers of the series.
+    """
+    fast = selector(objective, "bucket").replace("{", f"{{{chosen}")
+    limit = f'{OBJECTIVE_METRIC}{{{chosen}objective="{objective.name}"}}'
+    return f"rate({fast}[{window}]) and on (job, instance, le) {limit}"
 
 
 RECORDED = {
@@ -128,7 +137,7 @@ def _slow(objective: Objective) -> Alert:
         labels += ',outcome="all"'
     fast = f'{objective.metric}_bucket{{{INSTANCE},{labels},le="{objective.within_s}"}}'
     every = f"{objective.metric}_count{{{INSTANCE},{labels}}}"
-    look = "`peercache slo --over 60 HOST:PORT` shows how far off it is. "
+    look = "`peercache slo --over 60s --at HOST:PORT` shows how far off it is. "
     causes = {
         "exists": "Look at the processor of the host: an engine or another process that takes all "
         "cores delays the call. `peercache_tables_unusable_total` rises where the tables of this "
@@ -140,9 +149,10 @@ def _slow(objective: Objective) -> Alert:
         "failing disk, or other programs on it.",
     }[objective.name]
     acts = {
-        "exists": "Leave the engine a core for its threads; attach it to the node of its own host.",
-        "memory": "Use the node of the engine's own NUMA node and user; or judge by an objective "
-        "of your own if your pages are large.",
+        "exists": "Leave the engine a core for its threads; attach it to the node of its own host; "
+        "or raise `objective_exists_s` if your engines can wait.",
+        "memory": "Use the node of the engine's own NUMA node and user; raise "
+        "`objective_memory_s` if your pages are large.",
         "disk": "Give `disk_path` a device of its own (`peercache bench disk` measures it), or "
         "lower `disk_promote_rate`.",
     }[objective.name]
@@ -152,12 +162,22 @@ def _slow(objective: Objective) -> Alert:
         f"peercache:{objective.name}_slow:ratio_rate1h > {limit}",
         2,
         "warning",
-        f"{{{{ $labels.instance }}}}: too many calls take over {objective.within_s * 1e6:g} µs",
-        f"The objective is that {objective.meaning}, in {objective.share:.0%} of cases. More than "
-        f"{limit:.0%} have missed it for five minutes and for the last hour.",
+        f"{{{{ $labels.instance }}}}: too many calls take longer than objective_{objective.name}_s",
+        f"The objective is that {objective.meaning} takes at most `objective_{objective.name}_s` "
+        f"({objective.within_s * 1e3:g} ms by default), in {objective.share:.0%} of cases. More "
+        f"than {limit:.0%} have missed it for five minutes and for the last hour.",
         look + causes,
         acts,
-        (Series(fast, 60, 6, grows=True), Series(every, 60, 60, grows=True)),
+        (
+            Series(fast, 60, 6, grows=True),
+            Series(every, 60, 60, grows=True),
+            Series(
+                f'{OBJECTIVE_METRIC}{{{INSTANCE},objective="{objective.name}",'
+                f'le="{objective.within_s}"}}',
+                objective.within_s,
+                objective.within_s,
+            ),
+        ),
         60,
     )
 
@@ -233,16 +253,17 @@ ALERTS = (
     Alert(
         "PeerCacheRefusesItsOwn",
         "increase(peercache_messages_dropped_total"
-        '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 0',
+        '{reason=~"cluster|certificate|revoked|granule|wire_version"}[10m]) > 10',
         0,
         "warning",
         "{{ $labels.instance }} refuses a peer because of its {{ $labels.reason }}",
         "A node or a client with other settings, another release or a certificate that does not "
-        "fit tries to join. It is outside of the cluster until that is fixed.",
-        "`node.peer_refused` in the log of the node names the peer and what differs.",
+        "fit tries to join, again and again. It is outside of the cluster until that is fixed. One "
+        "command with a wrong `--cluster` does not fire.",
+        "`node.peer_refused` in the log of the node names the peer, its address and what differs.",
         "Give both the same setting; see [which connections are refused]"
         "(read-the-metrics.md#which-connections-are-refused).",
-        (counter("messages_dropped_total", 0, 1, reason="granule"),),
+        (counter("messages_dropped_total", 0.5, 60, reason="granule"),),
         5,
         {**EVERYWHERE, "reason": "granule"},
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from peercache.observability.latency import OBJECTIVES, Objective
-from tests.house.alerts import selector
+from tests.house.alerts import selector, within
 
 ON = 'job=~"$job",instance=~"$instance"'
 WINDOW = "$__rate_interval"
@@ -66,9 +66,9 @@ def _quantiles(metric: str, chosen: str, by: str, legend: str) -> tuple[tuple[st
 
 def _slow(objective: Objective) -> str:
     """Return the share of calls that were slower than an objective allows."""
-    fast = selector(objective, "bucket", le=str(objective.within_s)).replace("{", f"{{{ON},")
+    fast = within(objective, WINDOW, f"{ON},")
     every = selector(objective, "count").replace("{", f"{{{ON},")
-    return f"1 - sum(rate({fast}[{WINDOW}])) / sum(rate({every}[{WINDOW}]))"
+    return f"1 - sum({fast}) / sum(rate({every}[{WINDOW}]))"
 
 
 HITS, MISSES = rate("pages_hit_total"), rate("pages_missed_total")

@@ -20,7 +20,7 @@ import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.trust.files import LOOK_S
 from tests.certificates import Certificates
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, NodeProcess, flags_of
+from tests.system.nodes import LocalCluster, NodeProcess, command, flags_of
 
 
 def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:
@@ -71,6 +71,9 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
         refused = f"revoked: the certificate of peercache://{cluster.name}/node/lost is revoked"
         reason = health(lost).get("reason", "")
         assert reason == "this node's certificate is revoked" or reason.endswith(refused)
+        # To the others it is no dead process.
+        shown = command("status", "--at", near.ready["control"], *flags_of(operator)).stdout
+        assert f"! {lost.ready['control']}: its certificate is revoked" in shown
         kept = tmp_path / "far" / "revoked.crl"
         wait_until(lambda: kept.exists() and kept.read_text() == certificates.revoked())
 

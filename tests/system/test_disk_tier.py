@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from peercache import Client
+from peercache.cli import main as cli
 from peercache.model.records import RESIDENT
 from peercache.storage.check import stats_of
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import PAGE_BYTES, LocalCluster, free_port, keys_of, pages_of
+from tests.tmpfs import mounted_tmpfs
 
 PAGES = 96
 """12 MiB, in pools of 4."""
@@ -189,6 +191,30 @@ def test_node_without_a_usable_folder_serves_from_memory(
     told = json.loads(node.page("/healthz"))
     assert told["status"] == "degraded"
     assert str(blocked) in told["reason"]
+
+
+def test_a_small_file_system_that_is_full_is_shown_as_full(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as the part of disk_size that fits on it; the start logs that it is smaller."""
+    with mounted_tmpfs(tmp_path / "small", "16m") as small:
+        flags = [*flags_of(small, "a"), "--disk-free-floor", "0.1"]
+        node = cluster.start(pool="4MiB", flags=flags)
+        client = cluster.client(node)
+        new = iter(range(0, 1_000_000, 8))
+
+        def disk() -> dict[str, int]:
+            # A page that is evicted before it is written does not get to the disk.
+            store_all(client, names_of(next(new), 8))
+            cli.main(["status", "--at", node.ready["control"], "--json"])
+            (member,) = json.loads(capsys.readouterr().out)["members"]
+            found: dict[str, int] = member["status"]["disk"]
+            return found
+
+        wait_until(lambda: disk()["used"] > 0.8 * disk()["size"] > 0)
+        assert disk()["size"] < 16 * 2**20
+        assert "disk.size_limited" in node.said()
+        node.kill()
 
 
 def test_damaged_pages_are_misses_and_the_others_hits(

@@ -94,6 +94,10 @@ def test_the_command_shows_how_far_it_is_until_the_node_has_left() -> None:
         assert {pull["fabric"] for pull in pulls} == {"tcp"}
 
         # Over the home socket the user of the node is an operator.
+        unnamed = command("drain", "--home", last.ready["home"], "--cluster", cluster.name)
+        assert unnamed.returncode == 2
+        assert "name it, or say --yes" in unnamed.stderr
+        assert last.process.poll() is None
         alone = command("drain", last.ready["home"], "--cluster", cluster.name)
         assert alone.returncode == 0, alone.stderr
         assert "this is the last node of its cluster" in alone.stdout

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,48 @@ def test_the_command_line_shows_and_judges_the_cluster(
         nodes[1].resume()
 
 
+def test_objectives_are_judged_over_the_address_of_all_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The control address of any node: all members are judged, without an HTTP port."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        keys = keys_of("judged", 8)
+        for node in nodes:
+            with cluster.client(node) as client:
+                client.batch_set(keys, pages_of(keys))
+                client.contains(keys)
+        at = ["--at", nodes[0].ready["control"], "--json"]
+
+        def told() -> dict[str, Any]:
+            assert cli.main(["slo", *at]) in (0, 1)
+            found: dict[str, Any] = json.loads(capsys.readouterr().out)
+            return found
+
+        wait_until(lambda: told()["objectives"][0]["calls"] >= 2)
+        assert told()["nodes"] == 2
+        assert told()["objectives"][0]["within_s"] == 0.001
+
+
+def test_a_node_that_was_killed_and_started_again_is_one_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The earlier process is not counted, shown, or a reason for another exit status."""
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        place = second.ready["control"]
+        second.kill()
+        cluster.start(flags=("--listen", place))
+        at = ["--at", first.ready["control"]]
+
+        wait_until(lambda: cli.main(["status", *at]) == 0)
+        shown = capsys.readouterr().out.split("cluster ")[-1]
+        assert "2 members: 2 ok" in shown
+        assert shown.count(place) == 1
+        assert cli.main(["members", *at, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["members"]) == 2
+
+
 def test_with_certificates_only_an_operator_looks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -167,6 +210,9 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
 
         assert cli.main(["set", *here, "one", str(page)]) == 0
         assert cli.main(["set", *here, "two", str(page), "--geometry", "of tests"]) == 0
+        copy.write_bytes(b"another length")
+        assert cli.main(["set", *here, "one", str(copy)]) == 1
+        assert b"a page of another length is stored under this key" in capsysbinary.readouterr().err
         assert cli.main(["exists", *there, "one", "none"]) == 1
         assert capsysbinary.readouterr().out == b"yes one\nno  none\n"
         assert cli.main(["get", *there, "one", "-o", str(copy)]) == 0
@@ -174,7 +220,7 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert cli.main(["get", *there, "one"]) == 0
         assert capsysbinary.readouterr().out == page.read_bytes()
         assert cli.main(["get", *there, "none"]) == 1
-        assert b"no page of 'none'" in capsysbinary.readouterr().err
+        assert b"no page of 'none': no node holds it" in capsysbinary.readouterr().err
         assert cli.main(["get", "--at", nodes[0].ready["control"], "one"]) == 2
         assert b"is no home address" in capsysbinary.readouterr().err
 
@@ -194,6 +240,12 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert cli.main([*clear, "--yes", "--json"]) == 0
         assert json.loads(capsysbinary.readouterr().out) == {"removed": 2, "missed": []}
         assert cli.main(["exists", *here, "one"]) == 1
+        # A name that no page has is probably misspelt.
+        wrong = [*clear[:-1], "by  hand", "--yes"]
+        assert cli.main(wrong) == 1
+        assert b"no member has a page of the namespace 'by  hand'" in capsysbinary.readouterr().err
+        assert cli.main([*wrong, "--json"]) == 1
+        assert json.loads(capsysbinary.readouterr().out) == {"removed": 0, "missed": []}
         # Without an answer nothing goes.
         assert cli.main(["set", *here, "one", str(page)]) == 0
         assert cli.main(clear) == 2

@@ -60,6 +60,15 @@ with Client.open(cluster="users", home=sys.argv[2], op_timeout_s=20.0, **setting
 )
 
 
+COMMAND = (
+    ENTER
+    + """
+from peercache.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+)
+
+
 @contextmanager
 def node_of(uid: int, *flags: str, group: int = 0) -> Iterator[str]:
     """Run a node as a user, with one more group if given; yield its home address."""
@@ -90,6 +99,14 @@ def engine_of(
     """Run an engine as a user: it stores a page and reads it."""
     command: Sequence[str] = [sys.executable, "-c", ENGINE, user(uid, group), home, *settings]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def command_of(uid: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `peercache` with these words as a user."""
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, str(uid), *words],
+        check=False, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -136,3 +153,18 @@ def test_an_engine_that_does_not_share_the_host_hears_what_to_set() -> None:
     assert done.returncode != 0
     for word in ("ConfigError", "home", "is not open to uid 65532", "share_uids", "share_group"):
         assert word in done.stderr, done.stderr
+
+
+def test_a_command_of_another_user_names_the_setting_as_a_client_does() -> None:
+    """The node listens: that nothing does would send its operator looking for a dead process."""
+    with node_of(0) as home:
+        asked = command_of(NODE_UID, "status", "--at", home, "--cluster", CLUSTER)
+        checked = command_of(NODE_UID, "doctor", "--quick", "--home", home)
+
+    assert asked.returncode == 2
+    assert "nothing listens" not in asked.stderr
+    assert "is not open to uid 65532" in asked.stderr
+    assert "share_uids = 65532" in asked.stderr
+    assert checked.returncode == 1
+    (line,) = [each for each in checked.stdout.splitlines() if each.startswith("FAIL  home")]
+    assert "uid 65532" in line

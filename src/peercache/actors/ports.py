@@ -196,7 +196,20 @@ class DiskEnded:
     reason: str
 
 
-DiskFact: TypeAlias = DiskOpened | WriteDone | LoadDone | LateEnded | ForgetDone | DiskEnded
+@attrs.frozen
+class DiskRoom:
+    """store → disk: how many bytes the file system lets the store use now, above its floor.
+
+    Less than DiskOpened.usable_bytes where the file system is small, or others fill it. Sent after
+    DiskOpened if it is less, and at each change.
+    """
+
+    usable_bytes: int
+
+
+DiskFact: TypeAlias = (
+    DiskOpened | WriteDone | LoadDone | LateEnded | ForgetDone | DiskEnded | DiskRoom
+)
 
 
 # --- effects: rdma → queue pairs ------------------------------------------------------------------

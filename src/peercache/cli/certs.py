@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from peercache.cli.options import Callback, json_option
+from peercache.cli.options import Callback, DurationType, json_option
 from peercache.cli.terminal import console, print_json, table
 from peercache.errors import ConfigError, Rejected
 from peercache.trust.authority import CA_CERTIFICATE, CA_KEY, Authority
@@ -19,6 +19,8 @@ from peercache.trust.identity import CertificateRole, Identity
 
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 365
+DAYS_MAX = 36_500
+DAY_S = 86_400.0
 
 FILE_BYTES_MAX = 2**20
 
@@ -26,13 +28,25 @@ _folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path
 
 
 def _days_option(default: int) -> Callable[[Callback], Callback]:
-    return click.option(
-        "--days",
-        type=click.IntRange(1, 36_500),
-        default=default,
-        show_default=True,
-        help="Days until it expires.",
-    )
+    def add(command: Callback) -> Callback:
+        days = click.option(
+            "--days", type=click.IntRange(1, DAYS_MAX), metavar="N", help="The same in days."
+        )
+        return click.option(
+            "--for",
+            "lifetime_s",
+            type=DurationType(DAY_S, DAYS_MAX * DAY_S),
+            default=default * DAY_S,
+            show_default=f"{default}d",
+            metavar="DURATION",
+            help="Time until it expires.",
+        )(days(command))
+
+    return add
+
+
+def _lifetime(days: int | None, lifetime_s: float) -> dt.timedelta:
+    return dt.timedelta(seconds=lifetime_s) if days is None else dt.timedelta(days=days)
 
 
 @click.group(no_args_is_help=False)
@@ -45,10 +59,12 @@ def certs() -> None:
 @click.option("--cluster", required=True, metavar="NAME", help="Name of the cluster.")
 @_days_option(AUTHORITY_DAYS)
 @json_option
-def init_command(folder: Path, cluster: str, days: int, *, as_json: bool) -> None:
+def init_command(
+    folder: Path, cluster: str, days: int | None, lifetime_s: float, *, as_json: bool
+) -> None:
     """Make the authority of a cluster: ca.crt and ca.key in DIR."""
     try:
-        Authority.create(folder, cluster, dt.timedelta(days=days))
+        Authority.create(folder, cluster, _lifetime(days, lifetime_s))
     except Rejected as error:
         raise ConfigError("cluster", error.detail) from error
     if as_json:
@@ -91,7 +107,8 @@ def issue_command(
     namespaces: tuple[str, ...],
     *,
     renew: bool,
-    days: int,
+    days: int | None,
+    lifetime_s: float,
     as_json: bool,
 ) -> None:
     """Issue a certificate: ROLE-NAME.crt and ROLE-NAME.key in DIR."""
@@ -112,7 +129,7 @@ def issue_command(
     except Rejected as error:
         raise ConfigError(role.value, error.detail) from error
     path = authority.issue(
-        identity, hosts=hosts, lifetime=dt.timedelta(days=days), is_renewal=renew
+        identity, hosts=hosts, lifetime=_lifetime(days, lifetime_s), is_renewal=renew
     )
     if as_json:
         ca, key = folder / CA_CERTIFICATE, path.with_suffix(".key")

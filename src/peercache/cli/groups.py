@@ -20,10 +20,24 @@ class LateGroup(click.Group):
     imported.
     """
 
-    def __init__(self, *, help: str, table: Mapping[str, tuple[str, str]]) -> None:  # noqa: A002 - click's name
-        """table: by command name, "module:attribute" and a line of help."""
-        super().__init__(help=help, no_args_is_help=False)
-        self._table = table
+    def __init__(
+        self,
+        *,
+        help: str,  # noqa: A002 - click's name
+        sections: Mapping[str, Mapping[str, tuple[str, str]]],
+        params: list[click.Parameter],
+    ) -> None:
+        """sections: by title, and by command name: "module:attribute" and a line of help."""
+        super().__init__(help=help, no_args_is_help=False, params=params)
+        self._sections = sections
+        self._table = {name: row for rows in sections.values() for name, row in rows.items()}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Print the help if there is no argument."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return the names, in the order of the table."""
@@ -49,9 +63,12 @@ class LateGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])
+        """List the commands by section, without importing them."""
+        widest = max(map(len, self._table))
+        for title, rows in self._sections.items():
+            with formatter.section(title):
+                # One column for all sections.
+                formatter.write_dl([(f"{name:{widest}}", line) for name, (_, line) in rows.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete names of commands without importing them, and options."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from peercache.cli.options import json_option, settings_options
+from peercache.cli.options import SettingsCommand, json_option, settings_options
 from peercache.config.quantities import format_address
 from peercache.config.settings import DEFAULT_METRICS_PORT, Config
 from peercache.errors import ConfigError
@@ -20,7 +20,7 @@ TIMEOUT_S = 3.0
 EXIT_UNWELL = 1
 
 
-@click.command
+@click.command(cls=SettingsCommand)
 @json_option
 @settings_options
 def health(config: str | None, *, as_json: bool, **settings: str | None) -> int:

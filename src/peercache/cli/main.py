@@ -24,41 +24,81 @@ EXIT_BROKEN_PIPE = 141
 COMPLETION = "_PEERCACHE_COMPLETE"
 """The environment variable by which a shell asks for completions."""
 
+
+def _print_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's signature
+    if is_wanted and not context.resilient_parsing:
+        command = peercache.get_command(context, "version")
+        assert command is not None, "there is a command `version`"
+        context.invoke(command, as_json=False)
+        context.exit()
+
+
 peercache = LateGroup(
-    help="Peer-to-peer L3 storage for SGLang's HiCache.",
-    table={
-        "demo": ("peercache.cli.demo.story:demo", "Try a cluster of three nodes on this host."),
-        "bench": (
-            "peercache.cli.bench.command:bench",
-            "How fast pages move on this machine.",
-        ),
-        "doctor": ("peercache.cli.doctor.checks:doctor", "Check this host."),
-        "status": ("peercache.cli.operate.status:status", "Show the state of each member."),
-        "top": ("peercache.cli.operate.top:top", "Show the rates of each member, live."),
-        "events": (
-            "peercache.cli.operate.events:events",
-            "Show which pages nodes store and drop, live.",
-        ),
-        "size": ("peercache.cli.operate.size:size", "Estimate hit rates with other memory sizes."),
-        "drain": ("peercache.cli.operate.drain:drain", "Hand a node's pages over, and stop it."),
-        "members": ("peercache.cli.operate.members:members", "List the members of a cluster."),
-        "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
-        "set": ("peercache.cli.operate.pages:set_command", "Store a page at this host's node."),
-        "exists": ("peercache.cli.operate.pages:exists_command", "Check whether pages exist."),
-        "retain": (
-            "peercache.cli.operate.pages:retain_command",
-            "Keep pages in memory for a time.",
-        ),
-        "rm": ("peercache.cli.operate.pages:remove_command", "Remove pages from every node."),
-        "clear": ("peercache.cli.operate.clear:clear", "Remove a namespace from every node."),
-        "node": ("peercache.cli.node:node", "Run a standalone node."),
-        "slo": ("peercache.cli.slo:slo", "Compare calls with their latency objectives."),
-        "health": ("peercache.cli.health:health", "Check whether this host's node serves."),
-        "disk": ("peercache.cli.disk:disk", "Inspect and check a disk_path."),
-        "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
-        "config": ("peercache.cli.config:config", "List every setting."),
-        "completion": ("peercache.cli.version:completion", "Print the completions of a shell."),
-        "version": ("peercache.cli.version:version", "Print the versions."),
+    help="Peer-to-peer store for the KV cache of language-model servers.",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the versions.",
+        )
+    ],
+    sections={
+        "Run a node": {
+            "node": ("peercache.cli.node:node", "Run a standalone node."),
+            "health": ("peercache.cli.health:health", "Check whether this host's node serves."),
+            "doctor": ("peercache.cli.doctor.checks:doctor", "Check this host."),
+            "config": ("peercache.cli.config:config", "List every setting."),
+        },
+        "Operate a cluster": {
+            "status": ("peercache.cli.operate.status:status", "Show the state of each member."),
+            "members": ("peercache.cli.operate.members:members", "List the members of a cluster."),
+            "top": ("peercache.cli.operate.top:top", "Show the rates of each member, live."),
+            "events": (
+                "peercache.cli.operate.events:events",
+                "Show which pages nodes store and drop, live.",
+            ),
+            "slo": (
+                "peercache.cli.operate.slo:slo",
+                "Compare calls with their latency objectives.",
+            ),
+            "size": (
+                "peercache.cli.operate.size:size",
+                "Estimate hit rates with other memory sizes.",
+            ),
+            "drain": (
+                "peercache.cli.operate.drain:drain",
+                "Hand a node's pages over, and stop it.",
+            ),
+        },
+        "Pages": {
+            "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
+            "set": ("peercache.cli.operate.pages:set_command", "Store a page at this host's node."),
+            "exists": ("peercache.cli.operate.pages:exists_command", "Check whether pages exist."),
+            "retain": (
+                "peercache.cli.operate.pages:retain_command",
+                "Keep pages in memory for a time.",
+            ),
+            "rm": ("peercache.cli.operate.pages:remove_command", "Remove pages from every node."),
+            "clear": ("peercache.cli.operate.clear:clear", "Remove a namespace from every node."),
+        },
+        "Certificates and disks": {
+            "certs": ("peercache.cli.certs:certs", "Certificates: make, issue, revoke, show."),
+            "disk": ("peercache.cli.disk:disk", "Inspect and check a disk_path."),
+        },
+        "Try and measure": {
+            "demo": ("peercache.cli.demo.story:demo", "Try a cluster of three nodes on this host."),
+            "bench": (
+                "peercache.cli.bench.command:bench",
+                "How fast pages move on this machine.",
+            ),
+        },
+        "About the program": {
+            "completion": ("peercache.cli.version:completion", "Print the completions of a shell."),
+            "version": ("peercache.cli.version:version", "Print the versions."),
+        },
     },
 )
 

@@ -8,7 +8,7 @@ import sys
 import click
 
 from peercache.cli.main import run
-from peercache.cli.options import settings_options
+from peercache.cli.options import SettingsCommand, settings_options
 from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from peercache.node.runner import describe, run_standalone
@@ -18,7 +18,7 @@ if sys.version_info < (3, 11):  # pragma: no cover - trio brings it there
     from exceptiongroup import BaseExceptionGroup
 
 
-@click.command
+@click.command(cls=SettingsCommand)
 @click.option(
     "--ready-file", metavar="FILE", help="Write the ready line here too, once the node serves."
 )

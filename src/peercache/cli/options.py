@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from peercache.config.quantities import parse_size
+from peercache.config.quantities import parse_seconds, parse_size, written_duration
 from peercache.config.settings import SETTINGS
 from peercache.config.table import Setting
 
@@ -35,6 +36,30 @@ class SizeType(click.ParamType[int]):
         return size
 
 
+class DurationType(click.ParamType[float]):
+    """Seconds, also written 90s, 15m or 10d."""
+
+    name = "duration"
+
+    def __init__(self, low: float = 0.0, high: float = math.inf) -> None:
+        """Accept durations from `low` to `high`, in seconds."""
+        self._low, self._high = low, high
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds."""
+        try:
+            seconds = parse_seconds(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+        if not self._low <= seconds <= self._high:
+            is_open = self._high == math.inf
+            end = "or more" if is_open else f"to {written_duration(self._high)}"
+            self.fail(f"{value!r} wants {written_duration(self._low)} {end}", param, ctx)
+        return seconds
+
+
 class _SettingType(click.ParamType[str]):
     """The text of a setting as it was written: only `Config` validates it, with the same errors for
     every source.
@@ -55,8 +80,56 @@ class _SettingType(click.ParamType[str]):
         return [CompletionItem(each) for each in self._row.choices if each.startswith(incomplete)]
 
 
+BASIC = frozenset(
+    (
+        "cluster", "insecure", "discovery_addr", "listen", "data_port", "advertise", "home",
+        "tls_ca", "tls_cert", "tls_key", "share_uids", "share_group",
+        "pool_size", "disk_enabled", "disk_path", "disk_size",
+        "http_listen", "http_open",
+    )
+)  # fmt: skip
+"""Settings that `--help` shows: those that a first cluster needs. `--help-all` shows the others."""
+
+
+class SettingsCommand(click.Command):
+    """A command with a flag for every setting. Its help shows the basic ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options; the settings that are not basic only for --help-all."""
+        is_whole = ctx.meta.get(_WHOLE, False)
+        shown = [
+            record
+            for parameter in self.get_params(ctx)
+            if is_whole or parameter.name not in SETTINGS or parameter.name in BASIC
+            if (record := parameter.get_help_record(ctx)) is not None
+        ]
+        with formatter.section("Options"):
+            formatter.write_dl(shown)
+
+
+_WHOLE = "peercache.help_all"
+
+
+def _print_whole_help(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:  # noqa: FBT001 - click's signature
+    if is_wanted and not context.resilient_parsing:
+        context.meta[_WHOLE] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
 def settings_options(command: Callback) -> Callback:
-    """Add `--config FILE` and a flag for every setting; the callback gets them as keywords."""
+    """Add `--config FILE` and a flag for every setting; the callback gets them as keywords.
+
+    The command is a SettingsCommand.
+    """
+    command = click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_whole_help,
+        help="Show every setting, and exit.",
+    )(command)
     for name, row in reversed(SETTINGS.items()):
         command = click.option(
             name,
@@ -74,4 +147,35 @@ def settings_options(command: Callback) -> Callback:
     )(command)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
+_FORMAT = "peercache.format"
+TABLE, JSON = "table", "json"
+
+
+def _note_format(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    context.meta[_FORMAT] = value
+
+
+def _is_json(context: click.Context, _: click.Parameter, value: bool) -> bool:  # noqa: FBT001 - click's signature
+    if value and context.meta.get(_FORMAT) == TABLE:
+        raise click.UsageError("--json contradicts -w table.")
+    return value or context.meta.get(_FORMAT) == JSON
+
+
+def json_option(command: Callback) -> Callback:
+    """Add `-w table|json` and `--json`; the callback gets `as_json`."""
+    command = click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        callback=_is_json,
+        help="Print JSON, and no progress: short for -w json.",
+    )(command)
+    return click.option(
+        "-w",
+        "--write-out",
+        type=click.Choice([TABLE, JSON]),
+        is_eager=True,
+        expose_value=False,
+        callback=_note_format,
+        help="The format of the output. Default: table.",
+    )(command)

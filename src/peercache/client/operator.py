@@ -30,12 +30,12 @@ from peercache.model.status import MemberStatus, Status, decoded_status, decoded
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate, control_url
 from peercache.net.requests import Asker
-from peercache.net.sockets import reached
+from peercache.net.sockets import local_path, reached
 from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
-from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST
+from peercache.wire.envelope import UNKNOWN_CLUSTER, WIRE_VERSION, WIRE_VERSION_OLDEST
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.membership import (
     ReportCluster,
@@ -63,12 +63,16 @@ Kind = TypeVar("Kind")
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """The node to ask, and the identity to use. has_cluster: whether the user named the cluster."""
+    """The node to ask, and the identity to use.
+
+    has_cluster: whether the user named the cluster; is_named: whether the user named the address.
+    """
 
     at: str
     config: Config
     timeout_s: float
     has_cluster: bool
+    is_named: bool = True
 
     @classmethod
     def of(
@@ -94,6 +98,7 @@ class Target:
             config=loaded,
             timeout_s=timeout_s,
             has_cluster=loaded.cluster != default,
+            is_named=bool(at or loaded.home),
         )
 
     @property
@@ -156,10 +161,10 @@ class Operator:
         self._tls = None if files is None else ControlTls(files)
         config = with_cluster(target.config, files)
         self.cluster = config.cluster
+        # Without certificates the cluster's name proves nothing, and the address identifies it.
         self._may_learn = self._tls is None and not target.has_cluster
-        self._gate = Gate(
-            Sharing.of(share_group=config.share_group, share_uids=config.share_uids), live
-        )
+        self._sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+        self._gate = Gate(self._sharing, live)
         self._identity = new_client_id(random.SystemRandom())
         self._url = ""
         self._refusal: Exception | None = None
@@ -257,7 +262,7 @@ class Operator:
     def _new_asker(self) -> Asker:
         return Asker(
             identity=self._identity,
-            cluster=self.cluster,
+            cluster=UNKNOWN_CLUSTER if self._may_learn else self.cluster,
             hello_for=lambda _: self._hello(),
             url_of=lambda _: self._url,
             breakers=Breakers(),
@@ -291,7 +296,6 @@ class Operator:
                     f"{self._target.at} is of the cluster {other!r}, and not of "
                     f"{self.cluster!r}: name it with --cluster",
                 )
-            # Without certificates the cluster's name proves nothing, and the address identifies it.
             self.cluster, self._may_learn = other, False
             self._asker.close()
             self._asker = self._new_asker()
@@ -312,6 +316,12 @@ class Operator:
         if self._refusal is not None:
             return self._refusal
         at = self._target.at
+        if self._target.is_home:
+            try:
+                # It may listen, and not be open to this user.
+                self._sharing.check_listener(local_path(at))
+            except Rejected as rejected:
+                return rejected
         if reached(self._url, min(CONNECT_S, self._target.timeout_s)) is False:
             if self.welcome is not None:
                 return PeerUnreachable(f"{at}: nothing listens there any more; {_HINT}")
@@ -319,6 +329,11 @@ class Operator:
                 return PeerUnreachable(
                     f"{at} in clear text; {_WANTS_CERTIFICATES}; or this is no control address, "
                     "such as that of /metrics"
+                )
+            if not self._target.is_named:
+                return PeerUnreachable(
+                    f"no node of this host: none has a home address in {home_folder()}, and "
+                    f"nothing listens at {at}, the default port; {_HINT_HERE}"
                 )
             return PeerUnreachable(f"{at}: nothing listens there; {_HINT}")
         hint = (
@@ -351,6 +366,7 @@ def _listens(url: str) -> bool:
 
 _WANTS_CERTIFICATES = "it requires certificates: give --tls-ca, --tls-cert and --tls-key"
 _HINT = "start a node there, or name another one with --at HOST:PORT"
+_HINT_HERE = "start one (peercache node), or name one with --at HOST:PORT or --at ipc://PATH"
 
 
 def _read(decoded: Callable[[bytes], Kind], raw: bytes) -> Kind:

@@ -24,6 +24,8 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
 _SWITCHES = {
     "true": True, "on": True, "yes": True, "1": True,
     "false": False, "off": False, "no": False, "0": False,
@@ -169,8 +171,20 @@ def parse_replicas(value: Any) -> int | str:
 
 
 def parse_seconds(value: Any) -> float:
-    """Return a number of seconds."""
-    return _finite(value, "a finite number of seconds")
+    """Return seconds from 90, "90s", "15m", "10d" or "250ms"."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", str(value), re.ASCII)
+    if match is None or match[2] not in _SECONDS:
+        return _finite(value, "a finite number of seconds, or a duration such as '90s', '15m'")
+    number = _finite(match[1], "a duration such as '90s', '15m' or '10d'")
+    return number * _SECONDS[match[2]]
+
+
+def written_duration(seconds: float) -> str:
+    """Return seconds in the largest unit that divides them, so that `parse_seconds` reads them."""
+    for unit in ("d", "h", "m"):
+        if seconds >= _SECONDS[unit] and seconds % _SECONDS[unit] == 0:
+            return f"{seconds / _SECONDS[unit]:g}{unit}"
+    return f"{seconds:g}s"
 
 
 def parse_share(value: Any) -> float:

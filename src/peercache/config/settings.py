@@ -638,6 +638,23 @@ class Config:
         "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
         "Required if that endpoint is beyond loopback: its readers show no certificate.",
     )
+    objective_exists_s: float = setting(
+        SECONDS,
+        0.001,
+        "Objective of `peercache slo` and the alerts: 99 % of the batch_exists that this host "
+        "answers take at most this long. The metrics distinguish 0.1, 0.2, 0.5, 1, 2.5, 5, 10, 25 "
+        "ms and so on: a limit between them counts as the next one.",
+        above=0,
+    )
+    objective_memory_s: float = setting(
+        SECONDS,
+        0.0005,
+        "The same for a page read from this host's memory: longer for pages above 2 MiB.",
+        above=0,
+    )
+    objective_disk_s: float = setting(
+        SECONDS, 0.01, "The same for a page that is read from a disk first.", above=0
+    )
     log_format: str = setting(
         choice("auto", "json", "console"),
         "auto",

@@ -62,7 +62,7 @@ REPLICAS = Kind(
     quantities.parse_replicas,
     measure=lambda value: 1 if value == quantities.AUTO else value,
 )
-SECONDS = Kind("SECONDS", quantities.parse_seconds)
+SECONDS = Kind("DURATION", quantities.parse_seconds)
 SHARE = Kind("SHARE", quantities.parse_share)
 SWITCH = Kind("true|false", quantities.parse_switch, lambda value: str(value).lower())
 

@@ -427,7 +427,8 @@ def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
     for member in members:
         status, name = member.status, member.status.name
         if status.state == NO_ANSWER:
-            found.append(("bad", name, f"gives no answer; the view says {member.seen}"))
+            why = "; ".join(status.reasons) or f"the view says {member.seen}"
+            found.append(("bad", name, f"gives no answer; {why}"))
         elif status.state not in (OK, "left"):
             kind = "note" if status.state in (DRAINING, LEAVING) else "bad"
             found.append((kind, name, "; ".join((status.state, *status.reasons))))

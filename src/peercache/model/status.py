@@ -241,6 +241,8 @@ class Status:
     counters: totals since the start, by the metric's name without `peercache_`, with the value of
               its label after a slash: `pages_hit/shm`.
     latency:  by operation: get, set, exists …
+    objectives: by name of an objective, the times of the calls that count for it; limits_s: what it
+              allows at this node.
     certificate_days: until its certificate expires; -1 without TLS.
     workers_more: the number of workers that are not listed.
     """
@@ -261,6 +263,8 @@ class Status:
     workers_more: int = 0
     counters: dict[str, float] = attrs.field(factory=dict)
     latency: dict[str, Latencies] = attrs.field(factory=dict)
+    objectives: dict[str, Latencies] = attrs.field(factory=dict)
+    limits_s: dict[str, float] = attrs.field(factory=dict)
     peers: tuple[PeerStatus, ...] = ()
     shard: Shard = attrs.field(factory=Shard)
     namespaces: tuple[NamespaceUse, ...] = ()
@@ -323,7 +327,8 @@ class MemberStatus:
     """A member of a view, and its status, if it reported one.
 
     seen:   its state in the view of the node that collected this: alive, suspect, dead, left.
-    answers: whether it reported its status; if not, `status` has only its name and state.
+    answers: whether it reported its status; if not, `status` has only its name, its state and, if
+             it is known, the reason.
     """
 
     seen: str = ""
@@ -331,8 +336,8 @@ class MemberStatus:
     status: Status = attrs.field(factory=Status)
 
 
-def unanswered(member: Member) -> MemberStatus:
-    """Return a member that did not report its status."""
+def unanswered(member: Member, reason: str = "") -> MemberStatus:
+    """Return a member that did not report its status, with the reason if that is known."""
     seen = STATE_NAMES[member.state] if member.state < len(STATE_NAMES) else str(member.state)
     state = "left" if seen == "left" else NO_ANSWER
     statuses = Status(
@@ -340,6 +345,7 @@ def unanswered(member: Member) -> MemberStatus:
         incarnation=name_of(member.incarnation),
         host=member.host_name,
         state=state,
+        reasons=(reason,) if reason else (),
     )
     return MemberStatus(seen=seen, status=statuses)
 

@@ -19,6 +19,7 @@ import attrs
 import pynng
 from pynng._nng import ffi, lib
 
+from peercache.config.quantities import format_address
 from peercache.errors import Rejected
 from peercache.observability.reasons import EXPIRED
 from peercache.trust.identity import SHARED_NAME, CertificateRole, Identity, until_among
@@ -114,6 +115,12 @@ class Peer:
     common_name: str = ""
     alternative_names: tuple[str, ...] = ()
     valid_until: float = inf
+
+    def place(self) -> str:
+        """Return where it is, for a log: HOST:PORT, or the user at a home address."""
+        if self.remote[0]:
+            return format_address(*self.remote)
+        return "this process" if self.uid is None else f"uid {self.uid}, at the home address"
 
     def has_expired(self) -> bool:
         """Return whether its certificate has expired."""

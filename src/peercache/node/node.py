@@ -353,6 +353,7 @@ class Node:
             status=self._status.status,
             members=self._members,
             broker=self.broker,
+            refusal=lambda member: "" if self.tls is None else self.tls.refusal(member.name),
         )
         self.overlaps = Overlaps(
             shard=crew.directory,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias, final
 
@@ -196,12 +196,14 @@ class Gathering:
 
     own:     this node; `status(detail=…)` is its status.
     members: the view, ended ones included.
+    refusal: returns why this node refuses a member's certificate, "" if it does not.
     """
 
     _own: int
     _status: Callable[..., Status]
     _members: Callable[[], Sequence[Member]]
     _broker: MemberBroker
+    _refusal: Callable[[Member], str] = lambda _: ""
     _kept: defaultdict[bool, _Gathered] = attrs.field(
         factory=lambda: defaultdict(_Gathered), init=False
     )
@@ -244,8 +246,11 @@ class Gathering:
                 found[self._own] = MemberStatus(
                     seen="alive", answers=True, status=self._status(detail=detail)
                 )
+                members = _without_replaced(members, found)
                 kept.incarnations = tuple([member.incarnation for member in members])
-                kept.members = tuple([found.get(m.incarnation) or unanswered(m) for m in members])
+                kept.members = tuple(
+                    [found.get(m.incarnation) or unanswered(m, self._refusal(m)) for m in members]
+                )
                 starts = any(each.status.state == UNAVAILABLE for each in kept.members)
                 kept.fresh_s = FRESH_STARTING_S if starts else FRESH_S
                 kept.at = trio.current_time()
@@ -265,6 +270,16 @@ class Gathering:
             found[member.incarnation] = MemberStatus(
                 seen=STATE_NAMES[member.state], answers=True, status=decoded_status(reply.status)
             )
+
+
+def _without_replaced(members: Sequence[Member], answers: Container[int]) -> list[Member]:
+    """Return the members without those that another one has replaced at their address.
+
+    One process listens at an address: if one answers there, an earlier one has ended. So a node
+    that was killed and started again is one node, not two.
+    """
+    taken = {member.control for member in members if member.incarnation in answers}
+    return [each for each in members if each.incarnation in answers or each.control not in taken]
 
 
 def portion(members: Sequence[MemberStatus]) -> tuple[bytes, bool]:

@@ -49,7 +49,12 @@ from peercache.node.addresses import Reach
 from peercache.node.admission import Admission
 from peercache.node.disk import OPENING, NodeDisk
 from peercache.node.housekeeping import Housekeeping
-from peercache.observability.latency import LATENCY_BUCKETS_S
+from peercache.observability.latency import (
+    LATENCY_BUCKETS_S,
+    OBJECTIVES,
+    bound_for,
+    times_of,
+)
 from peercache.observability.metrics import PEER_FABRIC, Metrics, is_increase
 from peercache.observability.reasons import FABRICS
 from peercache.trust.files import LiveTls
@@ -261,6 +266,11 @@ class NodeStatus:
             insecure=bool(self.config.insecure), age_s=now - self._started_at,
             pool=_pool(figures), disk=self._disk_tier(figures, counters),
             workers=listed, workers_more=more, counters=counters, latency=latency,
+            objectives=times_of((self.metrics.latency_s, self.metrics.page_s)),
+            limits_s={
+                each.name: bound_for(getattr(self.config, f"objective_{each.name}_s"))
+                for each in OBJECTIVES
+            },
             peers=self._peers(),
             namespaces=self._namespaces(),
             shard=Shard(
@@ -311,10 +321,12 @@ class NodeStatus:
         if self.disk is None:
             return Tier()
         lost = sum(v for name, v in counters.items() if name.startswith("disk_pages_lost"))
+        usable, used = (int(figures.get(f"disk_bytes_{of}", 0)) for of in ("usable", "used"))
         return Tier(
-            size=int(figures.get("disk_bytes", 0)),
-            used=int(figures.get("disk_bytes_used", 0)),
-            free=int(figures.get("disk_bytes_free", 0)),
+            # Not disk_size: on a small file system it would be a disk that never fills.
+            size=usable,
+            used=used,
+            free=max(0, usable - used),
             pages=int(figures.get("disk_pages", 0)),
             evicted=int(lost),
             problem=OPENING if self.disk.is_opening else self._disk_trouble(),

@@ -262,9 +262,16 @@ class Inbound:
             return
         try:
             envelope = self._envelopes.decode(raw)
-        except (WrongVersion, WrongCluster) as error:
-            reason = "wire_version" if isinstance(error, WrongVersion) else "cluster"
-            self._refuse(pipe, Rejected(reason, error.what), 0)
+        except WrongVersion as error:
+            self._refuse(pipe, Rejected("wire_version", error.what), 0)
+            return
+        except WrongCluster as error:
+            if error.is_question:
+                # An operator's first message: the envelope of any answer names our cluster.
+                self._envelopes.drop("unknown_cluster", sender=error.sender)
+                self.reply(pipe, error.sender, Refused(0, "cluster", error.what))
+            else:
+                self._refuse(pipe, Rejected("cluster", error.what), 0, error.sender)
             return
         except RemoteProtocolError as error:
             self._envelopes.drop("malformed", detail=error.what)
@@ -381,8 +388,8 @@ class Inbound:
         host = peer.remote[0] if peer is not None else ""
         # By address: a stranger may claim a new identity with each Hello.
         self._envelopes.warn_once(
-            "node.peer_refused", (host or sender, rejected.reason), peer=name_of(sender), at=host,
-            reason=rejected.reason, detail=rejected.detail,
+            "node.peer_refused", (host or sender, rejected.reason), peer=name_of(sender),
+            at="" if peer is None else peer.place(), reason=rejected.reason, detail=rejected.detail,
         )  # fmt: skip
         self.reply(pipe, sender, Refused(request, rejected.reason, rejected.detail))
 

@@ -19,6 +19,7 @@ from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.model.keys import PageKeys
 from peercache.model.prefix import Overlap
 from peercache.node.questions import Gathering
+from peercache.observability.latency import OBJECTIVES
 from peercache.observability.metrics import Metrics
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing
@@ -47,6 +48,9 @@ class Web:
         overlap, named: the callbacks of the prefix index, as in `http.pages.IndexParts`.
         """
         metrics.describe_process(version())
+        metrics.describe_objectives(
+            {each.name: getattr(config, f"objective_{each.name}_s") for each in OBJECTIVES}
+        )
         if tls is not None:
             metrics.certificate_days.set_function(lambda: tls.days_left)
         self._access = Access(config, sharing=sharing, tls=tls, metrics=metrics, log=log)

@@ -4,8 +4,9 @@ A client records a call as a number and its seconds, which costs a tenth of a mi
 second these are added to histograms: by the home node from a client's report, and by a client that
 has its node in its own process.
 
-Objectives: how fast which share of calls must be, and how the histograms compare with that.
-`peercache slo`, the alert rules and the board read this one table.
+Objectives: how fast which share of calls must be, and how the histograms compare with that. A node
+shows its limits, which are settings, as `peercache_objective_seconds`: `peercache slo`, the alert
+rules and the board read those.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LATENCY_BUCKETS_S: Final = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
     2.5,
 )  # fmt: skip
-"""Upper bounds. Each objective is one of them."""
+"""Upper bounds. The limit of each objective is one of them."""
 
 OPERATIONS: Final = ("get", "set", "exists", "remove", "clear", "stats")
 """The batch calls of a client; the values of the label `operation`."""
@@ -167,10 +168,11 @@ QUANTILES: Final = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99}
 class Objective:
     """A share of calls that must take at most a given time.
 
-    meaning:  one line for operators.
+    meaning:  what is measured, for operators.
     metric:   the histogram, without suffix.
     labels:   by label, the values that count.
-    within_s: one of the histogram's bounds.
+    within_s: the limit, one of the histogram's bounds; that of a node is its setting
+              `objective_NAME_s`.
     share:    the share of all calls, 0 to 1.
     """
 
@@ -185,26 +187,26 @@ class Objective:
 OBJECTIVES: Final = (
     Objective(
         "exists",
-        "an exists that this host answers itself takes at most 100 µs",
+        "an exists that this host answers itself",
         "peercache_latency_seconds",
         {"operation": ("exists",), "tier": (KNOWN, TABLE)},
-        0.0001,
+        0.001,
         0.99,
     ),
     Objective(
         "memory",
-        "a page out of this host's memory takes at most 200 µs",
+        "a page out of this host's memory",
         "peercache_page_seconds",
         {"tier": (HOME, HOST)},
-        0.0002,
+        0.0005,
         0.99,
     ),
     Objective(
         "disk",
-        "a page out of a disk takes at most 5 ms",
+        "a page out of a disk",
         "peercache_page_seconds",
         {"tier": (DISK,)},
-        0.005,
+        0.01,
         0.99,
     ),
 )
@@ -233,8 +235,56 @@ class ObjectiveResult:
         return not self.calls or self.within >= self.objective.share
 
 
+OBJECTIVE_METRIC: Final = "peercache_objective_seconds"
+"""The gauge with a node's limits. Its label `le` is that of the histogram's bucket, so that a rule
+finds the bucket."""
+
+
+def bound_for(seconds: float) -> float:
+    """Return the limit that the histograms can judge: the first bound that is not below."""
+    return next((bound for bound in LATENCY_BUCKETS_S if bound >= seconds), LATENCY_BUCKETS_S[-1])
+
+
+def limits_of(exposition: str) -> dict[str, float]:
+    """Return the limits in an answer of `/metrics`, by objective."""
+    return {
+        sample.labels["objective"]: float(sample.labels["le"])
+        for family in text_string_to_metric_families(exposition)
+        if family.name == OBJECTIVE_METRIC
+        for sample in family.samples
+    }
+
+
 Counts = dict[str, dict[float, float]]
 """By name of the objective: cumulative counts by upper bound."""
+
+
+def times_of(histograms: Iterable[Latency]) -> dict[str, Latencies]:
+    """Return by objective the times that count for it, from this process's histograms."""
+    found = {}
+    for objective in OBJECTIVES:
+        (histogram,) = (each for each in histograms if each.name == objective.metric)
+        total = [0] * (len(LATENCY_BUCKETS_S) + 1)
+        seconds = 0.0
+        for values, (counts, spent) in histogram.snapshot().items():
+            labels = dict(zip(histogram.labels, values, strict=True))
+            if all(labels[name] in allowed for name, allowed in objective.labels.items()):
+                total = [sum(both) for both in zip(total, counts, strict=True)]
+                seconds += spent
+        found[objective.name] = Latencies(
+            bounds=LATENCY_BUCKETS_S, counts=tuple(total), seconds=seconds
+        )
+    return found
+
+
+def counts_in(times: Mapping[str, Latencies]) -> Counts:
+    """Return the counts of all objectives in a node's status."""
+    found: Counts = {objective.name: {} for objective in OBJECTIVES}
+    for name in found.keys() & times.keys():
+        bounds = (*times[name].bounds, math.inf)
+        if len(bounds) == len(times[name].counts):
+            found[name] = dict(zip(bounds, map(float, times[name].counts), strict=True))
+    return found
 
 
 def counts_of(exposition: str) -> Counts:
@@ -280,9 +330,13 @@ def since(before: Counts, after: Counts) -> Counts:
     }
 
 
-def judged(counts: Counts) -> list[ObjectiveResult]:
-    """Return the result for each objective."""
-    return [_judged(objective, counts[objective.name]) for objective in OBJECTIVES]
+def judged(counts: Counts, limits: Mapping[str, float] | None = None) -> list[ObjectiveResult]:
+    """Return the result for each objective. limits: those that are not the default."""
+    given = limits or {}
+    return [
+        _judged(attrs.evolve(each, within_s=given.get(each.name, each.within_s)), counts[each.name])
+        for each in OBJECTIVES
+    ]
 
 
 def _judged(objective: Objective, counts: Mapping[float, float]) -> ObjectiveResult:

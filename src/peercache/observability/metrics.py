@@ -16,7 +16,14 @@ from typing import Final, TypeGuard, final
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from peercache.observability.latency import CALL, LATENCY_BUCKETS_S, Latency, observe_calls, packed
+from peercache.observability.latency import (
+    CALL,
+    LATENCY_BUCKETS_S,
+    Latency,
+    bound_for,
+    observe_calls,
+    packed,
+)
 from peercache.observability.reasons import FABRICS, MISS_REASONS, RDMA_FAILURES, TABLE_FAILURES
 from peercache.wire.messages.session import Counted
 
@@ -236,6 +243,12 @@ class Metrics:
         )
         self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
 
+    def describe_objectives(self, limits_s: Mapping[str, float]) -> None:
+        """Add the limit of each objective, as the bucket by which it is judged."""
+        for name, seconds in limits_s.items():
+            bound = bound_for(seconds)
+            self.objective_s.labels(name, str(bound)).set(bound)
+
     def describe_process(self, version: str) -> None:
         """Add the process (CPU, memory, open files, start) and the build, for a node's /metrics."""
         self.build_info.labels(version, platform.python_version()).set(1)
@@ -250,6 +263,12 @@ class Metrics:
     def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         """Create the metrics of the build, and of access rights."""
         self.build_info = gauge("build_info", "1; the labels show what runs.", "version", "python")
+        self.objective_s = gauge(
+            "objective_seconds",
+            "Limit of an objective; le is its bucket in the histograms.",
+            "objective",
+            "le",
+        )
         reported = "Control messages that their senders may not send."
         self.messages_refused = counter("messages_refused", reported, "reason", "message")
         self.insecure = gauge(

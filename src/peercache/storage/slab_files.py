@@ -111,6 +111,13 @@ class SlabFiles:
                 self.write(number * self.folder.slab_bytes, [memory])
             self.blocks_of[number] = blocks
 
+    def usable_bytes(self) -> int:
+        """Return the bytes of all slabs, of those that there is room to create, too."""
+        free, total = self.folder.free_bytes()
+        slab_bytes, made = self.folder.slab_bytes, len(self.blocks_of)
+        more = max(0, int(free - self._floor * total)) // slab_bytes
+        return min(self.folder.slab_count, made + more) * slab_bytes
+
     def forget(self, number: int) -> None:
         """Mark a slab to be prepared again before the next write: its file is gone."""
         self.blocks_of.pop(number, None)

@@ -36,6 +36,7 @@ from peercache.actors.ports import (
     DiskEnded,
     DiskFact,
     DiskOpened,
+    DiskRoom,
     Forget,
     ForgetDone,
     Load,
@@ -112,6 +113,7 @@ class DiskStore:
         self._closed = threading.Event()
         self.waits_for_room = False
         """Whether the file system had no room yet for the few files of a new folder."""
+        self._usable = -1
         self._opened: _Opened | None = None
         self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
 
@@ -224,9 +226,11 @@ class DiskStore:
             clock=self._clock,
             judged=partial(_keep_rows, index),
             notify=self._notify,
-            look=partial(self._look_after, folder),
+            look=partial(self._look_after, files),
             log=self._log,
         )
+        # What is reported at first, and not repeated by the first check.
+        self._usable = folder.slab_count * folder.slab_bytes
         self._log.info(
             "disk.opened",
             folder=str(folder.path),
@@ -242,8 +246,18 @@ class DiskStore:
         if closed:
             self.close()
             return
-        usable = folder.slab_count * folder.slab_bytes
-        self._notify(DiskOpened(usable, folder.slab_bytes, entries, int(time.time())))
+        wanted = folder.slab_count * folder.slab_bytes
+        self._notify(DiskOpened(wanted, folder.slab_bytes, entries, int(time.time())))
+        self._report_room(files)
+        if self._usable < wanted:
+            self._log.warning(
+                "disk.size_limited",
+                path=self._disk_path,
+                disk_size=wanted,
+                usable=self._usable,
+                problem="the file system has no room for disk_size above disk_free_floor: free "
+                "some room, lower disk_size, or name another disk_path",
+            )
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -273,9 +287,22 @@ class DiskStore:
         if opened is not None:
             opened.workers.end_soon(reason)
 
-    def _look_after(self, folder: Folder) -> None:
+    def _look_after(self, files: SlabFiles) -> None:
+        folder = files.folder
         if not folder.is_there():
             self._end(f"{folder.path} has gone")
+            return
+        self._report_room(files)
+
+    def _report_room(self, files: SlabFiles) -> None:
+        """Report how much the file system has room for, if that has changed."""
+        try:
+            usable = files.usable_bytes()
+        except OSError:
+            return  # The next check reports it, or that the folder has gone.
+        if usable != self._usable:
+            self._usable = usable
+            self._notify(DiskRoom(usable))
 
     def _index_failed(self, folder: Folder, problem: str) -> None:
         """Continue without an index; one that is permanently behind must not be trusted later."""

@@ -28,6 +28,9 @@ FILE_BYTES_MAX = 2**20
 LOOK_S = 2.0
 """How often the owner of `LiveTls` checks whether files changed: a few system calls."""
 
+NODES_MAX = 16_384
+"""Nodes whose certificates are remembered: those of the largest cluster."""
+
 EXPIRY_WARNING_DAYS = 14.0
 """How long before its expiry a certificate causes a warning: two weeks contain a working day."""
 
@@ -135,6 +138,8 @@ class LiveTls:
         self._callbacks: list[Callable[[LiveTls], None]] = []
         self.files = files
         self.revocations: Revocations = Revocations(files.ca_pem)
+        self._serials: dict[str, int] = {}
+        """By the name of a node: the serial number of its certificate."""
         self.authorities_dropped = 0
         """How often an authority has ceased to be trusted: earlier connections may depend on it,
         and no library reports that."""
@@ -196,9 +201,31 @@ class LiveTls:
         if identity.cluster != ours:
             problem = f"the certificate is for cluster {identity.cluster!r}, this one is {ours!r}"
             raise Rejected("cluster", problem)
-        if self.revocations.revokes(serial_of(common_name)):
+        serial = serial_of(common_name)
+        is_revoked = self.revocations.revokes(serial)
+        if identity.role is CertificateRole.NODE:
+            self._note_serial(identity.name, serial, is_revoked=is_revoked)
+        if is_revoked:
             raise Rejected("revoked", f"the certificate of {identity.uri()} is revoked")
         return identity
+
+    def _note_serial(self, node: str, serial: int, *, is_revoked: bool) -> None:
+        """Remember the certificate that a node has shown; a valid one replaces a revoked one."""
+        known = self._serials.get(node)
+        if known is None and len(self._serials) >= NODES_MAX:
+            return
+        if known is None or not is_revoked:
+            self._serials[node] = serial
+
+    def refusal(self, node: str) -> str:
+        """Return why the last certificate of a node is refused; "" if it is valid, or not known."""
+        serial = self._serials.get(node)
+        if serial is None or not self.revocations.revokes(serial):
+            return ""
+        return (
+            "its certificate is revoked, so the others refuse it: stop it, or issue a new "
+            "certificate (peercache certs issue) and restart it"
+        )
 
     def look(self) -> bool:
         """Read changed files, and use them; return whether anything has changed."""

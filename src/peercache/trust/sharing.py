@@ -346,6 +346,8 @@ _QUESTION = struct.Struct("=BBBxI")
 _PORTS = struct.Struct("!HH16s16s")
 """struct inet_diag_sockid, its part in network order: ports and addresses."""
 
+_IPV4_BYTES = 4
+
 _INTERFACE = struct.Struct("=III")
 """The rest of it: interface, cookie."""
 
@@ -359,7 +361,11 @@ request without a socket."""
 
 def _plain(host: str) -> _Host:
     """Return an address; an IPv4-mapped IPv6 address as IPv4."""
-    found = ipaddress.ip_address(host.partition("%")[0])
+    return _plain_of(host.partition("%")[0])
+
+
+def _plain_of(written: str | bytes) -> _Host:
+    found = ipaddress.ip_address(written)
     mapped = getattr(found, "ipv4_mapped", None)
     return mapped if mapped is not None else found
 
@@ -386,10 +392,22 @@ def _uid_by_netlink(sought: _End, other: _End) -> int | None:
         if number == _ENOENT:
             return None
         raise OSError(number, os.strerror(number))
-    _, state, _, _, found, *_, uid, inode = _ANSWER.unpack_from(raw, _ENVELOPE.size)
+    family, state, _, _, found, *_, uid, inode = _ANSWER.unpack_from(raw, _ENVELOPE.size)
     # If no connection matches, the kernel returns a listener.
-    is_it = found[: _PORTS.size] == ports and state in _OPEN_STATES and inode
+    is_it = _ends_of(family, found) == (sought, other) and state in _OPEN_STATES and inode
     return int(uid) if is_it else None
+
+
+def _ends_of(family: int, found: bytes) -> tuple[_End, _End]:
+    """Return both ends of a socket that the kernel has found.
+
+    A dual-stack listener's connections are IPv6 sockets, also those that are asked for by their
+    IPv4 addresses: the kernel then returns mapped IPv6 addresses.
+    """
+    own_port, far_port, own, far = _PORTS.unpack_from(found)
+    if family == socket.AF_INET:
+        own, far = own[:_IPV4_BYTES], far[:_IPV4_BYTES]
+    return (_plain_of(own), own_port), (_plain_of(far), far_port)
 
 
 def _uid_by_table(sought: _End, other: _End) -> int | None:

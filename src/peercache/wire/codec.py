@@ -19,7 +19,13 @@ import cbor2
 from peercache.errors import LocalProtocolError, RemoteProtocolError
 from peercache.model.keys import TAG_BYTES, Tag, packed_tag
 from peercache.model.member import Member
-from peercache.wire.envelope import ENVELOPE_VERSION, MESSAGES, Envelope, versions_spoken
+from peercache.wire.envelope import (
+    ENVELOPE_VERSION,
+    MESSAGES,
+    UNKNOWN_CLUSTER,
+    Envelope,
+    versions_spoken,
+)
 from peercache.wire.messages.declared import Message
 
 MESSAGE_BYTES_MAX = 256 * 1024
@@ -52,9 +58,11 @@ class WrongVersion(RemoteProtocolError):
 
 @attrs.define(eq=False)
 class WrongCluster(RemoteProtocolError):
-    """The envelope belongs to another cluster."""
+    """The envelope belongs to another cluster. is_question: its sender asks for our cluster."""
 
     cluster: str = ""
+    sender: int = 0
+    is_question: bool = False
 
 
 def encode(envelope: Envelope, *, cluster: str, request: int = 0) -> bytes:
@@ -115,6 +123,8 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
             f"cluster {name!r}, ours is {cluster!r}: name the same one with cluster, or, for a "
             "trial, with insecure",
             cluster=name,
+            sender=_u64(sender),
+            is_question=theirs == UNKNOWN_CLUSTER,
         )
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag < len(MESSAGES):
         raise RemoteProtocolError(f"no message has the tag {tag!r}")

@@ -34,6 +34,9 @@ ENVELOPE_VERSION = 2
 """The first number of an envelope: the version of its structure, which both ends must share to read
 a Hello at all."""
 
+UNKNOWN_CLUSTER = ""
+"""In an envelope of an operator that does not know the node's cluster: the answer names it."""
+
 
 def _in_order(*modules: ModuleType) -> tuple[type[Message], ...]:
     """Return the messages of these modules in the order of their tags, which have no gap."""

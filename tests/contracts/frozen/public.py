@@ -98,10 +98,15 @@ def store_methods() -> dict[str, list[str]]:
 
 
 def flags_of(command: str) -> list[str]:
-    """Return the flags that a command lists in its help."""
+    """Return the flags that a command lists in its help, and in its complete one."""
+    found = _flags_in(command, "--help")
+    return _flags_in(command, "--help-all") if "--help-all" in found else found
+
+
+def _flags_in(command: str, wanted: str) -> list[str]:
     main = next(iter(entry_points(group="console_scripts", name="peercache"))).load()
     said = io.StringIO()
-    argv = ["peercache", *command.split(), "--help"]
+    argv = ["peercache", *command.split(), wanted]
     wide = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
     with (
         mock.patch.dict(os.environ, wide),

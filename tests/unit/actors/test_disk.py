@@ -19,6 +19,7 @@ from peercache.actors.ports import (
     DISK_UNTRIED,
     DiskEnded,
     DiskOpened,
+    DiskRoom,
     Forget,
     Load,
     Write,
@@ -164,6 +165,20 @@ def test_full_disk_deletes_its_coldest_pages_and_their_records() -> None:
     assert known.count("") == 6
     assert world.count("disk_pages_lost_total", reason="evicted") == 7
     world.check_records()
+
+
+def test_figures_are_those_of_the_room_that_there_is() -> None:
+    """A store larger than its file system would never be shown as full."""
+    world = DiskWorld(slabs=4)
+    world.set(*range(7))
+    world.finish()
+    used = world.tier.figures()["disk_bytes_used"]
+    capacity = world.tier.figures()["disk_bytes_usable"]
+
+    for room, usable in ((2 * used, 2 * used), (0, used), (2 * capacity, capacity)):
+        world.tell("disk", DiskRoom(room))
+        assert world.tier.figures()["disk_bytes_usable"] == usable
+        assert world.tier.figures()["disk_bytes"] == capacity
 
 
 @pytest.mark.parametrize("outcome", [DISK_CHANGED, DISK_FAILED, DISK_FULL])

@@ -111,7 +111,7 @@ def test_certificate_ends_with_its_authority_at_the_latest(
     """A longer one would be refused all the same."""
     folder = tmp_path / "short"
     _run(capsys, "init", folder, "--cluster", "prod", "--days", 3)
-    _run(capsys, "issue", folder, "--node", "a", "--days", 30)
+    _run(capsys, "issue", folder, "--node", "a", "--for", "30d")
 
     shown = json.loads(_run(capsys, "show", folder / "node-a.crt", "--json")[1])
     assert shown["days_left"] == pytest.approx(3, abs=0.1)
@@ -194,6 +194,7 @@ def test_a_namespace_with_the_tag_of_another_is_refused(
         (["issue", "{folder}", "--operator", "a", "--namespace", "n"], "names no namespace"),
         (["issue", "{folder}/none", "--node", "a"], "certs init"),
         (["issue", "{folder}", "--node", "a", "--days", "0"], "--days"),
+        (["issue", "{folder}", "--node", "a", "--for", "30"], "wants 1d to 36500d"),
         (["init", "{folder}/new"], "--cluster"),
         (["init", "{folder}/new", "--cluster", ""], "1 to 255 printable"),
         (["revoke", "{folder}", "node-z"], "is no certificate of"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,9 +71,23 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     assert (config.cluster, config.pool_size, config.max_masters) == ("flag", 2**31, 7)
 
 
+@pytest.mark.parametrize("command", ["node", "doctor", "health"])
+def test_help_of_the_node_has_what_a_first_node_needs(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two screens; --help-all has every setting."""
+    assert cli.main([command, "--help"]) == 0
+
+    shown = capsys.readouterr().out
+    assert shown.count("\n") < 90
+    for flag in ("--home", "--pool-size", "--discovery", "--tls-cert", "--insecure", "--help-all"):
+        assert f"{flag}" in shown
+    assert "--rdma-retry-count" not in shown
+
+
 def test_help_of_the_node_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     """Percent signs and braces in the help do not break it."""
-    assert cli.main(["node", "--help"]) == 0
+    assert cli.main(["node", "--help-all"]) == 0
 
     shown = " ".join(capsys.readouterr().out.split())
     for row in SETTINGS.values():
@@ -104,6 +119,27 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_version_is_a_flag_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of most programs."""
+    assert cli.main(["--version"]) == 0
+    flag = capsys.readouterr().out
+    assert cli.main(["version"]) == 0
+    assert flag == capsys.readouterr().out
+
+
+def test_the_program_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """In groups, the node first; every command is in one of them."""
+    assert cli.main([]) == 0
+    alone = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+
+    assert alone == capsys.readouterr().out
+    commands = [line.split()[0] for line in alone.splitlines() if re.match(r"  [a-z]", line)]
+    assert commands[0] == "node"
+    assert commands == cli.peercache.list_commands(click.Context(cli.peercache))
+    assert len(re.findall(r"^[A-Z].*:$", alone, re.MULTILINE)) > 4
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -112,7 +148,6 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
         (["bench"], ["Missing command", "peercache bench --help"]),
         (["bench", "drive"], ["Missing option", "--discovery", "peercache bench drive --help"]),
         (["disk", "check"], ["Missing argument", "PATH", "peercache disk check --help"]),
-        ([], ["Missing command", "peercache --help"]),
         (["demo", "twice"], ["unexpected extra argument", "twice"]),
     ],
 )
@@ -167,6 +202,17 @@ def test_every_command_speaks_json(command: click.Command, request: pytest.Fixtu
     speaks = any("--json" in parameter.opts for parameter in command.params)
 
     assert speaks != (name in NO_JSON)
+
+
+def test_the_format_has_a_flag_as_in_etcdctl(capsys: pytest.CaptureFixture[str]) -> None:
+    """-w json is --json; the two do not contradict each other unnoticed."""
+    for words in (["-w", "json"], ["--write-out=json"], ["--json"], ["--json", "-w", "json"]):
+        assert cli.main(["version", *words]) == 0
+        assert "wire" in json.loads(capsys.readouterr().out)
+    assert cli.main(["version", "-w", "table"]) == 0
+    assert capsys.readouterr().out.startswith("peercache ")
+    assert cli.main(["version", "-w", "table", "--json"]) == 2
+    assert cli.main(["version", "-w", "xml"]) == 2
 
 
 @pytest.mark.parametrize(

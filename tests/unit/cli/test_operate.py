@@ -81,6 +81,15 @@ def test_a_line_says_how_a_member_is() -> None:
     assert "300 d" in line
 
 
+def test_hosts_are_shown_where_there_are_several() -> None:
+    """An address seldom names the machine; on one host the column would say nothing."""
+    one, other = told(host="gpu-1"), told(name="10.0.0.8:31998", host="gpu-2")
+
+    assert all(host in drawn(one, other, width=160) for host in ("gpu-1", "gpu-2"))
+    assert "gpu-1" not in drawn(one, told(name="10.0.0.8:31998", host="gpu-1"), width=160)
+    assert "gpu-1" not in drawn(one, other, width=140)
+
+
 def test_the_sums_are_of_the_cluster() -> None:
     """Two members have twice as much of everything but the rate."""
     text = drawn(told(), told(name="10.0.0.8:31998"))
@@ -133,6 +142,10 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
         told(name="c:1", peers=(PeerStatus(name="d:1", lagging=True),)),
         told(name="d:1", draining=Draining(active=True, phase="handing over", pages=9)),
         dead,
+        unanswered(
+            Member(2, 1, DEAD, 255, "h", "10.0.0.8:31998", "d", "", ""),
+            "its certificate is revoked",
+        ),
     )
 
     text = drawn(*members, width=200)
@@ -142,6 +155,8 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
     assert "! c:1: sets do not wait for d:1" in text
     assert "! d:1: draining: handing over 0 of 9 pages" in text
     assert "! 10.0.0.9:31998: no answer; the others have it as dead" in text
+    assert "! 10.0.0.8:31998: its certificate is revoked" in text
+    assert "10.0.0.8:31998: no answer" not in text
     assert not is_fine(members)
     assert is_fine((told(), told(state="draining")))
     assert not is_fine((dead,))
@@ -282,6 +297,19 @@ def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -
         target = Target.of(at=peer.url, cluster=CLUSTER, environment={})
         with pytest.raises(Rejected, match=f"of the cluster 'theirs', and not of '{CLUSTER}'"):
             Operator(target).__enter__()
+
+
+def test_an_address_that_was_not_typed_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the default: the sentence tells what was tried, and what to type."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(operator, "DEFAULT_CONTROL_PORT", 9)
+    with pytest.raises(PeerUnreachable) as wrong:
+        Operator(Target.of(environment={})).__enter__()
+
+    assert f"no node of this host: none has a home address in {tmp_path}" in str(wrong.value)
+    assert "start one (peercache node)" in str(wrong.value)
 
 
 def test_an_address_that_is_invalid_is_said_once() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import trustme
+from prometheus_client import generate_latest
 
 from peercache.cli.main import main
+from peercache.observability.metrics import Metrics
 from tests.unit.observability.test_latency import exposition
 
 Served = Callable[..., str]
@@ -78,6 +80,21 @@ def test_an_objective_that_is_missed_ends_with_1(
     assert "50.00%" in line
 
 
+def test_the_limit_is_the_nodes_setting(serve: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of nodes with several limits the longest; one between two buckets is the next one."""
+    metrics = Metrics()
+    metrics.describe_objectives({"exists": 0.001, "memory": 0.003, "disk": 0.01})
+    limits = generate_latest(metrics.registry).decode()
+    calls = exposition(50, 50)
+    node = calls + "\n".join(line for line in limits.splitlines() if "objective" in line) + "\n"
+
+    assert main(["slo", serve(calls), "--json"]) == 1
+    capsys.readouterr()
+    assert main(["slo", serve(node), serve(calls), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["objectives"]
+    assert [each["within_s"] for each in told] == [0.001, 0.005, 0.01]
+
+
 def test_over_judges_the_calls_in_between(
     serve: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +141,7 @@ def test_an_https_node_of_an_authority_that_is_not_named(
         (["--ca", "/no/such.crt"], "/no/such.crt"),
         (["--token-file", "/no/such"], "/no/such"),
         (["--key", "x"], "--cert"),
+        (["--at", "127.0.0.1:1", "127.0.0.1:2"], "and not both"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(

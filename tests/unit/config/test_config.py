@@ -16,7 +16,9 @@ from peercache.config.quantities import (
     format_address,
     is_loopback,
     parse_address,
+    parse_seconds,
     parse_size,
+    written_duration,
 )
 from peercache.config.settings import SETTINGS, SGLANG_KEYS, Config
 from peercache.errors import ConfigError
@@ -197,6 +199,17 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "seconds"),
+    [(90, 90.0), ("1.5", 1.5), ("90s", 90.0), ("15m", 900.0), ("2h", 7200.0), ("10d", 864_000.0),
+     ("250ms", 0.25), ("1e3", 1000.0)],
+)  # fmt: skip
+def test_a_duration_has_a_unit_or_is_seconds(written: object, seconds: float) -> None:
+    """The same in a flag, a file and the environment; written_duration is the inverse."""
+    assert Config.load({"disk_ttl": written}).disk_ttl == seconds
+    assert parse_seconds(written_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
         ("pool_size", "lots", "GiB"),
@@ -208,6 +221,8 @@ def test_sglang_keys_pass_and_a_typo_does_not() -> None:
         ("log_level", "trace", "debug, info"),
         ("heartbeat_s", "soon", "seconds"),
         ("heartbeat_s", float("nan"), "finite"),
+        ("heartbeat_s", "2x", "'90s', '15m'"),
+        ("heartbeat_s", "1.2.3s", "'10d'"),
         ("op_timeout_s", float("inf"), "finite"),
         ("op_timeout_s", 0, "more than 0"),
         ("op_timeout_s", True, "seconds"),

@@ -198,6 +198,9 @@ FROZEN: dict[str, Any] = {
     "engine_events": (),
     "object_events": "",
     "event_readers": (),
+    "objective_exists_s": 0.001,
+    "objective_memory_s": 0.0005,
+    "objective_disk_s": 0.01,
     "log_format": "auto",
     "log_level": "info",
 }

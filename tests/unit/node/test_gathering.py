@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock
@@ -92,6 +93,43 @@ async def test_every_member_is_asked_once_and_listed(autojump_clock: MockClock) 
     assert [each.status.name for each in found] == ["own False", "n2:1", "n3:1", "n4:1"]
     assert [each.seen for each in found] == ["alive", "alive", "suspect", "dead"]
     assert [each.answers for each in found] == [True, True, True, False]
+
+
+async def test_a_node_that_was_started_again_is_listed_once(autojump_clock: MockClock) -> None:
+    """One process listens at an address; a dead member whose address is free is still listed."""
+    del autojump_clock
+    killed, hung, gone = member(2, DEAD), member(3), member(4, DEAD)
+    again, also = (
+        attrs.evolve(each, incarnation=each.incarnation + 10, state=ALIVE)
+        for each in (killed, hung)
+    )
+    cluster = Cluster(killed, hung, gone, again, also, replies=silent)
+    cluster.replies = lambda node, asked: cluster.answer(node, asked) if node > 10 else None
+
+    found = await cluster.gathering.statuses()
+
+    assert [each.status.name for each in found] == ["own False", "n4:1", "n12:1", "n13:1"]
+    assert [each.answers for each in found] == [True, False, True, True]
+
+
+async def test_a_node_with_a_revoked_certificate_is_described_as_that(
+    autojump_clock: MockClock,
+) -> None:
+    """It may run and serve no one: to look for a dead process would mislead."""
+    del autojump_clock
+    cluster = Cluster(member(2, DEAD), member(3, DEAD), replies=silent)
+    cluster.gathering = Gathering(
+        own=OWN,
+        status=lambda *, detail: Status(name=f"own {detail}"),
+        members=lambda: (member(2, DEAD), member(3, DEAD)),
+        broker=cluster.broker,
+        refusal=lambda found: "revoked" if found.incarnation == 2 else "",
+    )
+
+    found = {each.status.name: each for each in await cluster.gathering.statuses()}
+
+    assert found["n2:1"].status.reasons == ("revoked",)
+    assert found["n3:1"].status.reasons == ()
 
 
 async def test_silent_members_cost_one_second_together(autojump_clock: MockClock) -> None:

@@ -36,6 +36,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.runtime import MAILBOX_MESSAGES_MAX, SELF, run_actor
 from peercache.memory.client_lock import LockProbe
 from peercache.model.hash_ring import HashRing
+from peercache.model.ids import name_of
 from peercache.model.member import ALIVE, Member
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.net.sockets import Dialer, Listener
@@ -53,12 +54,19 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
-from peercache.wire.envelope import ENVELOPE_VERSION, WIRE_VERSION, Envelope, versions_spoken
+from peercache.wire.envelope import (
+    ENVELOPE_VERSION,
+    UNKNOWN_CLUSTER,
+    WIRE_VERSION,
+    Envelope,
+    versions_spoken,
+)
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup, Put
 from peercache.wire.messages.membership import Heartbeat
 from peercache.wire.messages.pool import Reserve
 from peercache.wire.messages.session import (
+    OPERATOR,
     Hello,
     HelloRequired,
     Refused,
@@ -69,6 +77,7 @@ from peercache.wire.messages.session import (
 )
 from tests.examples import examples
 from tests.pace import ends_within, until
+from tests.system.nodes import capture_logs
 
 CLUSTER = "test"
 NUMBERS = itertools.count()
@@ -384,6 +393,35 @@ async def test_another_cluster_is_refused_in_words_that_name_both(
         assert "test" in answer.detail
         assert board.waiting() == []
         assert board.dropped("cluster") == 1
+
+
+async def test_an_operator_asks_for_the_cluster_without_a_refused_hello(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """The answer's envelope names the cluster; nothing is logged, or counted as a refusal."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        with capture_logs() as logged:
+            answer = await caller.ask(hello(geometry=OPERATOR), cluster=UNKNOWN_CLUSTER)
+
+        assert isinstance(answer, Refused)
+        assert CLUSTER in answer.detail
+        assert [board.dropped("cluster"), board.dropped("unknown_cluster")] == [0, 1]
+        assert not any("refused" in line for line in logged)
+
+
+async def test_the_log_names_the_peer_of_another_cluster_and_its_address(
+    tmp_path: Path, calling: Calling
+) -> None:
+    """Its identity, and the user at the home address."""
+    async with running(tmp_path) as board:
+        caller = calling(board)
+        with capture_logs() as logged:
+            await caller.ask(Lookup(1, b""), cluster="theirs")
+
+        (line,) = [each for each in logged if "node.peer_refused" in each]
+        assert name_of(CLIENT) in line
+        assert "at the home address" in line or "127.0.0.1:" in line
 
 
 async def test_another_wire_version_is_refused(tmp_path: Path, calling: Calling) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peercache.actors.ports import DISK_FULL, DiskOpened
+from peercache.actors.ports import DISK_FULL, DiskOpened, DiskRoom
 from peercache.storage import store
 from peercache.storage.slab_files import SlabFiles
 from tests.pace import TIMEOUT_S, wait_until
@@ -75,6 +75,26 @@ def test_start_on_a_full_file_system_serves_what_is_there(
     assert again == ["right"] * (1 + len(there))
     with Rig(small, size_bytes=32 * MIB) as later:
         assert later.load([101, *there]) == ["right"] * (1 + len(there))
+
+
+def test_a_file_system_smaller_than_the_store_is_reported(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start with a warning; and again when other programs take the room, or free it."""
+    monkeypatch.setattr("peercache.storage.jobs.HOUSEKEEPING_S", 0.05)
+    with Rig(small, size_bytes=32 * MIB) as rig:
+        first = rig.await_fact(DiskRoom).usable_bytes
+        others = fill(small)
+        full = rig.await_fact(DiskRoom).usable_bytes
+        others.unlink()
+        later = rig.await_fact(DiskRoom).usable_bytes
+
+        assert 4 * MIB < first < 8 * MIB
+        assert full == 0
+        assert later == first
+        assert rig.log.events().count("disk.size_limited") == 1
+    with Rig(small, size_bytes=4 * MIB) as rig:
+        assert "disk.size_limited" not in rig.log.events()
 
 
 def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(

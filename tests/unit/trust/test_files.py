@@ -329,9 +329,15 @@ def test_name_can_be_issued_again_after_a_revocation(certificates: Certificates)
     live.look()
     new = _names(certificates.node("b"))
 
-    assert live.admit(*new).name == "b"
+    assert live.refusal("b") == ""
     with pytest.raises(Rejected, match="revoked"):
         live.admit(*old)
+    assert "issue a new certificate" in live.refusal("b")
+    assert live.admit(*new).name == "b"
+    # The old one is still refused, and no longer that of the node.
+    with pytest.raises(Rejected, match="revoked"):
+        live.admit(*old)
+    assert live.refusal("b") == ""
 
 
 def test_peer_of_another_cluster_is_refused(certificates: Certificates, tmp_path: Path) -> None:

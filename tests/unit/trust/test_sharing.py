@@ -289,15 +289,22 @@ sys.stdin.readline()
 
 
 @contextmanager
-def connection_of(
-    uid: int, listen: str, connect: str
-) -> Iterator[tuple[socket.socket, Connecting]]:
+def dual_stack(listen: str) -> Iterator[socket.socket]:
+    """Listen on an address; on an IPv6 one also for IPv4."""
     family = socket.AF_INET6 if ":" in listen else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((listen, 0))
         listener.listen()
+        yield listener
+
+
+@contextmanager
+def connection_of(
+    uid: int, listen: str, connect: str
+) -> Iterator[tuple[socket.socket, Connecting]]:
+    with dual_stack(listen) as listener:
         port = listener.getsockname()[1]
         connecting = Connecting(connect, port, uid)
         accepted, _ = listener.accept()
@@ -358,6 +365,15 @@ def test_a_loopback_connection_tells_the_uid_of_its_other_end(
         assert uid_of_tcp_peer(local, remote) == STRANGER
         assert "share_uids" in Sharing.of().tcp_peer_problem(local, remote)
         assert Sharing.of(share_uids=(str(STRANGER),)).tcp_peer_problem(local, remote) == ""
+
+
+@pytest.mark.parametrize(("listen", "connect"), WAYS)
+def test_the_side_that_connects_finds_the_listener_s_uid_too(listen: str, connect: str) -> None:
+    """A client examines the node: for IPv4, too, where its listener is a dual-stack one."""
+    with dual_stack(listen) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection((connect, port)) as ours, listener.accept()[0]:
+            assert uid_of_tcp_peer(*_ends(ours)) == OURS
 
 
 @needs_root

@@ -58,6 +58,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.ports import (
     DiskEnded,
     DiskOpened,
+    DiskRoom,
     ForgetDone,
     LateEnded,
     LoadDone,
@@ -116,6 +117,8 @@ class DiskTier:
     writes: DiskWrites = attrs.field(init=False)
     loads: DiskLoads = attrs.field(init=False)
     _flush: Flush = attrs.field(init=False)
+    _usable_bytes: float = inf
+    """What the file system has room for; the disk's own limit is in the index."""
     _is_behind: bool = False
     """Whether pages were stored before the disk was open."""
     _unreported: bytes = b""
@@ -201,6 +204,9 @@ class DiskTier:
                 return self._open(message, now)
             case DiskEnded():
                 return self._ended(message, now)
+            case DiskRoom(usable_bytes):
+                self._usable_bytes = usable_bytes
+                return []
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -237,10 +243,17 @@ class DiskTier:
             self.index.check()
 
     def figures(self) -> dict[str, int]:
-        """Return the figures for Stats."""
+        """Return the figures for Stats.
+
+        disk_bytes_usable: the capacity, or what the file system has room for if that is less.
+        """
+        figures = {} if self.index is None else self.index.figures()
+        if figures:
+            usable = min(figures["disk_bytes"], self._usable_bytes)
+            figures["disk_bytes_usable"] = int(max(usable, figures["disk_bytes_used"]))
         return {
             "disk_open": int(self.is_open),
-            **({} if self.index is None else self.index.figures()),
+            **figures,
             "disk_bytes_waiting": self.writes.waiting_bytes,
             "disk_loads": len(self.loads),
         }
@@ -355,8 +368,11 @@ class DiskTier:
             figures = self.figures()
             self.metrics.disk_open.set(figures["disk_open"])
             self.metrics.disk_pages.set(figures.get("disk_pages", 0))
-            for state in ("used", "in_flight", "free"):
+            for state in ("used", "in_flight"):
                 self.metrics.disk_bytes.labels(state).set(figures.get(f"disk_bytes_{state}", 0))
+            taken = figures.get("disk_bytes", 0) - figures.get("disk_bytes_free", 0)
+            free = max(0, figures.get("disk_bytes_usable", 0) - taken)
+            self.metrics.disk_bytes.labels("free").set(free)
             self.metrics.disk_bytes.labels("waiting").set(figures["disk_bytes_waiting"])
 
     # --- messages of the pool ---------------------------------------------------------------------

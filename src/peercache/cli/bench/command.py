@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from peercache.cli.options import Callback, SizeType, json_option
+from peercache.cli.options import Callback, DurationType, SizeType, json_option
 from peercache.cli.traces import TraceError, requests_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,12 @@ def sizes(working_set_bytes: int) -> Callable[[Callback], Callback]:
 def seconds(of: str) -> Callable[[Callback], Callback]:
     """Add how long something is measured."""
     return click.option(
-        "--seconds", type=float, default=2.0, show_default=True, help=f"Length of {of}."
+        "--seconds",
+        type=DurationType(),
+        default=2.0,
+        metavar="DURATION",
+        show_default="2s",
+        help=f"Length of {of}.",
     )
 
 

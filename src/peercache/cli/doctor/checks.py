@@ -15,7 +15,7 @@ import click
 
 from peercache.cli.doctor.facts import Facts, PortFact, packet_bytes
 from peercache.cli.doctor.host import gather
-from peercache.cli.options import json_option, settings_options
+from peercache.cli.options import SettingsCommand, json_option, settings_options
 from peercache.config.quantities import written_size
 from peercache.config.settings import Config
 from peercache.memory.kernel import SIZES, more
@@ -146,6 +146,16 @@ def _disk(facts: Facts) -> Verdicts:
         yield ADVICE, f"disk_size is {wanted}, and {room}", fix
     else:
         yield GOOD, f"{wanted} fit into {disk.path}", ""
+
+
+def _home(facts: Facts) -> Verdicts:
+    if facts.home is None:
+        return
+    if facts.home.problem:
+        fix = "home = ipc://PATH in a folder that this user may write to, or the setting above"
+        yield PROBLEM, f"{facts.home.path} cannot be used: {facts.home.problem}", fix
+    else:
+        yield GOOD, f"{facts.home.path} can be used by this user", ""
 
 
 def _place_of_pool(facts: Facts) -> Verdicts:
@@ -328,6 +338,7 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Verdicts]], ...] = (
     ("pool", _place_of_pool),
     ("pool", _memory_of_pool),
     ("disk", _disk),
+    ("home", _home),
     ("open files", _files),
     ("rdma", _devices),
     ("pyverbs", _libraries),
@@ -386,7 +397,7 @@ def _port_lines(port: PortFact, chosen: dict[str, int]) -> list[str]:
     return [head, *marks]
 
 
-@click.command
+@click.command(cls=SettingsCommand)
 @json_option
 @click.option("--quick", is_flag=True, help="Measure nothing.")
 @settings_options

@@ -156,6 +156,14 @@ class DiskFact:
     room: int = 0
 
 
+@attrs.frozen
+class HomeFact:
+    """The home address of a node. problem: why it cannot be used by this user, "" if it can."""
+
+    path: str
+    problem: str = ""
+
+
 @attrs.frozen(kw_only=True)
 class Facts:
     """A host, and the configuration that is checked on it."""
@@ -182,6 +190,7 @@ class Facts:
     sources: tuple[SourceFact, ...] = ()
     disk: DiskFact | None = None
     """None without a disk tier."""
+    home: HomeFact | None = None
     parts_missing: tuple[tuple[str, str], ...] = ()
     """(problem, remedy) of compiled parts that these settings need."""
 

@@ -29,6 +29,7 @@ from peercache.cli.doctor.facts import (
     AddressFact,
     DiskFact,
     Facts,
+    HomeFact,
     JoinFact,
     Libraries,
     Memory,
@@ -44,10 +45,10 @@ from peercache.config.entries import (
     hosts_to_ask,
     sources_of,
 )
-from peercache.config.quantities import format_address, parse_address
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address, parse_address
 from peercache.config.settings import Config
 from peercache.discovery.kubernetes import ApiServer
-from peercache.errors import BrokenInstallation, ConfigError, PeerCacheError
+from peercache.errors import BrokenInstallation, ConfigError, PeerCacheError, Rejected
 from peercache.installation.library import load, load_tls, version
 from peercache.memory.kernel import (
     filesystem_of,
@@ -57,13 +58,14 @@ from peercache.memory.kernel import (
     supplies,
     text_of,
 )
-from peercache.node.addresses import is_ours, look_up
+from peercache.node.addresses import default_home, is_ours, look_up
 from peercache.observability.log import get_logger
 from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
 from peercache.rdma.loopback import Loopback
 from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
+from peercache.trust.sharing import Sharing
 
 _CAP_IPC_LOCK = 14
 
@@ -116,6 +118,7 @@ def gather(config: Config, *, is_quick: bool) -> Facts:
         addresses=look_at_addresses(config),
         sources=look_at_sources(config),
         disk=look_at_disk(config),
+        home=look_at_home(config),
         parts_missing=tuple(_parts_missing(config)),
     )
 
@@ -255,9 +258,7 @@ def look_at_disk(config: Config) -> DiskFact | None:
     if not config.disk_enabled:
         return None
     path = Path(config.disk_path)
-    nearest = next(
-        each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink()
-    )
+    nearest = _nearest(path)
     problem = _problem_of(nearest)
     free = total = 0
     if not problem:
@@ -268,6 +269,32 @@ def look_at_disk(config: Config) -> DiskFact | None:
         problem=problem,
         held=_held_bytes(path),
         room=max(0, free - int(total * config.disk_free_floor)),
+    )
+
+
+def look_at_home(config: Config) -> HomeFact:
+    """Return whether a node, or a client of one, of this user can use the home address."""
+    home = config.home or default_home(config.cluster, DEFAULT_CONTROL_PORT)
+    path = Path(home.removeprefix("ipc://"))
+    sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+    try:
+        sharing.check_listener(str(path))
+        if path.is_socket():
+            return HomeFact(str(path))  # Its folder may be another sharing user's.
+        nearest = _nearest(path.parent)
+        if nearest == path.parent:
+            os.close(sharing.open_folder(nearest, follow=bool(config.home)))
+    except Rejected as refusal:
+        return HomeFact(str(path), refusal.detail)
+    except OSError as error:
+        return HomeFact(str(path), f"{path.parent}: {error.strerror}")
+    return HomeFact(str(path), _problem_of(nearest))
+
+
+def _nearest(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(
+        each for each in (folder, *folder.absolute().parents) if each.exists() or each.is_symlink()
     )
 
 

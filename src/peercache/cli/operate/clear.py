@@ -16,7 +16,7 @@ from peercache.model.keys import Namespace
 from peercache.wire.messages.pool import Clear, Removed
 
 EXIT_WRONG = 1
-"""A member did not answer, and may still hold pages."""
+"""A member did not answer, and may still hold pages; or no member had any."""
 
 TIMEOUT_FRACTION = 0.8
 """The fraction of the time that the node may wait for the members: its answer takes time, too."""
@@ -31,7 +31,8 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
     """Remove every page of a namespace from memory and disk of every member.
 
     All geometries, ranks and weights of that name go. Exit status: 0 if every member has answered,
-    1 if one has not, and may still hold pages, or the answer was no, 2 if no node answers.
+    1 if one has not, and may still hold pages, if no member had a page of that name, or if the
+    answer was no, 2 if no node answers.
     """
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("nothing here can be asked whether to go on: say --yes.")
@@ -45,7 +46,14 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
     missed = [names.get(name_of(member), name_of(member)) for member in answer.missed]
     if as_json:
         print(json.dumps({"removed": answer.count, "missed": missed}))
-        return EXIT_WRONG if missed else 0
+        return 0 if answer.count and not missed else EXIT_WRONG
+    if not answer.count and not missed:
+        print(
+            f"peercache: no member has a page of the namespace {namespace!r}: see its spelling in "
+            "the settings of the engines (--namespace), or it is empty already",
+            file=sys.stderr,
+        )
+        return EXIT_WRONG
     print(f"removed {answer.count} pages of {namespace!r}")
     for name in missed:
         print(f"! {name} did not answer, and may still hold some: run this again once it does")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from peercache.cli.options import Callback
+from peercache.cli.options import Callback, DurationType
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.config.settings import SETTINGS
 from peercache.errors import PeerCacheError
@@ -54,10 +54,10 @@ def target_options(command: Callback) -> Callback:
         click.option(
             "--timeout",
             "timeout_s",
-            type=click.FloatRange(0.1, 600),
+            type=DurationType(0.1, 600),
             default=TIMEOUT_S,
-            show_default=True,
-            metavar="SECONDS",
+            show_default=f"{TIMEOUT_S:g}s",
+            metavar="DURATION",
             help="How long the node may take to answer.",
         ),
         click.option(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import click
 
 from peercache.cli.operate.connecting import complete_members, target_of, target_options
-from peercache.cli.options import json_option
+from peercache.cli.options import DurationType, json_option
 from peercache.cli.terminal import print_json
 from peercache.client.operator import Operator
 from peercache.errors import DeadlineExceeded, PeerUnreachable
@@ -34,24 +35,38 @@ EXIT_NOT_DONE = 1
 @click.option(
     "--within",
     "within_s",
-    type=click.FloatRange(0.1, 86_400),
-    metavar="SECONDS",
+    type=DurationType(0.1, 86_400),
+    metavar="DURATION",
     help="Time limit of the hand-over. Default: the node's drain_s.",
 )
 @click.option("--cancel", is_flag=True, help="Cancel a drain: the node continues to serve.")
+@click.option("--yes", is_flag=True, help="Do not ask before this host's own node is drained.")
 @json_option
 def drain(
-    *, node: str | None, within_s: float | None, cancel: bool, as_json: bool, **target: Any
+    *,
+    node: str | None,
+    within_s: float | None,
+    cancel: bool,
+    yes: bool,
+    as_json: bool,
+    **target: Any,
 ) -> int:
     """Have NODE (HOST:PORT) hand its pages over to other nodes, and leave; show how far it is.
 
-    A second drain joins the first. Exit status: 0 when the node has left, or a cancel has worked;
-    1 if it serves again, or could not be cancelled; 2 if it does not answer.
+    Without NODE it is the node of this host, after a question. A second drain joins the first. Exit
+    status: 0 when the node has left, or a cancel has worked; 1 if it serves again, could not be
+    cancelled, or the answer was no; 2 if it does not answer.
     """
     if node and target["at"]:
         raise click.UsageError("Name the node once: as NODE, or with --at.")
     wanted = target_of(**{**target, "at": node or target["at"]})
+    # Without a name it is the node of this host, which its engines use.
+    asks = not (node or target["at"] or cancel or yes)
+    if asks and not sys.stdin.isatty():
+        raise click.UsageError("this drains the node of this host: name it, or say --yes.")
     with Operator(wanted) as operator:
+        if asks and not click.confirm(_question(operator), err=True):
+            return EXIT_NOT_DONE
         if cancel:
             reached = operator.ask(CancelDrain(0), ReportDrainState).figures
             _show(reached, as_json=as_json)
@@ -76,6 +91,12 @@ def drain(
                 raise DeadlineExceeded(f"the end of {wanted.at}", LEAVE_S)
         _show(reached, as_json=as_json)
         return EXIT_NOT_DONE
+
+
+def _question(operator: Operator) -> str:
+    assert operator.welcome is not None, "it is connected"
+    name = operator.welcome.member.control
+    return f"Drain the node of this host, {name}, and stop it? Its engines then store nothing."
 
 
 def _show(reached: dict[str, int | float | str], *, as_json: bool) -> None:

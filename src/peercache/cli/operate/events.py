@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from peercache.cli.operate.connecting import complete_members, target_of, target_options
-from peercache.cli.options import json_option
+from peercache.cli.options import DurationType, json_option
 from peercache.client.following import follow_cluster
 from peercache.events.following import NodeChanges
 from peercache.model.records import GONE, IN_FILES, IN_MEMORY
@@ -47,8 +47,8 @@ LOOK_S = 0.5
 @click.option(
     "--for",
     "for_s",
-    type=click.FloatRange(0.1),
-    metavar="SECONDS",
+    type=DurationType(0.1),
+    metavar="DURATION",
     help="End after this time. Default: with Ctrl-C.",
 )
 @json_option

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from peercache.cli.operate.connecting import target_of, target_options
-from peercache.cli.options import Callback, json_option
+from peercache.cli.options import Callback, DurationType, json_option
 from peercache.client.client import Client
 from peercache.errors import ConfigError
 from peercache.model.keys import DEFAULT_NAME, Namespace
+from peercache.observability import reasons
 from peercache.observability.metrics import totals_of
 
 EXIT_NOT_FOUND = 1
@@ -62,7 +63,7 @@ def get_command(*, key: str, output: str, as_json: bool, **where: Any) -> int:
         length = client.lengths([key])[0]
         page = bytearray(length)
         is_hit = bool(length) and client.batch_get([key], [page])[0]
-        why = _reasons(client, "pages_missed")
+        why = _reasons(client, "pages_missed") if length else f": {_SENTENCES[reasons.ABSENT]}"
     if is_hit and output == STDIO:
         sys.stdout.buffer.write(page)
         sys.stdout.buffer.flush()
@@ -96,7 +97,7 @@ def set_command(*, key: str, file: str, as_json: bool, **where: Any) -> int:
         raise ConfigError("file", f"{file} is empty, and a page has a byte at least")
     with _client(**where) as client:
         is_stored = client.batch_set([key], [page])[0]
-        why = _reasons(client, "sets_refused")
+        why = _reasons(client, "sets_refused", {reasons.WRONG_SIZE: _OTHER_LENGTH})
     if as_json:
         print(json.dumps({"key": key, "stored": is_stored, "bytes": len(page)}))
     elif not is_stored:
@@ -126,7 +127,7 @@ def exists_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 @click.command("retain")
 @_page_options
 @click.option(
-    "--for", "seconds", type=click.FloatRange(min=0), required=True, metavar="SECONDS",
+    "--for", "seconds", type=DurationType(), required=True, metavar="DURATION",
     help="How long; 0 ends the protection.",
 )  # fmt: skip
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
@@ -180,8 +181,34 @@ def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
         yield client
 
 
-def _reasons(client: Client, counter: str) -> str:
-    """Return why pages were missed or refused, for the end of a sentence."""
+_SENTENCES = {
+    reasons.ABSENT: "no node holds it under this namespace and geometry",
+    reasons.EVICTED: "its holder has just evicted it",
+    reasons.DEADLINE: "it took longer than --timeout",
+    reasons.WRONG_SIZE: "it has just been replaced by one of another length: try again; engines "
+    "with pages of several lengths in one namespace need a --geometry each",
+    reasons.PEER_UNREACHABLE: "the node that holds it does not answer: see `peercache status`",
+    reasons.POOL_FULL: "the pool of this host's node has no room for it",
+    reasons.TOO_LARGE: "it is larger than the pool of this host's node",
+    reasons.DRAINING: "an operator drains this host's node",
+    reasons.NOT_PROMOTED: "it is on its holder's disk, and was not loaded within --timeout",
+    reasons.NO_HOME: "this host's node has stopped, or restarts",
+}
+"""Reasons that a person at the command line can act on; others are named as in the metrics."""
+
+
+_OTHER_LENGTH = (
+    "a page of another length is stored under this key, and a stored page is not replaced: remove "
+    "it first (peercache rm), or name another key or --geometry"
+)
+
+
+def _reasons(client: Client, counter: str, more: Mapping[str, str] | None = None) -> str:
+    """Return why pages were missed or refused, for the end of a sentence.
+
+    more: sentences that differ for this counter.
+    """
+    sentences = {**_SENTENCES, **(more or {})}
     found = totals_of(getattr(client.metrics, counter))
-    named = ", ".join(sorted(reason for reason, count in found.items() if count))
-    return f": {named}" if named else ""
+    named = [sentences.get(each, each) for each, count in sorted(found.items()) if count]
+    return f": {'; '.join(named)}" if named else ""

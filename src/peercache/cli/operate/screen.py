@@ -56,6 +56,9 @@ def rows(members: Sequence[MemberStatus], width: int) -> Table:
     left_out = {name for at_least, names in _NEEDS_WIDTH if width < at_least for name in names}
     if not any(status.disk.size for status in statuses):
         left_out.add("disk")
+    # On one host it would be the same in every line.
+    if len({status.host for status in statuses}) < 2:
+        left_out.add("host")
     if not any(status.certificate_days >= 0 for status in statuses):
         left_out.add("cert")
     columns = {name: cell for name, cell in _COLUMNS.items() if name not in left_out}
@@ -84,7 +87,7 @@ def problems(members: Sequence[MemberStatus]) -> list[Text]:
         found += [_problem(status.name, reason) for reason in status.reasons]
         if status.disk.problem and not any(status.disk.problem in r for r in status.reasons):
             found.append(_problem(status.name, status.disk.problem))
-        if status.state == NO_ANSWER:
+        if status.state == NO_ANSWER and not status.reasons:
             why = f"no answer; the others have it as {member.seen}: see whether its process runs"
             found.append(_problem(status.name, why))
         if 0 <= status.certificate_days < EXPIRY_WARNING_DAYS:
@@ -174,6 +177,7 @@ def percent(share: float) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Status], Text]] = {
+    "host": lambda status: Text(status.host),
     "up": lambda status: Text(age(status.age_s)),
     "memory": lambda status: _used(status.pool.used, status.pool.size),
     "pages": lambda status: Text(f"{status.pool.pages:,}"),
@@ -186,6 +190,7 @@ _COLUMNS: dict[str, Callable[[Status], Text]] = {
     "version": lambda status: Text(status.version),
 }
 _NEEDS_WIDTH = (
+    (150, ("host",)),
     (130, ("version", "records")),
     (115, ("evicted", "up")),
     (90, ("workers", "pages", "cert")),

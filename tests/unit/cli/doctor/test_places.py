@@ -21,6 +21,7 @@ from peercache.cli.doctor.facts import AddressFact, DiskFact, JoinFact, SourceFa
 from peercache.cli.doctor.host import (
     look_at_addresses,
     look_at_disk,
+    look_at_home,
     look_at_sources,
     look_at_trust,
 )
@@ -93,6 +94,25 @@ def test_disk_folder_that_is_full_already_by_us_has_room(tmp_path: Path) -> None
 
     assert disk is not None
     assert disk.held >= 2**20
+
+
+def test_home_folder_is_tried_by_writing(tmp_path: Path) -> None:
+    """Of the settings, or of this user; a folder that every user may write to is refused."""
+
+    def found(home: Path) -> list[Finding]:
+        facts = attrs.evolve(HOST, home=look_at_home(Config.load({"home": f"ipc://{home}"})))
+        return [each for each in judge(facts) if each.topic == "home"]
+
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+
+    assert [each.level for each in found(tmp_path / "new" / "n.ipc")] == [GOOD]
+    (opened,) = found(tmp_path / "open" / "n.ipc")
+    assert (opened.level, "may be written by every user" in opened.text) == (PROBLEM, True)
+    (readonly,) = found(Path("/proc/none/n.ipc"))
+    assert "no file can be written in /proc" in readonly.text
+    assert readonly.fix
+    assert [each.name for each in tmp_path.iterdir()] == ["open"]
 
 
 @pytest.mark.parametrize(

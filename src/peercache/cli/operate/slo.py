@@ -1,4 +1,8 @@
-"""`peercache slo`: whether calls are as fast as the objectives require, from nodes' /metrics."""
+"""`peercache slo`: whether calls are as fast as the objectives require.
+
+The times come from the status of each member, or from /metrics of nodes that are named by their
+HTTP ports.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,42 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
-from peercache.cli.options import json_option
+from peercache.cli.operate.connecting import target_of, target_options
+from peercache.cli.options import DurationType, json_option
 from peercache.cli.terminal import console, duration, print_json, show_progress, table
+from peercache.client.operator import Operator, Target
 from peercache.errors import PeerCacheError, PeerUnreachable, Rejected
-from peercache.observability.latency import Counts, ObjectiveResult, added, counts_of, judged, since
+from peercache.observability.latency import (
+    Counts,
+    ObjectiveResult,
+    added,
+    counts_in,
+    counts_of,
+    judged,
+    limits_of,
+    since,
+)
 
 EXIT_MISSED = 1
-NODE = "127.0.0.1:31997"
 READ_S = 5.0
 READ_BYTES_MAX = 2**24
 
 
 @click.command("slo")
-@click.argument("nodes", nargs=-1, metavar="[HOST:PORT|URL]...")
+@click.argument("nodes", nargs=-1, metavar="[HTTP-HOST:PORT|URL]...")
+@target_options
 @click.option(
     "--over",
-    type=click.FloatRange(min=0.0),
+    type=DurationType(),
     default=0.0,
-    metavar="SECONDS",
+    metavar="DURATION",
     help="Read twice, so long apart, and check the calls in between; 0 checks all since the start.",
 )
 @click.option("--token-file", metavar="FILE", help="Bearer token of the nodes' http_token_file.")
@@ -48,10 +64,12 @@ def slo(
     cert: str | None,
     key: str | None,
     as_json: bool,
+    **target: Any,
 ) -> int:
-    """Judge the calls of the engines of these nodes by the objectives; all nodes together.
+    """Judge the calls of the engines of a cluster by the objectives; all nodes together.
 
-    A node is named by its HTTP port, 127.0.0.1:31997 by default.
+    It asks one node for all members, as `peercache status` does. If HTTP ports are named, it reads
+    /metrics of those nodes instead.
     """
     if key and not cert:
         raise click.UsageError("--key requires --cert.")
@@ -61,25 +79,58 @@ def slo(
     except (OSError, ssl.SSLError) as error:
         name = getattr(error, "filename", "") or cert or ca
         raise click.UsageError(f"{name} cannot be used: {error.strerror or error}.") from error
-    urls = [_url_of(node) for node in nodes or (NODE,)]
+    if nodes and target["at"]:
+        raise click.UsageError("Name HTTP ports, or a node with --at, and not both.")
+    urls = [_url_of(node) for node in nodes]
+    if urls:
+        read = partial(_of_pages, urls, token, context)
+    else:
+        read = partial(_of_members, target_of(**target))
 
-    def read() -> list[Counts]:
-        return [counts_of(_scraped(url, token, context)) for url in urls]
-
-    counted = read()
+    counts, limits = read()
     if over:
         show_progress(f"reading again in {over:g} s")
         time.sleep(over)
-        counted = [since(*both) for both in zip(counted, read(), strict=True)]
-    results = judged(added(counted))
+        after, limits = read()
+        counts = {name: since(counts.get(name, {}), each) for name, each in after.items()}
+    results = judged(added(counts.values()), limits)
     is_met = all(each.is_met for each in results)
     if as_json:
         print_json(
-            {"ok": is_met, "nodes": len(urls), "objectives": [_shown(each) for each in results]}
+            {"ok": is_met, "nodes": len(counts), "objectives": [_shown(each) for each in results]}
         )
     else:
         _print(results)
     return 0 if is_met else EXIT_MISSED
+
+
+Read: TypeAlias = tuple[dict[str, Counts], dict[str, float]]
+"""The counts of each node, and the limit of each objective."""
+
+
+def _of_pages(urls: Sequence[str], token: str, context: ssl.SSLContext | None) -> Read:
+    found = {url: _scraped(url, token, context) for url in urls}
+    return (
+        {url: counts_of(text) for url, text in found.items()},
+        _longest(limits_of(text) for text in found.values()),
+    )
+
+
+def _of_members(target: Target) -> Read:
+    with Operator(target) as operator:
+        found = [each.status for each in operator.statuses() if each.answers]
+    return (
+        {each.incarnation: counts_in(each.objectives) for each in found},
+        _longest(each.limits_s for each in found),
+    )
+
+
+def _longest(limits: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the limits: nodes with different ones are judged by the longest."""
+    longest: dict[str, float] = {}
+    for name, limit_s in [item for each in limits for item in each.items()]:
+        longest[name] = max(limit_s, longest.get(name, 0.0))
+    return longest
 
 
 def _context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext | None:
