@@ -49,6 +49,9 @@ from peercache.actors.placement.drain import (
     SERVING,
     Giving,
 )
+from peercache.actors.placement.figures import (
+    PlacementFigures,
+)
 from peercache.actors.placement.spill import (
     SPILL_NUMBERS,
     Spilling,
@@ -59,6 +62,7 @@ from peercache.actors.placement.takings import (
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import DRAINING, NAMESPACE
 from peercache.wire.messages.membership import (
     OfferPages,
     OfferSpill,
@@ -86,13 +90,18 @@ class Placement:
     spaces: Callable[[], frozenset[int] | None] = lambda: None
     spilling: Spilling = attrs.field(factory=Spilling)
     giving: Giving = attrs.field(init=False)
-    takings: Takings = attrs.field(factory=Takings)
+    figures: PlacementFigures = attrs.field(factory=PlacementFigures)
+    takings: Takings = attrs.field(init=False)
     _members: dict[int, Member] = attrs.field(factory=dict)
     _deadline: float = inf
 
     @giving.default
     def _new_giving(self) -> Giving:
         return Giving(self._may_use)
+
+    @takings.default
+    def _new_takings(self) -> Takings:
+        return Takings(self.figures)
 
     def __attrs_post_init__(self) -> None:
         """Let both directions follow the same rules."""
@@ -105,7 +114,8 @@ class Placement:
             metrics.drain_pages.labels(state).set_function(partial(self._figure, state))
             size = metrics.drain_bytes.labels(state)
             size.set_function(partial(self._figure, f"{state}_bytes"))
-        self.takings.count = metrics.pages_taken_over.inc
+        self.figures.show(metrics)
+        self.spilling.not_moved = self.figures.not_moved
         for name in ("moved", "there", "refused", "failed"):
             pages = metrics.placement_pages.labels(name)
             pages.set_function(partial(getattr, self.spilling.progress, name))
@@ -137,6 +147,7 @@ class Placement:
         self.giving.check()
         self.spilling.check()
         self.takings.check()
+        self.figures.check()
 
     def _note_deadline(self, now: float) -> None:
         self.spilling.serve(is_serving=self.giving.state == SERVING)
@@ -146,14 +157,11 @@ class Placement:
         match message:
             case OfferPages() | OfferSpill():
                 member = self._members.get(sender.identity)
-                takes = self.giving.state == SERVING and self._may_use(message.namespace)
-                return self.takings.offered(sender, message, member, has_room=takes)
+                return self.takings.offered(sender, message, member, self._refusal(message))
             case ReportDrainState():
                 return self.takings.drain_state(sender.identity, message)
-            case PagesTaken(number) if number > SPILL_NUMBERS:
-                return self.spilling.taken(sender.identity, message, now)
             case PagesTaken():
-                return self.giving.taken(sender.identity, message, now)
+                return self._taken(sender.identity, message, now)
             case ReportRoom():
                 return self.spilling.reported(sender.identity, message, now)
             case ColdPages():
@@ -176,6 +184,29 @@ class Placement:
             case Committed():
                 return self.takings.committed(message)
         assert_never(message)
+
+    def _refusal(self, offer: OfferPages | OfferSpill) -> str:
+        """Return why this node takes no page of an offer; "" if it does."""
+        if self.giving.state != SERVING:
+            return DRAINING
+        return "" if self._may_use(offer.namespace) else NAMESPACE
+
+    def _taken(self, sender: int, message: PagesTaken, now: float) -> list[Effect]:
+        """Note what another node has taken."""
+        offered = self.spilling if message.number > SPILL_NUMBERS else self.giving
+        pages, size = self._given()
+        effects = offered.taken(sender, message, now)
+        given, given_size = self._given()
+        self.figures.gave(self._members.get(sender), given - pages, given_size - size)
+        return effects
+
+    def _given(self) -> tuple[int, int]:
+        """Return the pages and bytes that other nodes took of this drain, and of all spills."""
+        spilled, drained = self.spilling.progress, self.giving.progress
+        return (
+            spilled.moved + drained.given,
+            spilled.moved_bytes + drained.given_bytes,
+        )
 
     def _may_use(self, namespace: int) -> bool:
         spaces = self.spaces()

@@ -22,8 +22,10 @@ from peercache.actors.placement.drain import (
     OFFER_S,
     bytes_of,
 )
+from peercache.actors.placement.figures import reasons_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP, Records
+from peercache.observability.reasons import MALFORMED, NO_ANSWER, NO_NODE, NO_ROOM
 from peercache.wire.messages.membership import (
     OfferSpill,
     PagesTaken,
@@ -100,6 +102,8 @@ class Spilling:
     may_give: Callable[[int], bool] = lambda _: True
     """Whether this node may hand over pages of a namespace, given its tag."""
     progress: SpillProgress = attrs.field(factory=SpillProgress)
+    not_moved: Callable[[str, int], None] = lambda _, __: None
+    """Counts pages that were refused or failed, by reason."""
     _targets: tuple[int, ...] = ()
     _suspects: frozenset[int] = frozenset()
     _silent_until: dict[int, float] = attrs.field(factory=dict)
@@ -152,7 +156,9 @@ class Spilling:
             if self._rooms:
                 return self._choose(now)
             self._silent_until[self._offered_to] = now + SILENT_S
-            self.progress.failed += len(self._queue.popleft()[1])
+            pages = len(self._queue.popleft()[1])
+            self.progress.failed += pages
+            self.not_moved(NO_ANSWER, pages)
             return self._end(now)
         return self._go_on(now)
 
@@ -182,6 +188,7 @@ class Spilling:
         if len(states) != len(records):
             self._silent_until[sender] = now + SILENT_S
             self.progress.failed += len(records)
+            self.not_moved(MALFORMED, len(records))
             return self._end(now)
         is_new, is_there = states == COMMITTED, states == HERE
         refused = int(np.count_nonzero(states == REFUSED_FULL))
@@ -191,6 +198,8 @@ class Spilling:
         self.progress.refused += refused
         self.progress.failed += len(states) - refused - int((is_new | is_there).sum())
         self.progress.moved_bytes += size
+        for reason, pages in reasons_of(message.states):
+            self.not_moved(reason, pages)
         given = records[is_new | is_there]
         drops = np.empty(len(given), DROP)
         drops["key"], drops["generation"] = given["key"], given["generation"]
@@ -225,7 +234,7 @@ class Spilling:
         willing = [one for one in self._targets if self._silent_until.get(one, now) <= now]
         asked = self.rng.sample(willing, min(ASKED, len(willing)))
         if not asked:
-            return self._refuse(now)
+            return self._refuse(now, NO_NODE)
         self._last += 1
         self._rooms, self._until = dict.fromkeys(asked), now + ROOM_S
         return [Send(node, RequestRoom(self._last)) for node in asked]
@@ -245,13 +254,15 @@ class Spilling:
         if best is None or (
             not best[1].free_bytes and best[1].coldest_age_s <= colder_than * COLDER_FACTOR
         ):
-            return self._refuse(now)
+            return self._refuse(now, NO_ROOM)
         self._offered_to, self._until, self._began_at = best[0], now + OFFER_S, now
         packed = records.tobytes(), ages.astype("<f8").tobytes()
         return [Send(self._offered_to, OfferSpill(self._last, namespace, *packed))]
 
-    def _refuse(self, now: float) -> list[Effect]:
-        self.progress.refused += len(self._queue[0][1])
+    def _refuse(self, now: float, reason: str) -> list[Effect]:
+        pages = len(self._queue[0][1])
+        self.progress.refused += pages
+        self.not_moved(reason, pages)
         self._queue.clear()
         self._begins_at = now + REFUSED_S
         return []
