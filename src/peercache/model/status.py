@@ -219,6 +219,21 @@ class Spilled:
     not_taken: dict[str, float] = attrs.field(factory=dict)
     peers: tuple[MovedPages, ...] = ()
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether a page was offered, by this node or to it."""
+        return self != Spilled()
+
+    @property
+    def given(self) -> int:
+        """Return how many pages other nodes took, those of drains included."""
+        return sum(peer.given for peer in self.peers)
+
+    @property
+    def given_bytes(self) -> int:
+        """Return the bytes of these pages."""
+        return sum(peer.given_bytes for peer in self.peers)
+
 
 @attrs.frozen(kw_only=True)
 class Reuse:
