@@ -410,6 +410,24 @@ def test_a_spilled_page_is_reserved_read_and_committed_with_its_age() -> None:
     assert answer == Send(Origin(ONE), PagesTaken(5, bytes((COMMITTED, COMMITTED))))
 
 
+def test_a_node_that_spills_without_end_has_one_place() -> None:
+    """Its newest offer waits for that place; another node's is taken at once."""
+    story = Story()
+    story.see(ONE, TWO)
+    (first,) = take(story, 1)
+    for number in range(2, 50):
+        assert take(story, number) == []
+
+    records = records_of(1, holder=TWO).tobytes()
+    (other,) = story.hear(OfferSpill(5, 7, records, bytes(8)), Origin(TWO))
+
+    assert isinstance(other.fact, TakeOver)
+    full = Granted(0, first.fact.reserve.sequence, bytes((REFUSED_FULL,)), bytes(8))
+    answer, then = story.hear(full)
+    assert answer == Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,))))
+    assert then.fact.reserve.keys == records_of(49)["key"].tobytes()
+
+
 def test_a_holder_keeps_what_the_owners_of_the_record_may_not_know_elsewhere() -> None:
     """The page stays here all the same."""
     story = Story()
