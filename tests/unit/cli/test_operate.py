@@ -147,6 +147,8 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
         assert "4.0 MiB [::3]:1 3,000 [::2]:1 2,000" in shown
         assert "[::1]" not in shown
         assert "b:1 - 15 others 8 of others: full 9 1.0 GiB c:1 7" in shown
+    narrow = "".join(drawn(giver, width=70).partition("moved pages")[2].split())
+    assert "…" not in narrow
     assert "moved pages" not in drawn(told())
     many = [told(name=f"n{n}:1", spilled=Spilled(taken=1)) for n in range(MOVERS_MAX + 3)]
     assert "3 more: --json has all" in drawn(*many)

@@ -159,6 +159,9 @@ def moves(members: Sequence[MemberStatus]) -> list[Table]:
         return []
     used.sort(key=lambda status: -(status.spilled.given + status.spilled.taken))
     shown = table("moved pages", "given", "to", "taken", "from", "refused or failed")
+    for column in shown.columns:
+        # A narrow terminal cuts off no name: it is what one looks for here.
+        column.overflow = "fold"
     for column in (shown.columns[1], shown.columns[3]):
         column.justify = "right"
     for status in used[:MOVERS_MAX]:
