@@ -37,6 +37,7 @@ from peercache.actors.placement.spill import (
     ROOM_S,
     SETTLE_S,
     SILENT_S,
+    VAIN_S,
     Spilling,
     SpillProgress,
 )
@@ -264,6 +265,22 @@ def _asked_again(story: Story) -> list[Any]:
         story.hear(ReportRoom(effect.message.number, 0, 0.0), Origin(effect.to))
     story.wait(REFUSED_S + LOOK_S)
     return asked
+
+
+def test_a_node_that_reports_room_and_takes_nothing_leaves_its_turn_to_others() -> None:
+    """However much room it reports: else it alone would keep a cluster from moving pages."""
+    story = begun()
+    rooms = {ONE: (2**40, 1e9), TWO: (PAGE, 0.0)}
+    to, offer = story.answer(story.name(1), rooms)
+    assert to == ONE
+
+    story.hear(PagesTaken(offer.number, bytes((REFUSED_FULL,))), Origin(ONE))
+    story.wait(REFUSED_S + LOOK_S)
+    then, _ = story.answer(story.name(1), rooms)
+
+    assert then == TWO
+    story.wait(OFFER_S + VAIN_S)
+    assert story.answer(story.name(1), rooms)[0] == ONE
 
 
 def test_an_offer_to_a_node_that_dies_ends_at_once() -> None:

@@ -58,6 +58,10 @@ REFUSED_S: Final = 1.0
 SILENT_S: Final = 60.0
 """How long a node is not asked again that did not answer an offer."""
 
+VAIN_S: Final = 3.0
+"""How long a node is not asked again that reported room, and then took nothing: the next offer goes
+to another one. Longer than a node takes nothing after its start, or while a page is removed."""
+
 HALT_S: Final = 0.25
 """A node that does nothing for so long was paused: removals may be waiting in its sockets. It
 offers nothing for SETTLE_S, in which they are done."""
@@ -204,6 +208,8 @@ class Spilling:
         drops = np.empty(len(given), DROP)
         drops["key"], drops["generation"] = given["key"], given["generation"]
         is_vain = not (is_new | is_there).any()
+        if is_vain and refused and sender in self._targets:
+            self._silent_until[sender] = now + VAIN_S
         pause_s = REFUSED_S if is_vain else self._began_at + size / self.rate - now
         return [NotifyPool(PagesGiven(drops)), *self._end(now, pause_s)]
 
