@@ -138,7 +138,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Pages by node", "short", ((gauge("pool_pages"), "{{instance}}"),)),
         Panel("Evicted", "ops", ((rate("pages_evicted_total", "instance"), "{{instance}}"),)),
         Panel("Estimated hit rate by times the memory", "percentunit",
-              ((gauge("hit_rate_estimate", "memory", "avg"), "{{memory}} ×"),)),
+              # A node without an engine has no estimate, which is NaN.
+              ((f"avg by (memory) (peercache_hit_rate_estimate{{{ON}}} >= 0)", "{{memory}} ×"),)),
         Panel("Live reservations", "short", ((gauge("reservations"), "{{instance}}"),)),
         Panel("Memory for pages of other hosts", "bytes",
               ((gauge("pool_bytes_mirrored"), "{{instance}}"),)),
