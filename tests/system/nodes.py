@@ -161,9 +161,10 @@ class LocalCluster:
         *,
         pool: str = "16MiB",
         flags: Sequence[str] = (),
+        before: Sequence[str] = (),
         python: str = sys.executable,
     ) -> NodeProcess:
-        """Start a node that joins the first one, if there is one."""
+        """Start a node that joins the first one, if there is one; before: as in NodeProcess."""
         name = home or f"n{len(self.nodes)}"
         all_flags = [
             "--cluster", self.name, "--home", f"ipc://{self.folder.name}/{name}.ipc",
@@ -173,7 +174,7 @@ class LocalCluster:
             all_flags += ["--listen", "127.0.0.1:0"]
         if self.nodes and "--discovery-addr" not in flags:
             all_flags += ["--discovery-addr", self.nodes[0].ready["control"]]
-        node = NodeProcess(all_flags, python=python)
+        node = NodeProcess(all_flags, before=before, python=python)
         self.nodes.append(node)
         return node
 

@@ -24,7 +24,7 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
 )  # fmt: skip
-PHONE, DESK = 390, 1280
+PHONE, DESK = 375, 1280
 TIMEOUT_MS = TIMEOUT_S * 1000
 
 pytestmark = [
@@ -193,6 +193,7 @@ STATES: dict[str, tuple[Callable[[int], Sequence[MemberStatus]], str]] = {
     "dead": (lambda step: [member(0, 2, step=step), dead(member(1, 2))], "gives no answer"),
     "draining": (lambda step: [draining(member(0, 2, step=step))], "of 190.0 k pages"),
     "disk full": (lambda step: [disk_full(member(0, 2, step=step))], "No space left on device"),
+    "moved": (lambda step: cluster(3, step=step), "Pages moved between nodes"),
     "64 nodes": (lambda step: cluster(64, step=step), "10.0.0.64:31998"),
 }
 
@@ -206,7 +207,7 @@ async def test_states_are_shown_dark_and_light_on_desk_and_phone(tmp_path: Path)
 
     def look(reader: Reader, address: str, state: str, wanted: str) -> None:
         views = [(DESK, "light", "/"), (PHONE, "dark", "/")]
-        if state == "disk full":
+        if state in ("disk full", "moved"):
             views.append((PHONE, "light", "/nodes/10.0.0.1:31998"))
         for width, scheme, path in views:
             with reader.at(f"http://{address}{path}", width=width, scheme=scheme) as page:

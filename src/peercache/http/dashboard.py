@@ -230,6 +230,9 @@ RECENT_S = 300.0
 """What "recently" is in figures: five minutes."""
 ROWS_MAX = 200
 """Rows of one table; a page that refreshes itself must stay small in a large cluster."""
+NAMED_MAX = 3
+"""Peers that a row names of those to which a node gave pages, or from which it took them."""
+REASONS_MAX = 8
 SILENT_WORKER_S = 60.0
 SLICE_S = 0.002
 """After this long the page gives the loop back, as the node serves meanwhile."""
@@ -287,6 +290,8 @@ async def cluster_page(view: PageFacts) -> str:
         tiles=_tiles(statuses, view.history, EVERY_MEMBER),
         charts=await _charts(view.history, EVERY_MEMBER),
         memory=memory_chart(reuse_of(statuses)),
+        movers=_movers(statuses)[:ROWS_MAX],
+        moves=_moves_chart(view.history, EVERY_MEMBER),
         fabrics=_fabrics(view.history, EVERY_MEMBER),
         workers=workers[:ROWS_MAX],
         workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in statuses),
@@ -308,6 +313,7 @@ async def node_page(view: PageFacts, member: MemberStatus) -> str:
         tiles=_tiles([status], view.history, status.name) if member.answers else [],
         charts=await _charts(view.history, status.name) if member.answers else [],
         memory=memory_chart(status.reuse),
+        moves=_moves_chart(view.history, status.name),
         fabrics=_fabrics(view.history, status.name),
         workers=[(status, worker) for worker in status.workers],
         workers_more=status.workers_more,
@@ -344,6 +350,8 @@ def templates() -> dict[str, Template]:
         refresh_s=REFRESH_S,
         certificate_days_min=EXPIRY_WARNING_DAYS,
         silent_worker_s=SILENT_WORKER_S,
+        named_max=NAMED_MAX,
+        reasons_max=REASONS_MAX,
         part_of=part_of,
         rate=written_rate,
         hits=lambda view, name: written_share(_hit_share(view.history, name)),
@@ -552,6 +560,26 @@ async def _charts(history: History, member: str) -> list[Chart]:
         charts.append(make())
         await trio.lowlevel.checkpoint()
     return charts
+
+
+def _movers(statuses: Sequence[Status]) -> list[Status]:
+    """Return the nodes that offered pages or were offered some, those that moved most first."""
+    used = [status for status in statuses if status.spilled.is_used]
+    return sorted(used, key=lambda each: -(each.spilled.given + each.spilled.taken))
+
+
+def _moves_chart(history: History, member: str) -> Chart:
+    series = {
+        "given to other nodes": "pages_given",
+        "taken from other nodes": "pages_taken_over",
+        "offered and not moved": "pages_not_moved",
+    }
+    return line_chart(
+        "moves",
+        "Pages between nodes",
+        [(label, history.series(column, member)) for label, column in series.items()],
+        written_rate,
+    )
 
 
 def _positive(values: Values) -> Values:

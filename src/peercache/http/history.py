@@ -39,20 +39,22 @@ _TOTALS = (
     "pages_hit",
     "pages_missed",
     "pages_set",
-    "sets_refused",
     "pages_promoted",
     "disk_pages_written",
     "bytes_read",
     "bytes_written",
+    "pages_taken_over",
+    "pages_not_moved",
     *(f"pages_hit/{fabric}" for fabric in FABRICS),
 )
-_TIERS = ("evicted", "evicted_disk")
+_FIGURES = ("evicted", "evicted_disk", "pages_given")
+"""Totals that are no counters in a status."""
 _REASONS = tuple(f"pages_missed/{reason}" for reason in sorted(MISS_REASONS))
 OPERATIONS = ("get", "set", "exists")
 _BUCKETS = tuple(f"{operation}/{place}" for operation in OPERATIONS for place in range(BUCKETS_MAX))
 
 COLUMNS: Mapping[str, int] = {
-    name: place for place, name in enumerate((*_TOTALS, *_TIERS, *_REASONS, *_BUCKETS))
+    name: place for place, name in enumerate((*_TOTALS, *_FIGURES, *_REASONS, *_BUCKETS))
 }
 MEMBERS_MAX = HISTORY_BYTES_MAX // (POINTS * len(COLUMNS) * 4)
 
@@ -152,6 +154,7 @@ class History:
                 totals[column] = value
         totals[COLUMNS["evicted"]] = status.pool.evicted
         totals[COLUMNS["evicted_disk"]] = status.disk.evicted
+        totals[COLUMNS["pages_given"]] = status.spilled.given
         for operation in OPERATIONS:
             self._take_buckets(operation, status.latency.get(operation, Latencies()), totals)
         return totals

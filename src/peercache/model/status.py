@@ -168,12 +168,44 @@ class Draining:
 
 
 @attrs.frozen(kw_only=True)
+class MovedPages:
+    """Pages that a node gave to a peer, and that it took from it; spilled ones and those of drains.
+
+    name: HOST:PORT of the peer; "" for all peers without a row of their own.
+    """
+
+    name: str = ""
+    given: int = 0
+    given_bytes: int = 0
+    taken: int = 0
+    taken_bytes: int = 0
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages moved."""
+        return self.given + self.taken
+
+    def plus(self, more: MovedPages) -> MovedPages:
+        """Return the sum of two rows, under the name of this one."""
+        return attrs.evolve(
+            self,
+            given=self.given + more.given,
+            given_bytes=self.given_bytes + more.given_bytes,
+            taken=self.taken + more.taken,
+            taken_bytes=self.taken_bytes + more.taken_bytes,
+        )
+
+
+@attrs.frozen(kw_only=True)
 class Spilled:
     """Pages that a node offered to others ahead of their eviction, since it began.
 
     moved, moved_bytes: another node took them. there: one had them. refused: no node that was asked
     had room or colder pages. failed: no answer, or the page changed meanwhile.
-    taken: pages of other nodes that this one took, drained nodes included.
+    not_moved: those that were refused or failed, by reason.
+    taken, taken_bytes: pages of other nodes that this one took, drained nodes included.
+    not_taken: those that it did not take, by reason.
+    peers: what moved between it and which node.
     """
 
     moved: int = 0
@@ -181,7 +213,26 @@ class Spilled:
     refused: int = 0
     failed: int = 0
     moved_bytes: int = 0
+    not_moved: dict[str, float] = attrs.field(factory=dict)
     taken: int = 0
+    taken_bytes: int = 0
+    not_taken: dict[str, float] = attrs.field(factory=dict)
+    peers: tuple[MovedPages, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a page was offered, by this node or to it."""
+        return self != Spilled()
+
+    @property
+    def given(self) -> int:
+        """Return how many pages other nodes took, those of drains included."""
+        return sum(peer.given for peer in self.peers)
+
+    @property
+    def given_bytes(self) -> int:
+        """Return the bytes of these pages."""
+        return sum(peer.given_bytes for peer in self.peers)
 
 
 @attrs.frozen(kw_only=True)
@@ -437,6 +488,7 @@ _CLASSES: dict[str, type[Any]] = {
         NamespaceUse,
         Shard,
         Draining,
+        MovedPages,
         Spilled,
         Copied,
         Reuse,

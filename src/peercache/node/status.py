@@ -288,8 +288,15 @@ class NodeStatus:
         )  # fmt: skip
 
     def _spilled(self, counters: Mapping[str, float]) -> Spilled:
-        taken = int(counters.get("pages_taken_over", 0))
-        return Spilled(taken=taken, **attrs.asdict(self.crew.placement.spilling.progress))
+        placement = self.crew.placement
+        return Spilled(
+            **attrs.asdict(placement.spilling.progress),
+            not_moved=_by_label(counters, "pages_not_moved"),
+            taken=int(counters.get("pages_taken_over", 0)),
+            taken_bytes=int(counters.get("bytes_taken_over", 0)),
+            not_taken=_by_label(counters, "pages_not_taken_over"),
+            peers=placement.figures.peers(),
+        )
 
     def _copied(self) -> Copied:
         made = self.crew.placement.copying.progress
@@ -447,6 +454,12 @@ def _pool(figures: Mapping[str, int | float | str]) -> Tier:
         pages=int(figures["pool_pages"]),
         evicted=int(figures["pool_pages_evicted"]),
     )
+
+
+def _by_label(counters: Mapping[str, float], counter: str) -> dict[str, float]:
+    """Return the totals of a counter by its label."""
+    within = f"{counter}/"
+    return {k.removeprefix(within): v for k, v in counters.items() if k.startswith(within)}
 
 
 def _counted(metrics: Metrics) -> tuple[dict[str, float], dict[str, Latencies]]:

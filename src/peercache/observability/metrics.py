@@ -24,7 +24,14 @@ from peercache.observability.latency import (
     observe_calls,
     packed,
 )
-from peercache.observability.reasons import FABRICS, MISS_REASONS, RDMA_FAILURES, TABLE_FAILURES
+from peercache.observability.reasons import (
+    FABRICS,
+    MISS_REASONS,
+    OFFER_FAILURES,
+    RDMA_FAILURES,
+    TABLE_FAILURES,
+    TAKE_FAILURES,
+)
 from peercache.wire.messages.session import Counted
 
 CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -59,6 +66,8 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     "disk_writes_dropped": (
         "full", "no_room", "late", "failed", "queue_full", "changed", "too_large",
     ),
+    "pages_not_moved": OFFER_FAILURES,
+    "pages_not_taken_over": TAKE_FAILURES,
     "disk_pages_lost": ("damaged", "failed", "evicted", "expired", "replaced", "overwritten"),
 }  # fmt: skip
 """Counters that a node shows from its start, and the values of their label."""
@@ -198,6 +207,12 @@ class Metrics:
         self.pages_taken_over = counter(
             "pages_taken_over", "Pages that this node took over from nodes that offered them."
         )
+        self.bytes_taken_over = counter("bytes_taken_over", "Bytes of these pages.")
+        self.pages_not_taken_over = counter(
+            "pages_not_taken_over",
+            "Pages that other nodes offered and this node did not take over.",
+            "reason",
+        )
         self.placement_pages = gauge(
             "placement_pages",
             "Pages offered ahead of their eviction since the node began: moved to another node, "
@@ -206,6 +221,11 @@ class Metrics:
         )
         self.placement_bytes = gauge(
             "placement_bytes", "Bytes of the pages that were moved to another node."
+        )
+        self.pages_not_moved = counter(
+            "pages_not_moved",
+            "Pages that were offered to other nodes while this one serves, and refused or failed.",
+            "reason",
         )
         self.copies_pages = gauge(
             "copies_pages",

@@ -31,6 +31,26 @@ MISS_REASONS = (
     WRONG_PAGE, NO_CHECKSUM, DRAINING,
 )  # fmt: skip
 
+# Why a page that was offered to another node was not taken: the label `reason` of these metrics.
+NO_ROOM = "no_room"  # no node that was asked had free memory or much colder pages
+NO_NODE = "no_node"  # there was no node to ask
+NO_ANSWER = "no_answer"  # the node that was asked to take it did not answer in time, or died
+MALFORMED = "malformed"  # the offer, or its answer, made no sense
+FULL = "full"  # the node that it was offered to had no room, or no colder pages
+OTHER_BYTES = "other_bytes"  # that node holds other bytes under the key, or has no checksum
+NOT_READ = "not_read"  # it was not read in time, changed or was removed, or owners did not answer
+NOT_A_MEMBER = "not_a_member"  # a node offered it that is not in the view
+NOT_DRAINING = "not_draining"  # a node handed it over that does not drain
+NAMESPACE = "namespace"  # the certificate of this node does not allow its namespace
+
+OFFER_FAILURES = (
+    NO_ROOM, NO_NODE, NO_ANSWER, MALFORMED, FULL, DRAINING, OTHER_BYTES, TOO_LARGE, NOT_READ,
+)  # fmt: skip
+TAKE_FAILURES = (
+    FULL, DRAINING, OTHER_BYTES, TOO_LARGE, NOT_READ, MALFORMED, NOT_A_MEMBER, NOT_DRAINING,
+    NAMESPACE,
+)  # fmt: skip
+
 # Why rdma did not finish a read: the values of the label `reason` of its metrics.
 LINK_DOWN = "link_down"  # the link of the own port is down, or one rail alone stalls
 UNREGISTERED = "unregistered"  # the peer has not registered that memory yet

@@ -43,9 +43,18 @@ class Copier(Rig):
 
     def __init__(self, *, copies: int = 2, **kwargs: Any) -> None:
         super().__init__(copies=copies, **kwargs)
+        self.sent: list[tuple[int, CopiesEvicted]] = []
+        """Reports that went ahead of an offer, or of the reading of one."""
+
+    def sends(self, effects: list[Any]) -> list[Any]:
+        """Note the reports that come first; return the rest."""
+        while isinstance(effects[0], Send):
+            self.sent.append((effects[0].to, effects[0].message))
+            effects = effects[1:]
+        return effects
 
     def ask(self, *, only_new: bool = False, again: bool = True) -> PagesToCopy:
-        (told,) = self.say(RequestCopies(only_new, again), INSIDE)
+        (told,) = self.sends(self.say(RequestCopies(only_new, again), INSIDE))
         assert isinstance(told, NotifyPlacement)
         assert isinstance(told.fact, PagesToCopy)
         return told.fact
@@ -69,7 +78,8 @@ class Copier(Rig):
         self.sequence += 1
         lengths = np.full(len(numbers), GRANULE, "<u8").tobytes()
         reserve = Reserve(0, self.sequence, 1, b"".join(map(key, numbers)), lengths)
-        granted = taken(self.say(TakeOver(reserve, SpilledPages(ages, 0.0)), INSIDE))
+        asked = TakeOver(reserve, SpilledPages(ages, 0.0))
+        granted = taken(self.sends(self.say(asked, INSIDE)))
         written = bytes(state == RESERVED for state in granted)
         commit = Commit(0, self.sequence, written, bytes(8 * len(numbers)), 0.0)
         self.say(TakenOver(commit, ages, is_copy=True), INSIDE)
@@ -399,18 +409,35 @@ class Pair(RuleBasedStateMachine):
     def store(self, at: int, pages: list[int]) -> None:
         self.rigs[at].store(*pages)
 
-    @rule(at=st.sampled_from([ONE, TWO]), is_answered=st.booleans(), is_taken=st.booleans())
-    def offer(self, at: int, *, is_answered: bool, is_taken: bool) -> None:
-        pages = self.rigs[at].named()
-        offered = self.rigs[at].drops(*pages)
-        other = self.NAMES[at]
+    @rule(
+        at=st.sampled_from([ONE, TWO]),
+        is_answered=st.booleans(),
+        is_taken=st.booleans(),
+        is_lost=st.booleans(),
+    )
+    def offer(self, at: int, *, is_answered: bool, is_taken: bool, is_lost: bool) -> None:
+        rig, other = self.rigs[at], self.rigs[self.NAMES[at]]
+        pages = rig.named()
+        offered = rig.drops(*pages)
+        self._send(at, is_lost=is_lost)
         if pages and is_taken:
-            self.rigs[other].take(*pages, source=at)
+            # Messages between two nodes stay in their order.
+            self._deliver(self.NAMES[at])
+            other.take(*pages, source=at)
+            self._send(self.NAMES[at], is_lost=is_lost)
+            self._deliver(at)
         if pages and is_answered and is_taken:
-            held = [held for n in pages for held in self.rigs[other].holds(n)]
-            self.rigs[at].say(CopiesMade(offered[np.array(held)], other), INSIDE)
+            held = [held for n in pages for held in other.holds(n)]
+            rig.say(CopiesMade(offered[np.array(held)], self.NAMES[at]), INSIDE)
         elif pages and not is_answered:
-            self.rigs[at].say(CopiesMade(offered, other, is_sure=False), INSIDE)
+            rig.say(CopiesMade(offered, self.NAMES[at], is_sure=False), INSIDE)
+
+    def _send(self, at: int, *, is_lost: bool) -> None:
+        for _, report in self.rigs[at].sent:
+            self.sent[at] = report.number
+            if not is_lost:
+                self.queues[self.NAMES[at]].append(report)
+        self.rigs[at].sent.clear()
 
     @rule(seconds=st.sampled_from([0.0, REPORT_S, REPEAT_S, DOUBT_S]), is_lost=st.booleans())
     def pass_time(self, seconds: float, *, is_lost: bool) -> None:
@@ -419,9 +446,12 @@ class Pair(RuleBasedStateMachine):
     @precondition(lambda self: any(self.queues.values()))
     @rule()
     def deliver(self) -> None:
-        for at, queue in self.queues.items():
-            while queue:
-                self.rigs[at].say(CopiesLost(self.NAMES[at], queue.pop(0)), INSIDE)
+        for at in self.NAMES:
+            self._deliver(at)
+
+    def _deliver(self, at: int) -> None:
+        while self.queues[at]:
+            self.rigs[at].say(CopiesLost(self.NAMES[at], self.queues[at].pop(0)), INSIDE)
 
     def _let_pass(self, seconds: float, *, is_lost: bool) -> None:
         for at, rig in self.rigs.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from peercache.actors.pool.reservations import (
 from peercache.model.ids import Incarnation
 from peercache.model.keys import COPIES, tag_of
 from peercache.model.records import RECORD
+from peercache.model.room import QuotaRule
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
@@ -84,17 +86,20 @@ class Rig:
         has_disk: bool = False,
         uncommitted_max: int | None = None,
         copies: int = 1,
+        quotas: Sequence[QuotaRule] = (),
+        usable: int | None = None,
     ) -> None:
         self.pool = Pool(
             incarnation=Incarnation(77),
             granule=GRANULE,
             page_bytes=pages * GRANULE,
-            usable_bytes=pages * GRANULE,
+            usable_bytes=(pages if usable is None else usable) * GRANULE,
             client_uncommitted_max=(uncommitted_max or pages) * GRANULE,
             rng=random.Random(1),
             mirror_share=share,
             has_disk=has_disk,
             copies=copies,
+            quotas=quotas,
         )
         self.now = 100.0
         self.sequence = 0

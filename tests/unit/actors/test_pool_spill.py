@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from peercache.actors.effects import (
     NotifyDirectory,
@@ -26,19 +31,26 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.pool.answers import SPILL_AGAIN_S
 from peercache.actors.pool.size_classes import STALE_MIN
+from peercache.config.entries import parse_quotas
+from peercache.model.keys import Namespace, space_of, tag_of
 from peercache.model.records import DROP
 from peercache.wire.messages.membership import RequestRoom
 from peercache.wire.messages.pool import (
     COMMITTED,
     HERE,
     REFUSED_FULL,
+    REFUSED_SIZE,
+    REFUSED_TOO_LARGE,
+    REPEATED,
     RESERVED,
+    RETAINED,
     Commit,
     Remove,
     Reserve,
     Retain,
     Touched,
 )
+from tests.examples import examples
 from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, NODE, Taker, key, taken
 
 
@@ -55,6 +67,13 @@ class Spiller(Taker):
             for _, records, ages in told.fact.groups
             for name, age in zip(records["key"].tolist(), ages.tolist(), strict=True)
         }
+
+    def reserve_size(self, number: int, size: int) -> None:
+        """Store a page of a size, if it has room."""
+        self.sequence += 1
+        lengths = np.array([size], "<u8").tobytes()
+        self.say(Reserve(5, self.sequence, 1, key(number), lengths))
+        self.commit(1)
 
     def touch(self, *numbers: int) -> None:
         self.say(Touched(self.drops(*numbers).tobytes()))
@@ -324,3 +343,111 @@ def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
     assert rig.room()[1] == pytest.approx(100.0, abs=1.0)
     rig.say(DrainChanged(is_draining=True), INSIDE)
     assert rig.room() == (0, 0.0)
+
+
+# --- what a hostile node may offer ----------------------------------------------------------------
+
+
+def offer(
+    rig: Spiller,
+    pages: Sequence[tuple[int, int]],
+    ages: Sequence[float],
+    *,
+    min_age_s: float = 0.0,
+    tag: int = 1,
+) -> bytes:
+    """Offer pages (number, bytes) of these ages; return the states of the answer."""
+    lengths = np.array([length for _, length in pages], "<u8").tobytes()
+    offered = SpilledPages(np.array(ages), min_age_s)
+    rig.sequence += 1
+    reserve = Reserve(0, rig.sequence, tag, b"".join(key(number) for number, _ in pages), lengths)
+    states = taken(rig.say(TakeOver(reserve, offered), INSIDE))
+    if RESERVED not in states:
+        return states
+    written = bytes(state == RESERVED for state in states)
+    commit = Commit(0, rig.sequence, written, bytes(8 * len(pages)), 0.0)
+    return taken(rig.say(TakenOver(commit, offered.ages), INSIDE))
+
+
+def tag_named(name: str) -> int:
+    """Return a tag of a namespace."""
+    return tag_of(space_of(Namespace(name).tag()), 1)
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("a", 0), ("b", 4), ("new", 4)])
+def test_pages_of_other_namespaces_take_nothing_from_a_tenant_within_its_quota(
+    name: str, keeps: int
+) -> None:
+    """However old its pages are. Pages of its own that are younger take their place."""
+    rig = Spiller(pages=8, quotas=parse_quotas("a=50%"))
+    for number in range(8):
+        rig.store(number, namespace=tag_named("a" if number < 4 else "b"))
+        rig.now += 10.0
+
+    states = offer(rig, [(90 + n, GRANULE) for n in range(8)], [5.0] * 8, tag=tag_named(name))
+
+    assert states.count(COMMITTED) == 8 - keeps
+    assert states.count(REFUSED_FULL) == keeps
+    assert rig.holds(0, 1, 2, 3).count(True) == keeps
+
+
+def test_an_offer_of_absurd_pages_takes_those_that_are_not() -> None:
+    """Empty ones, larger ones than the pool, and one key twice, of the same length and of two."""
+    rig = Spiller(pages=8)
+    pages = [(1, 0), (2, 2**32 - 1), (3, GRANULE), (3, GRANULE), (4, GRANULE), (4, 1), (5, 1)]
+
+    states = offer(rig, pages, [0.0, 1e300, 5.0, 5.0, 5.0, 5.0, -1e300])
+
+    assert states == bytes(
+        (REFUSED_SIZE, REFUSED_TOO_LARGE, COMMITTED, REPEATED, COMMITTED, REFUSED_SIZE, COMMITTED)
+    )
+    assert rig.holds(1, 2, 3, 4, 5) == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("usable", [0, 3])
+def test_memory_that_dev_shm_did_not_give_is_no_room(usable: int) -> None:
+    """A pool has what could be populated; the rest is neither reported as free nor taken."""
+    rig = Spiller(pages=8, usable=usable)
+
+    assert rig.room() == (usable * GRANULE, 0.0)
+    states = offer(rig, [(n, GRANULE) for n in range(8)], [100.0] * 8)
+
+    assert states.count(COMMITTED) == usable
+    assert states.count(REFUSED_FULL) == 8 - usable
+    assert rig.room()[0] == 0
+
+
+SIZES = (1, GRANULE, GRANULE + 1, 3 * GRANULE, 4 * GRANULE, 9 * GRANULE)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(seed=st.integers(0, 2**32))
+def test_no_offer_evicts_what_was_touched_later_than_its_youngest_page(seed: int) -> None:
+    """Whatever the sizes of its pages and those of the pool, whose extents may be divided again.
+
+    Nor a retained page, nor one within the least age, nor for a page that is on a disk.
+    """
+    rng = random.Random(seed)
+    rig = Spiller(pages=32)
+    touched: dict[int, float] = {}
+    retained: set[int] = set()
+    for number in range(rng.randrange(4, 60)):
+        rig.reserve_size(number, rng.choice(SIZES))
+        touched[number] = rig.now
+        # A quarter of the pool at most.
+        if rng.random() < 0.1 and rig.retain(number, seconds=1e6) == [RETAINED]:
+            retained.add(number)
+        rig.now += rng.choice((1.0, 5.0, 30.0))
+    for turn in range(rng.randrange(1, 6)):
+        held = {number for number in touched if rig.holds(number) == [True]}
+        pages = [(1000 * turn + 1000 + n, rng.choice(SIZES)) for n in range(rng.randrange(1, 12))]
+        ages = [rng.choice((-1.0, 1.0)) * rng.choice((0.0, 10.0, 100.0, 1e9)) for _ in pages]
+        least = rng.choice((0.0, 20.0, 200.0))
+
+        offer(rig, pages, ages, min_age_s=least)
+
+        gone = {number for number in held if rig.holds(number) == [False]}
+        youngest = min((age for age in ages if age >= 0), default=math.inf)
+        assert all(rig.now - touched[number] >= max(youngest, least) for number in gone)
+        assert not gone & retained
+        rig.now += 10.0

@@ -37,6 +37,7 @@ from peercache.actors.placement.spill import (
     ROOM_S,
     SETTLE_S,
     SILENT_S,
+    VAIN_S,
     Spilling,
     SpillProgress,
 )
@@ -266,6 +267,22 @@ def _asked_again(story: Story) -> list[Any]:
     return asked
 
 
+def test_a_node_that_reports_room_and_takes_nothing_leaves_its_turn_to_others() -> None:
+    """However much room it reports: else it alone would keep a cluster from moving pages."""
+    story = begun()
+    rooms = {ONE: (2**40, 1e9), TWO: (PAGE, 0.0)}
+    to, offer = story.answer(story.name(1), rooms)
+    assert to == ONE
+
+    story.hear(PagesTaken(offer.number, bytes((REFUSED_FULL,))), Origin(ONE))
+    story.wait(REFUSED_S + LOOK_S)
+    then, _ = story.answer(story.name(1), rooms)
+
+    assert then == TWO
+    story.wait(OFFER_S + VAIN_S)
+    assert story.answer(story.name(1), rooms)[0] == ONE
+
+
 def test_an_offer_to_a_node_that_dies_ends_at_once() -> None:
     """So the next one can begin."""
     story = begun()
@@ -422,6 +439,24 @@ def test_a_spilled_page_is_reserved_read_and_committed_with_its_age() -> None:
         committed(sequence, [COMMITTED, COMMITTED], (1, 101), (2, 102), published=2)
     )
     assert answer == Send(Origin(ONE), PagesTaken(5, bytes((COMMITTED, COMMITTED))))
+
+
+def test_a_node_that_spills_without_end_has_one_place() -> None:
+    """Its newest offer waits for that place; another node's is taken at once."""
+    story = Story()
+    story.see(ONE, TWO)
+    (first,) = take(story, 1)
+    for number in range(2, 50):
+        assert take(story, number) == []
+
+    records = records_of(1, holder=TWO).tobytes()
+    (other,) = story.hear(OfferSpill(5, 7, records, bytes(8)), Origin(TWO))
+
+    assert isinstance(other.fact, TakeOver)
+    full = Granted(0, first.fact.reserve.sequence, bytes((REFUSED_FULL,)), bytes(8))
+    answer, then = story.hear(full)
+    assert answer == Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,))))
+    assert then.fact.reserve.keys == records_of(49)["key"].tobytes()
 
 
 def test_a_holder_keeps_what_the_owners_of_the_record_may_not_know_elsewhere() -> None:

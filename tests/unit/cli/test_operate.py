@@ -16,7 +16,7 @@ from rich.console import Console
 
 from peercache.cli import main as cli
 from peercache.cli.operate import drain
-from peercache.cli.operate.screen import NAMESPACES_MAX, age, is_fine, whole
+from peercache.cli.operate.screen import MOVERS_MAX, NAMESPACES_MAX, age, is_fine, whole
 from peercache.cli.operate.top import frame
 from peercache.cli.terminal import duration
 from peercache.client import operator
@@ -33,8 +33,10 @@ from peercache.model.status import (
     Draining,
     Latencies,
     MemberStatus,
+    MovedPages,
     NamespaceUse,
     PeerStatus,
+    Spilled,
     Status,
     Tier,
     Worker,
@@ -131,6 +133,34 @@ def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
     assert "namespace" not in drawn(told())
     many = tuple(attrs.evolve(chat, name=f"n{number}") for number in range(NAMESPACES_MAX + 3))
     assert "3 more: --json has all" in drawn(told(namespaces=many))
+
+
+def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
+    """In `status` and in `top`: to and from which nodes most went, and why others stayed."""
+    peers = tuple(
+        MovedPages(name=f"[::{n}]:1", given=n * 1000, given_bytes=2**20) for n in range(1, 5)
+    )
+    giver = told(
+        spilled=Spilled(peers=peers, not_moved={"no_room": 30, "no_answer": 2}, refused=30)
+    )
+    taker = told(name="b:1", spilled=Spilled(
+        peers=(MovedPages(name="c:1", taken=7, taken_bytes=2**30), MovedPages(taken=8)),
+        taken=15, taken_bytes=2**30, not_taken={"full": 9},
+    ))  # fmt: skip
+    output = io.StringIO()
+    Console(file=output, width=100).print(frame([taker, giver], {}, 1.0, "prod", "here:1"))
+
+    for text in (drawn(taker, giver), output.getvalue()):
+        shown = " ".join(text.partition("moved pages")[2].split())
+        assert f"{NODE.name} 10,000 [::4]:1 4,000 - its own: no_room 30, no_answer 2" in shown
+        assert "4.0 MiB [::3]:1 3,000 [::2]:1 2,000" in shown
+        assert "[::1]" not in shown
+        assert "b:1 - 15 others 8 of others: full 9 1.0 GiB c:1 7" in shown
+    narrow = "".join(drawn(giver, width=70).partition("moved pages")[2].split())
+    assert "…" not in narrow
+    assert "moved pages" not in drawn(told())
+    many = [told(name=f"n{n}:1", spilled=Spilled(taken=1)) for n in range(MOVERS_MAX + 3)]
+    assert "3 more: --json has all" in drawn(*many)
 
 
 def test_what_is_wrong_has_a_line_of_its_own() -> None:

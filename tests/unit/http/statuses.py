@@ -13,10 +13,12 @@ from peercache.model.status import (
     Draining,
     Latencies,
     MemberStatus,
+    MovedPages,
     NamespaceUse,
     PeerStatus,
     Reuse,
     Shard,
+    Spilled,
     Status,
     Thread,
     Tier,
@@ -74,7 +76,8 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
             "pages_missed/peer_unreachable": 1.5 * work,
             "pages_set/copied": 330 * work, "bytes_read/rdma": 2_400 * work * 2**20,
             "bytes_written": 330 * work * 2**20, "pages_promoted": 25 * work,
-            "disk_pages_written": 55 * work,
+            "disk_pages_written": 55 * work, "pages_taken_over": 12 * work,
+            "pages_not_moved/no_room": 4 * work,
         },
         latency={"get": latencies(90 * work, 0.004), "set": latencies(30 * work, 0.009)},
         peers=tuple(
@@ -88,6 +91,23 @@ def member(number: int, of: int, *, step: int = 100) -> MemberStatus:
                 retained=30 * 2**30,
             ),
             NamespaceUse(name="Llama-3.3-70B/bf16", bytes=31 * 2**30, pages=31_744),
+        ),
+        spilled=Spilled(
+            moved=int(20 * work), moved_bytes=int(20 * work) * 2**20, refused=int(4 * work),
+            not_moved={"no_room": int(4 * work), "not_read": 16.0},
+            taken=int(12 * work), taken_bytes=int(12 * work) * 2**20, not_taken={"full": 45.0},
+            peers=(
+                *(
+                    MovedPages(
+                        name=name_of_node(other), given=int(2 * work) + other,
+                        given_bytes=(int(2 * work) + other) * 2**20,
+                        taken=int(1.5 * work) if other % 2 else 0,
+                        taken_bytes=int(1.5 * work) * 2**20 if other % 2 else 0,
+                    )
+                    for other in others
+                ),
+                MovedPages(given=3, given_bytes=3 * 2**20),
+            ),
         ),
         reuse=Reuse(
             uses=5_000.0,

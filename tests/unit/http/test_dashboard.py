@@ -30,8 +30,10 @@ from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.status import (
     Detail,
     MemberStatus,
+    MovedPages,
     PeerStatus,
     Reuse,
+    Spilled,
     Status,
     Thread,
     Worker,
@@ -100,6 +102,8 @@ async def test_cluster_page_shows_what_an_operator_looks_for() -> None:
         "of the mean", "No peer lags", "600.0 GiB",
         "What more memory would bring", "with 0.25, 0.5, 1, 2, 4, 8 times the memory",
         "31.0 %, 42.0 %, 55.0 %, 61.0 %, 64.0 %, 65.0 %",
+        "Pages moved between nodes", "given to other nodes", "its own: no room",
+        "of others: full 45",
     ):  # fmt: skip
         assert wanted in shown, wanted
     assert "Needs attention" not in shown
@@ -190,6 +194,9 @@ async def test_texts_of_peers_are_shown_and_never_run() -> None:
         reasons=(HOSTILE,), incarnation=HOSTILE, workers=(worker,), rdma=HOSTILE,
         peers=(PeerStatus(name="javascript:alert(1)//", state="suspect", fabric=HOSTILE),),
         namespaces=(attrs.evolve(member(0, 1).status.namespaces[0], name=HOSTILE),),
+        spilled=Spilled(
+            not_moved={HOSTILE: 1.0}, peers=(MovedPages(name="javascript:alert(1)//", given=1),)
+        ),
         counters={HOSTILE: 5.0, f"pages_missed/{HOSTILE}": 9.0},
         latency={HOSTILE: latencies(9, 0.1)},
         detail=Detail(
@@ -214,6 +221,33 @@ async def test_texts_of_peers_are_shown_and_never_run() -> None:
             assert not any(name.startswith("on") or name == "style" for name in attributes), tag
             for name in ("href", "src"):
                 assert (attributes.get(name) or "/").startswith(("/", "#")), attributes
+
+
+async def test_pages_between_nodes_are_shown_with_whose_they_are() -> None:
+    """Of each node the peers with most pages; a node that moved none has no row, and no section."""
+    peers = tuple(
+        MovedPages(name=f"h:{number}", given=number, given_bytes=number * 2**20, taken=1)
+        for number in range(1, 6)
+    )
+    more = MovedPages(given=2, given_bytes=2**21)
+    moved = Spilled(
+        peers=(*peers, more), taken=5, taken_bytes=2**20, not_moved={"no_answer": 7.0}
+    )  # fmt: skip
+    idle = with_status(member(1, 2), spilled=Spilled())
+    members = [with_status(member(0, 2), spilled=moved), idle]
+
+    _, _, section = (await page(members)).partition('id="h-moves"')
+    rows = text_of(section.partition("</section>")[0])
+
+    assert "10.0.0.1:31998 17 17.0 MiB h:5 5 h:4 4 h:3 3 and 3 more 5 1.0 MiB" in rows
+    assert "its own: no answer 7" in rows
+    assert "of others:" not in rows
+    assert "10.0.0.2:31998" not in rows
+    of_node = text_of(await page(members, "/nodes/10.0.0.1:31998"))
+    assert "Given 17 pages, 17.0 MiB Taken 5 pages, 1.0 MiB" in of_node
+    assert "others 2 2.0 MiB none" in of_node
+    assert "Pages moved" not in await page(members, "/nodes/10.0.0.2:31998")
+    assert "Pages moved" not in await page([idle])
 
 
 async def test_page_loads_only_what_the_node_has() -> None:

@@ -56,6 +56,9 @@ from peercache.actors.placement.drain import (
     SERVING,
     Giving,
 )
+from peercache.actors.placement.figures import (
+    PlacementFigures,
+)
 from peercache.actors.placement.spill import (
     COPY_NUMBERS,
     SPILL_NUMBERS,
@@ -67,6 +70,7 @@ from peercache.actors.placement.takings import (
 from peercache.model.keys import space_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.observability.metrics import Metrics
+from peercache.observability.reasons import DRAINING, NAMESPACE
 from peercache.wire.messages.membership import (
     CopiesEvicted,
     OfferPages,
@@ -96,7 +100,8 @@ class Placement:
     spilling: Spilling = attrs.field(factory=Spilling)
     copying: Spilling = attrs.field(factory=partial(Spilling, is_copying=True))
     giving: Giving = attrs.field(init=False)
-    takings: Takings = attrs.field(factory=Takings)
+    figures: PlacementFigures = attrs.field(factory=PlacementFigures)
+    takings: Takings = attrs.field(init=False)
     _members: dict[int, Member] = attrs.field(factory=dict)
     _others: frozenset[int] = frozenset()
     _deadline: float = inf
@@ -104,6 +109,10 @@ class Placement:
     @giving.default
     def _new_giving(self) -> Giving:
         return Giving(self._may_use)
+
+    @takings.default
+    def _new_takings(self) -> Takings:
+        return Takings(self.figures)
 
     def __attrs_post_init__(self) -> None:
         """Let both directions follow the same rules."""
@@ -117,7 +126,8 @@ class Placement:
             metrics.drain_pages.labels(state).set_function(partial(self._figure, state))
             size = metrics.drain_bytes.labels(state)
             size.set_function(partial(self._figure, f"{state}_bytes"))
-        self.takings.count = metrics.pages_taken_over.inc
+        self.figures.show(metrics)
+        self.spilling.not_moved = self.copying.not_moved = self.figures.not_moved
         spilled, copied = self.spilling.progress, self.copying.progress
         for name in ("moved", "there", "refused", "failed"):
             pages = metrics.placement_pages.labels(name)
@@ -156,6 +166,7 @@ class Placement:
         self.spilling.check()
         self.copying.check()
         self.takings.check()
+        self.figures.check()
 
     def _note_deadline(self, now: float) -> None:
         is_serving = self.giving.state == SERVING
@@ -169,16 +180,11 @@ class Placement:
         match message:
             case OfferPages() | OfferSpill():
                 member = self._members.get(sender.identity)
-                takes = self.giving.state == SERVING and self._may_use(message.namespace)
-                return self.takings.offered(sender, message, member, has_room=takes)
+                return self.takings.offered(sender, message, member, self._refusal(message))
             case ReportDrainState():
                 return self.takings.drain_state(sender.identity, message)
-            case PagesTaken(number) if number > COPY_NUMBERS:
-                return self.copying.taken(sender.identity, message, now)
-            case PagesTaken(number) if number > SPILL_NUMBERS:
-                return self.spilling.taken(sender.identity, message, now)
             case PagesTaken():
-                return self.giving.taken(sender.identity, message, now)
+                return self._taken(sender.identity, message, now)
             case ReportRoom(number) if number > COPY_NUMBERS:
                 return self.copying.reported(sender.identity, message, now)
             case ReportRoom():
@@ -218,6 +224,32 @@ class Placement:
             self._others = others
             effects.append(NotifyPool(HoldersChanged(others)))
         return effects
+
+    def _refusal(self, offer: OfferPages | OfferSpill) -> str:
+        """Return why this node takes no page of an offer; "" if it does."""
+        if self.giving.state != SERVING:
+            return DRAINING
+        return "" if self._may_use(offer.namespace) else NAMESPACE
+
+    def _taken(self, sender: int, message: PagesTaken, now: float) -> list[Effect]:
+        """Note what another node has taken."""
+        offered: Giving | Spilling = self.giving
+        if message.number > SPILL_NUMBERS:
+            offered = self.copying if message.number > COPY_NUMBERS else self.spilling
+        pages, size = self._given()
+        effects = offered.taken(sender, message, now)
+        given, given_size = self._given()
+        self.figures.gave(self._members.get(sender), given - pages, given_size - size)
+        return effects
+
+    def _given(self) -> tuple[int, int]:
+        """Return the pages and bytes that other nodes took: of this drain, and of all else."""
+        drained = self.giving.progress
+        others = self.spilling.progress, self.copying.progress
+        return (
+            drained.given + sum(each.moved for each in others),
+            drained.given_bytes + sum(each.moved_bytes for each in others),
+        )
 
     def _may_use(self, namespace: int) -> bool:
         spaces = self.spaces()

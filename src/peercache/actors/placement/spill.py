@@ -25,8 +25,10 @@ from peercache.actors.placement.drain import (
     OFFER_S,
     bytes_of,
 )
+from peercache.actors.placement.figures import reasons_of
 from peercache.model.member import ALIVE, SUSPECT, Member
 from peercache.model.records import DROP, Records
+from peercache.observability.reasons import MALFORMED, NO_ANSWER, NO_NODE, NO_ROOM
 from peercache.wire.messages.membership import (
     OfferSpill,
     PagesTaken,
@@ -58,6 +60,10 @@ REFUSED_S: Final = 1.0
 
 SILENT_S: Final = 60.0
 """How long a node is not asked again that did not answer an offer."""
+
+VAIN_S: Final = 3.0
+"""How long a node is not asked again that reported room, and then took nothing: the next offer goes
+to another one. Longer than a node takes nothing after its start, or while a page is removed."""
 
 HALT_S: Final = 0.25
 """A node that does nothing for so long was paused: removals may be waiting in its sockets. It
@@ -121,6 +127,8 @@ class Spilling:
     may_give: Callable[[int], bool] = lambda _: True
     """Whether this node may hand over pages of a namespace, given its tag."""
     progress: SpillProgress = attrs.field(factory=SpillProgress)
+    not_moved: Callable[[str, int], None] = lambda _, __: None
+    """Counts pages that were refused or failed, by reason."""
     _targets: tuple[int, ...] = ()
     _suspects: frozenset[int] = frozenset()
     _silent_until: dict[int, float] = attrs.field(factory=dict)
@@ -188,6 +196,7 @@ class Spilling:
             self._avoid(self._offered_to, now)
             _, records, _ = self._queue.popleft()
             self.progress.failed += len(records)
+            self.not_moved(NO_ANSWER, len(records))
             made = self._made(records, self._offered_to, is_sure=False) if self.is_copying else []
             return [*made, *self._end(now)]
         return self._go_on(now)
@@ -219,6 +228,7 @@ class Spilling:
         if len(states) != len(records):
             self._avoid(sender, now)
             self.progress.failed += len(records)
+            self.not_moved(MALFORMED, len(records))
             return self._end(now)
         is_new, is_there = states == COMMITTED, states == HERE
         refused = int(np.count_nonzero(states == REFUSED_FULL))
@@ -228,9 +238,13 @@ class Spilling:
         self.progress.refused += refused
         self.progress.failed += len(states) - refused - int((is_new | is_there).sum())
         self.progress.moved_bytes += size
+        for reason, pages in reasons_of(message.states):
+            self.not_moved(reason, pages)
         given = records[is_new | is_there]
         self.pace.spend(size / self.rate, self._began_at)
         is_vain = not len(given) and not self._near
+        if is_vain and refused:
+            self._avoid(sender, now, VAIN_S)
         fact = (
             self._made(given, sender)
             if self.is_copying
@@ -244,10 +258,10 @@ class Spilling:
         assert len(self._rooms) <= ASKED, f"{len(self._rooms)} nodes were asked"
         assert len(self._silent_until) <= len(self._targets), "nodes that left are remembered"
 
-    def _avoid(self, node: int, now: float) -> None:
+    def _avoid(self, node: int, now: float, seconds: float = SILENT_S) -> None:
         """Do not ask a node for a while; one that has left is not asked anyway."""
         if node in self._targets:
-            self._silent_until[node] = now + SILENT_S
+            self._silent_until[node] = now + seconds
 
     def _go_on(self, now: float) -> list[Effect]:
         """Ask the pool or the nodes for the next offer, if this node may make one now."""
@@ -277,7 +291,7 @@ class Spilling:
             return self._offer(self._near, now)
         asked = self.rng.sample(willing, min(ASKED, len(willing)))
         if not asked:
-            return self._refuse(now)
+            return self._refuse(now, NO_NODE)
         self._last += 1
         self._rooms, self._until = dict.fromkeys(asked), now + ROOM_S
         return [Send(node, RequestRoom(self._last)) for node in asked]
@@ -295,7 +309,7 @@ class Spilling:
             colder_than = max(youngest * COLDER_FACTOR, self.min_age_s)
         best = max(rooms, key=lambda each: _usefulness(each[1], size), default=None)
         if best is None or (not best[1].free_bytes and best[1].coldest_age_s <= colder_than):
-            return self._refuse(now)
+            return self._refuse(now, NO_ROOM)
         return self._offer(best[0], now)
 
     def _offer(self, node: int, now: float) -> list[Effect]:
@@ -307,8 +321,10 @@ class Spilling:
     def _made(self, records: Records, node: int, *, is_sure: bool = True) -> list[Effect]:
         return [NotifyPool(CopiesMade(drops_of(records), node, is_sure))]
 
-    def _refuse(self, now: float) -> list[Effect]:
-        self.progress.refused += len(self._queue[0][1])
+    def _refuse(self, now: float, reason: str) -> list[Effect]:
+        pages = len(self._queue[0][1])
+        self.progress.refused += pages
+        self.not_moved(reason, pages)
         return self._end(now, is_vain=True)
 
     def _end(self, now: float, *, is_vain: bool = False) -> list[Effect]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, final
 
 import attrs
@@ -20,11 +20,17 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.placement.drain import (
     HANDING_OVER,
+    bytes_of,
+)
+from peercache.actors.placement.figures import (
+    PlacementFigures,
+    reasons_of,
 )
 from peercache.actors.placement.spill import COLDER_FACTOR, drops_of
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of
+from peercache.observability.reasons import DRAINING, MALFORMED, NOT_A_MEMBER, NOT_DRAINING
 from peercache.wire.messages.membership import (
     OfferPages,
     OfferSpill,
@@ -108,8 +114,7 @@ class Takings:
     That number is also that of the question to its offerer, and of its reservation.
     """
 
-    count: Callable[[int], None] | None = None
-    """Counts pages that were taken over."""
+    figures: PlacementFigures = attrs.field(factory=PlacementFigures)
     min_age_s: float = 0.0
     """No page that was touched within this time is evicted for an offer."""
     _open: dict[int, Taking] = attrs.field(factory=dict)
@@ -122,20 +127,21 @@ class Takings:
         origin: Origin,
         message: OfferPages | OfferSpill,
         member: Member | None,
-        *,
-        has_room: bool,
+        refusal: str = "",
     ) -> list[Effect]:
         """Begin with an offer; of OfferPages, ask the offerer whether it drains.
 
-        member: who offers; has_room: False takes nothing.
+        member: who offers; refusal: why nothing is taken of it, "" if it may be.
         """
         records = np.frombuffer(message.records, RECORD)
-        if member is None or not has_room:
-            return [_full(origin, message.number, len(records))]
+        refusal = NOT_A_MEMBER if member is None else refusal
+        if member is None or refusal:
+            return [self._full(origin, message.number, len(records), refusal)]
         ages = np.frombuffer(message.ages, "<f8") if isinstance(message, OfferSpill) else None
         is_sane = ages is None or (len(ages) == len(records) and bool(np.isfinite(ages).all()))
         is_bounded = 0 < len(records) <= OFFERED_MAX
         if not is_sane or not is_bounded or (records["flags"] & RESIDENT == 0).any():
+            self.figures.not_taken(MALFORMED, len(records))
             return [Send(origin, PagesTaken(message.number, bytes((ABORTED,)) * len(records)))]
         is_copy = isinstance(message, OfferSpill) and message.is_copy
         # An honest node sends its next offer when it has no answer to hope for.
@@ -154,7 +160,7 @@ class Takings:
             return []
         if report.figures.get("state") != HANDING_OVER:
             del self._waiting[report.request]
-            return [_full(taking.origin, taking.number, len(taking.records))]
+            return [self._full(taking.origin, taking.number, len(taking.records), NOT_DRAINING)]
         taking.is_due = True
         return self._begin()
 
@@ -165,7 +171,7 @@ class Takings:
     def turn_away(self) -> list[Effect]:
         """Take nothing more: this node is drained itself."""
         refused, self._waiting = self._waiting, {}
-        return [_full(t.origin, t.number, len(t.records)) for t in refused.values()]
+        return [self._full(t.origin, t.number, len(t.records), DRAINING) for t in refused.values()]
 
     def granted(self, granted: Granted) -> list[Effect]:
         """Read what has room."""
@@ -176,6 +182,7 @@ class Takings:
             if taking.spilled and HERE in granted.states:
                 # The owners of its record may not know of it yet: a commit waits for them.
                 return self.pulled(PullDone(granted.sequence, b""))
+            self._count_rest(granted.states)
             return self._answer(granted.sequence, granted.states)
         offsets = np.frombuffer(granted.offsets, "<u8")[chosen].astype(np.uint64)
         records = taking.records[chosen]
@@ -205,10 +212,12 @@ class Takings:
 
     def committed(self, committed: Committed) -> list[Effect]:
         """Report to the offerer which pages this node holds now."""
-        if self.count is not None:
-            self.count(committed.states.count(COMMITTED))
         taking = self._open[committed.sequence]
+        is_new = np.frombuffer(committed.states, np.uint8) == COMMITTED
+        self.figures.took(taking.member, int(is_new.sum()), bytes_of(taking.records[is_new]))
         states = _kept(taking, committed) if taking.spilled else committed.states
+        # What the owners of the records may not know of is here all the same.
+        self._count_rest(np.frombuffer(states, np.uint8)[~is_new].tobytes())
         noted: list[Effect] = _noted(taking, committed, states) if taking.is_copy else []
         return [*noted, *self._answer(committed.sequence, states)]
 
@@ -245,6 +254,16 @@ class Takings:
         taking = self._open.pop(sequence)
         return [Send(taking.origin, PagesTaken(taking.number, states)), *self._begin()]
 
+    def _count_rest(self, states: bytes) -> None:
+        """Count the pages that were not taken."""
+        for reason, pages in reasons_of(states):
+            self.figures.not_taken(reason, pages)
+
+    def _full(self, origin: Origin, number: int, pages: int, reason: str) -> Effect:
+        """Return the answer with which the offerer goes to another node at once."""
+        self.figures.not_taken(reason, pages)
+        return Send(origin, PagesTaken(number, bytes((REFUSED_FULL,)) * pages))
+
     def _drop(self, gone: Sequence[Taking]) -> None:
         self._waiting = {number: t for number, t in self._waiting.items() if t not in gone}
 
@@ -278,8 +297,3 @@ def _noted(taking: Taking, committed: Committed, states: bytes) -> list[Effect]:
         NotifyPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
         NotifyPool(CopiesMade(drops_of(records[~both]), 0)),
     ]
-
-
-def _full(origin: Origin, number: int, pages: int) -> Effect:
-    """Return the answer with which the offerer goes to another node at once."""
-    return Send(origin, PagesTaken(number, bytes((REFUSED_FULL,)) * pages))

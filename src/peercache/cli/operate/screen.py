@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,8 +31,9 @@ FINE = frozenset({OK, DRAINING, LEAVING, "left"})
 """States that an operator requested, or need not act on."""
 
 NAMESPACES_MAX = 16
+MOVERS_MAX = 16
 NAMED_MAX = 3
-"""The most fabrics and reasons that are named."""
+"""The most fabrics, peers and reasons that are named."""
 
 
 def is_fine(members: Iterable[MemberStatus]) -> bool:
@@ -154,10 +155,39 @@ def namespaces(members: Sequence[MemberStatus]) -> list[Table]:
     return [shown]
 
 
+def moves(members: Sequence[MemberStatus]) -> list[Table]:
+    """Return a table of pages that moved between nodes; none where none was offered."""
+    used = [m.status for m in members if m.answers and m.status.spilled.is_used]
+    if not used:
+        return []
+    used.sort(key=lambda status: -(status.spilled.given + status.spilled.taken))
+    shown = table("moved pages", "given", "to", "taken", "from", "refused or failed")
+    for column in shown.columns:
+        # A narrow terminal cuts off no name: it is what one looks for here.
+        column.overflow = "fold"
+    for column in (shown.columns[1], shown.columns[3]):
+        column.justify = "right"
+    for status in used[:MOVERS_MAX]:
+        spilled = status.spilled
+        reasons = {"its own": spilled.not_moved, "of others": spilled.not_taken}
+        cells = (
+            status.name,
+            _pages(spilled.given, spilled.given_bytes),
+            _counts({peer.name or "others": peer.given for peer in spilled.peers}, "\n"),
+            _pages(spilled.taken, spilled.taken_bytes),
+            _counts({peer.name or "others": peer.taken for peer in spilled.peers}, "\n"),
+            "\n".join(f"{whose}: {_counts(why, ', ')}" for whose, why in reasons.items() if why),
+        )
+        shown.add_row(*map(Text, cells))
+    if len(used) > MOVERS_MAX:
+        shown.add_row(f"{len(used) - MOVERS_MAX} more: --json has all")
+    return [shown]
+
+
 def whole(members: Sequence[MemberStatus], cluster: str, at: str, width: int) -> Group:
     """Return all of it, for one screen."""
     parts: list[RenderableType] = [headline(members, cluster, at), rows(members, width)]
-    return Group(*parts, *problems(members), *sums(members), *namespaces(members))
+    return Group(*parts, *problems(members), *sums(members), *namespaces(members), *moves(members))
 
 
 def age(seconds: float) -> str:
@@ -210,8 +240,13 @@ def _by_label(statuses: Sequence[Status], counter: str) -> dict[str, float]:
     return found
 
 
-def _counts(counted: dict[str, float], between: str) -> str:
-    most = sorted(counted.items(), key=lambda item: -item[1])[:NAMED_MAX]
+def _pages(pages: int, size: int) -> str:
+    return f"{pages:,}\n{written_size(size)}" if pages else "-"
+
+
+def _counts(counted: Mapping[str, float], between: str) -> str:
+    found = [item for item in counted.items() if item[1]]
+    most = sorted(found, key=lambda item: -item[1])[:NAMED_MAX]
     return between.join(f"{name} {count:,.0f}" for name, count in most)
 
 

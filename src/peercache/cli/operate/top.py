@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from peercache.cli.operate.connecting import target_of, target_options
-from peercache.cli.operate.screen import COLOURS, headline, percent, problems
+from peercache.cli.operate.screen import COLOURS, headline, moves, percent, problems
 from peercache.cli.operate.status import present
 from peercache.cli.terminal import console, table
 from peercache.client.operator import Operator
@@ -74,7 +74,11 @@ def frame(
             cells += [Text(cell) for cell in _rates(status, before.get(status.incarnation), now)]
         shown.add_row(*cells)
     return Group(
-        headline(members, cluster, at), shown, *problems(members), Text("q ends it", "dim")
+        headline(members, cluster, at),
+        shown,
+        *problems(members),
+        *moves(members),
+        Text("q ends it", "dim"),
     )
 
 
