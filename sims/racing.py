@@ -91,7 +91,7 @@ async def _spill(world: World, page: int, rng: random.Random) -> None:
     before = progress.moved
     record = crew.pool.records_of(world.library.keys[[page]].tobytes())
     tag = world.clients["c-n0"].namespace.tag()
-    crew.mailboxes.placement.tell(SELF, ColdPages(((tag, record, np.array([1.0])),)))
+    crew.mailboxes.placement.tell(SELF, ColdPages(((tag, record, np.array([1.0])),), 1.0))
     await trio.sleep(LATEST_S)
     counts["mirrored"] = counts.get("mirrored", 0) + progress.moved - before
 

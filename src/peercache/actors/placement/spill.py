@@ -36,9 +36,9 @@ from peercache.wire.messages.pool import (
     REFUSED_FULL,
 )
 
-COLDER_FACTOR: Final = 2.0
-"""How many times as old as the offered page another node's coldest one must be: where all nodes
-evict at about the same age, to move pages helps none of them."""
+COLDER_FACTOR: Final = 4.0
+"""How many times as old as the coldest page here another node's coldest one must be: where all
+nodes evict at about the same age, to move pages helps none of them."""
 
 LOOK_S: Final = 0.1
 """How often the pool is asked which pages it will evict next."""
@@ -112,6 +112,8 @@ class Spilling:
     """When what is waited for is given up."""
     _last: int = SPILL_NUMBERS
     _is_asking_pool: bool = False
+    _coldest_age_s: float = 0.0
+    """Of the pages of this node, when it named what is offered."""
     _only_new: bool = False
     _is_serving: bool = True
     _seen_at: float = inf
@@ -163,6 +165,7 @@ class Spilling:
     def named(self, cold: ColdPages, now: float) -> list[Effect]:
         """Take from the pool the pages that it will evict next."""
         self._is_asking_pool = False
+        self._coldest_age_s = cold.coldest_age_s
         self._queue += [group for group in cold.groups if self.may_give(group[0])]
         return self._go_on(now) if self._queue else []
 
@@ -233,18 +236,18 @@ class Spilling:
     def _choose(self, now: float) -> list[Effect]:
         """Offer to the node with the most room, or else to the one with the coldest pages."""
         namespace, records, ages = self._queue[0]
+        colder_than = max(self._coldest_age_s * COLDER_FACTOR, self.min_age_s)
+        if (ages < 0).all():
+            colder_than = inf
         rooms = [(node, room) for node, room in self._rooms.items() if room is not None]
         self._rooms, self._until = {}, inf
         size = bytes_of(records)
-        colder_than = max(float(ages[ages >= 0].min(initial=inf)), self.min_age_s)
         best = max(
             rooms,
             key=lambda each: (min(each[1].free_bytes, size), each[1].coldest_age_s),
             default=None,
         )
-        if best is None or (
-            not best[1].free_bytes and best[1].coldest_age_s <= colder_than * COLDER_FACTOR
-        ):
+        if best is None or (not best[1].free_bytes and best[1].coldest_age_s <= colder_than):
             return self._refuse(now)
         self._offered_to, self._until, self._began_at = best[0], now + OFFER_S, now
         packed = records.tobytes(), ages.astype("<f8").tobytes()

@@ -85,11 +85,9 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.answers import (
     NO_DROPS,
     NO_RECORDS,
-    Demand,
     GivingOrder,
     asked_beside,
     changed,
-    cold_pages,
     committed,
     demoted,
     forgotten,
@@ -98,7 +96,6 @@ from peercache.actors.pool.answers import (
     promote_answer,
     refused,
     residents,
-    room_to_spare,
     show_pool,
     spilled,
     unchanged,
@@ -120,6 +117,7 @@ from peercache.actors.pool.reservations import (
 )
 from peercache.actors.pool.size_classes import Slot
 from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.spill_order import SpillOrder
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY_BYTES, covers, space_of, split_keys
@@ -208,9 +206,7 @@ class Pool:
         self._has_disk = has_disk
         self._is_draining = False
         self._giving: GivingOrder | None = None
-        self._demand = Demand()
-        self._spills_after = 0
-        """Pages with no greater generation are not spilled."""
+        self._spill = SpillOrder(self._slots, self._pages, granule)
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
@@ -429,7 +425,7 @@ class Pool:
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
         if mirrored_at is None and reserve.keys:
-            self._demand.note(reservation.granules, self._slots.now)
+            self._spill.demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
@@ -590,33 +586,14 @@ class Pool:
                 unfinished = self._reservations.open_count - self._reservations.ahead_count
                 return [TellPlacement(self._giving.next(self._pages, unfinished))]
             case RequestSpill(only_new):
-                if only_new:
-                    self._spills_after = self._pages.newest
-                after = self._spills_after
-                return [
-                    TellPlacement(
-                        cold_pages(
-                            self._slots,
-                            self._pages,
-                            self._granule,
-                            self._demand.peak(now),
-                            after,
-                            now,
-                        )
-                    )
-                ]
+                return [TellPlacement(self._spill.next(now, only_new=only_new))]
             case PagesGiven(drops):
                 return self._give(drops)
         assert_never(message)
 
     def _give(self, drops: Records) -> list[Effect]:
         """Evict pages that another node holds now, but those touched since they were named."""
-        keys, generations = drops["key"].tolist(), drops["generation"].tolist()
-        pages = [
-            page
-            for page, generation in zip(map(self._pages.find, keys), generations, strict=True)
-            if page is not None and page.generation == generation and self._slots.is_cold(page.slot)
-        ]
+        pages = self._spill.given(drops)
         effects = self._end(pages, [])
         for page in pages:
             self._slots.release(page.slot)
@@ -626,10 +603,8 @@ class Pool:
         """Return what another node may hope for here."""
         if self._is_draining:
             return ReportRoom(number, 0, 0.0)
-        coldest = self._slots.coldest_touched()
-        age = 0.0 if coldest is None else self._slots.ages.age(coldest, now)
-        spare = max(room_to_spare(self._slots, self._demand.peak(now)), 0)
-        return ReportRoom(number, spare * self._granule, age)
+        spare, age_s = self._spill.room(now)
+        return ReportRoom(number, spare * self._granule, age_s)
 
     def _commit_mirrored(
         self, origin: Origin, commit: Commit, reservation: Reservation

@@ -87,7 +87,7 @@ class Page:
     """One committed page.
 
     disk_length: its length on this node's disk; 0: not there. named_at: when it was named for
-    spilling, in the actors' time.
+    spilling, in the actors' time. named_touched: the touch of its slot then.
     """
 
     key: bytes
@@ -98,6 +98,7 @@ class Page:
     checksum: int
     disk_length: int = 0
     named_at: float = -math.inf
+    named_touched: int = 0
 
 
 @final
