@@ -62,7 +62,7 @@ def _owners_or_not(_: Any) -> Any:
 def _whatever_was_answered(right: Any) -> Any:
     def give(self: Any, drops: Any) -> Any:
         for page in self.pages.of_keys(drops["key"].tolist()):
-            page.named_touch = page.slot.touched
+            page.named_touched = page.slot.touched
         return right(self, drops)
 
     return give

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -93,7 +93,12 @@ async def _drain(world: World, page: int, rng: random.Random) -> None:
 async def _spill(world: World, page: int, rng: random.Random) -> None:
     """Let the first node offer the page, as if its full pool had named it."""
     del rng
-    await _offer(world, page, world.nodes["n0"].crew.placement.spilling, ColdPages)
+    await _offer(
+        world,
+        page,
+        world.nodes["n0"].crew.placement.spilling,
+        partial(ColdPages, coldest_age_s=1.0),
+    )
 
 
 async def _copy(world: World, page: int, rng: random.Random) -> None:
@@ -102,12 +107,18 @@ async def _copy(world: World, page: int, rng: random.Random) -> None:
     await _offer(world, page, world.nodes["n0"].crew.placement.copying, PagesToCopy)
 
 
-async def _offer(world: World, page: int, offers: Spilling, named: type[Any]) -> None:
+async def _offer(
+    world: World,
+    page: int,
+    offers: Spilling,
+    named: Callable[..., ColdPages | PagesToCopy],
+) -> None:
     crew, counts = world.nodes["n0"].crew, world.calls.counts
     before = offers.progress.moved
     record = crew.pool.records_of(world.library.keys[[page]].tobytes())
     tag = world.clients["c-n0"].namespace.tag()
-    crew.mailboxes.placement.put(SELF, named(((tag, record, np.array([1.0])),)))
+    groups = ((tag, record, np.array([1.0])),)
+    crew.mailboxes.placement.put(SELF, named(groups))
     await trio.sleep(LATEST_S)
     counts["mirrored"] = counts.get("mirrored", 0) + offers.progress.moved - before
 

@@ -242,7 +242,7 @@ class Round:
         """Let a node offer the pages, as if its pool had named them."""
         crew = self.world.nodes[name].crew
         for page in crew.pool.pages.of_keys(self._keys()):
-            page.named_touch = page.slot.touched
+            page.named_touched = page.slot.touched
         records = crew.pool.records_of(b"".join(self._keys()))
         if only_to:
             others = [n for n in self.world.nodes.values() if n.place.name not in (name, only_to)]
@@ -251,7 +251,7 @@ class Round:
                 crew.placement.spilling._silent_until[node.incarnation] = until
         tag = self._client("n0").namespace.tag()
         ages = np.full(len(records), AGE_S)
-        crew.mailboxes.placement.put(SELF, ColdPages(((tag, records, ages),)))
+        crew.mailboxes.placement.put(SELF, ColdPages(((tag, records, ages),), AGE_S))
 
     async def _store_again(self, name: str) -> None:
         """Store the same versions at another node."""

@@ -628,10 +628,11 @@ class ColdPages:
     """pool → placement: the answer to RequestSpill, coldest first; no groups: no page is named.
 
     groups: (namespace, records, ages); ages: (n,) float64, seconds since each was touched, negative
-            where the page is on disk too.
+            where the page is on disk too. coldest_age_s: of the page that goes first.
     """
 
     groups: tuple[tuple[Tag, npt.NDArray[np.void], npt.NDArray[np.float64]], ...]
+    coldest_age_s: float
 
 
 @attrs.frozen(eq=False)

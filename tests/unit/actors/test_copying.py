@@ -231,7 +231,7 @@ def test_spill_and_copies_have_one_rate() -> None:
     _, offer = offer_of(story.answer(story.name(*range(1, 11)), {}))
     story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 10), Origin(ONE))
 
-    cold = ColdPages(((7, records_of(20), np.array([99.0])),))
+    cold = ColdPages(((7, records_of(20), np.array([99.0])),), 99.0)
     assert story.hear(cold) == []
     assert not [e for e in story.wait(0.9) if isinstance(e, Send)]
 

@@ -29,8 +29,8 @@ from peercache.actors.mailboxes import (
     TakenOver,
     TakeOver,
 )
-from peercache.actors.pool.answers import SPILL_AGAIN_S
 from peercache.actors.pool.size_classes import STALE_MIN
+from peercache.actors.pool.spill_order import SPILL_AGAIN_S, SPILL_PAGES
 from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace, space_of, tag_of
 from peercache.model.records import DROP
@@ -123,33 +123,81 @@ class Spiller(Taker):
 
 
 def test_pages_are_named_for_spilling_when_little_room_is_left() -> None:
-    """The coldest first, with their ages, until what clients store within a second has room.
+    """Those nearly as old as the coldest, until what clients store within a second has room.
 
-    That is at most an eighth of the pool.
+    That is at most a sixteenth of the pool. What was touched within one second goes together.
     """
     rig = Spiller(pages=16)
     rig.store_pairs(7)
-    assert rig.cold() == {}, "two pages have room, and clients store two at once"
+    assert rig.cold() == {}, "one page has room"
 
     rig.store_pairs(8, begin=7)
 
-    assert rig.cold() == {1: 80.0, 0: 80.0}
+    assert rig.cold() == {5: 60.0, 4: 60.0}
     rig.store(16, 17, 18, 19)
     rig.now += 10.0
-    assert list(rig.cold()) == [5, 4], "of four that were stored at once two may have room"
+    assert list(rig.cold()) == [7, 6], "four were evicted"
+
+
+def test_a_prompt_is_named_to_its_last_page_once_it_is_begun() -> None:
+    """Its begin first, as a prompt is lost with its first page; the rest only if that was taken."""
+    for is_taken in (True, False):
+        rig = Spiller(pages=320)
+        for prompt in range(4):
+            rig.store(*range(80 * prompt, 80 * prompt + 80))
+            rig.now += 10.0
+        begin = list(rig.cold())
+        assert begin == list(range(80 + SPILL_PAGES - 1, 79, -1))
+        if is_taken:
+            rig.say(PagesGiven(rig.drops(*begin)), INSIDE)
+        else:
+            rig.say(Remove(9, 1, b"".join(map(key, begin))), NODE)
+
+        then = list(rig.cold())
+
+        assert then == (list(range(159, 79 + SPILL_PAGES, -1)) if is_taken else [])
+        rig.say(PagesGiven(rig.drops(*then)), INSIDE)
+        assert rig.cold() == {}
+
+
+def test_a_page_is_kept_that_was_touched_after_it_was_named() -> None:
+    """However long the answer of the node takes that has it too."""
+    rig = Spiller(pages=16)
+    rig.store_pairs(8)
+    named = rig.drops(*rig.cold())
+    rig.touch(4)
+    rig.now += 5.0
+
+    rig.say(PagesGiven(named), INSIDE)
+
+    assert rig.holds(4, 5) == [True, False]
+
+
+def test_where_clients_store_room_is_offered_while_there_is_much_of_it() -> None:
+    """And the age is that of a page that they will not evict with what they store at once."""
+    rig = Spiller(pages=16)
+    rig.store_pairs(6)
+    assert rig.room()[0] == 3 * GRANULE, "one is for clients"
+    rig.store_pairs(7, begin=6)
+    assert rig.room() == (0, 70.0)
+
+    rig.store(20, 21, 22, 23, 24, 25)
+    rig.now += 10.0
+
+    assert rig.room() == (0, 40.0), "six pages go for the next six"
 
 
 def test_a_page_that_no_node_took_is_named_again_after_a_while() -> None:
     """Until then it counts as one that may go, and the next ones are not named for it."""
     rig = Spiller(pages=16)
     rig.store_pairs(8)
-    assert list(rig.cold()) == [1, 0]
+    assert list(rig.cold()) == [5, 4]
     rig.now += SPILL_AGAIN_S - 0.1
     assert rig.cold() == {}
 
     rig.now += 0.2
 
-    assert list(rig.cold()) == [1, 0]
+    assert list(rig.cold()) == [5, 4]
 
 
 def test_demand_of_long_ago_is_forgotten() -> None:
@@ -162,33 +210,29 @@ def test_demand_of_long_ago_is_forgotten() -> None:
     other.touch(*range(16))
     other.now += 10.0
 
-    assert len(rig.cold()) == 1
+    assert len(rig.cold()) == 2, "one prompt"
     assert other.cold() == {}
 
 
 def test_a_page_that_another_node_holds_now_is_evicted() -> None:
     """Its record is withdrawn, and its slot is free; one that was touched or stored again stays."""
-    rig = Spiller(pages=64)
-    rig.store_over_time(*range(8))
-    rig.store(*range(8, 64))
-    rig.now += 10.0
-    assert len(rig.cold()) == 8
-    old = rig.drops(3)
+    rig = Spiller(pages=16)
+    rig.store_pairs(8)
+    old = rig.drops(*rig.cold())
+    rig.say(Remove(9, 1, key(4)), NODE)
     rig.touch(5)
-    rig.say(Remove(9, 1, key(3)), NODE)
     rig.now += 10.0
-    rig.store_over_time(3)
+    rig.store_over_time(4)
 
     assert rig.say(PagesGiven(old), INSIDE) == []
-    words, directory, publisher = rig.say(PagesGiven(rig.drops(2, 4)), INSIDE)
-    rig.touch(6)
-    rig.say(PagesGiven(rig.drops(6)), INSIDE)
+    rig.store(16)
+    words, directory, publisher = rig.say(PagesGiven(rig.drops(*rig.cold())), INSIDE)
 
     assert isinstance(words, StoreWords)
     assert isinstance(directory, NotifyDirectory)
     assert isinstance(publisher, NotifyPublisher)
     assert len(directory.fact.drops) == 2
-    assert [number for number in range(8) if rig.holds(number) == [True]] == [0, 1, 3, 5, 6, 7]
+    assert [n for n in range(17) if rig.holds(n) == [False]] == [1, 2, 3]
 
 
 def test_a_page_stays_that_was_read_since_it_was_offered_or_that_another_node_relies_on() -> None:
@@ -197,16 +241,16 @@ def test_a_page_stays_that_was_read_since_it_was_offered_or_that_another_node_re
     rig.store_over_time(*range(8))
     rig.store(*range(8, 64))
     rig.now += 10.0
-    assert len(rig.cold()) == 8
+    assert list(rig.cold()) == [0, 1, 2]
 
-    rig.touch(5)
-    assert rig.take({6: 200.0}) == bytes((HERE,))
+    rig.touch(1)
+    assert rig.take({2: 200.0}) == bytes((HERE,))
     for _ in range(3):
         rig.now += 2.0
         rig.room()
-    rig.say(PagesGiven(rig.drops(4, 5, 6)), INSIDE)
+    rig.say(PagesGiven(rig.drops(0, 1, 2)), INSIDE)
 
-    assert rig.holds(4, 5, 6) == [False, True, True]
+    assert rig.holds(0, 1, 2) == [False, True, True]
 
 
 def test_a_page_that_came_from_another_node_keeps_its_age() -> None:
@@ -248,7 +292,7 @@ def test_a_page_that_came_from_another_node_and_is_read_is_as_any_other() -> Non
     rig = Spiller(pages=8)
     rig.store_over_time(*range(6))
     rig.take({90: 35.0, 91: 34.0})
-    assert rig.cold() == {0: 60.0}
+    assert rig.cold() == {1: 50.0}
 
     rig.touch(90)
     rig.now += 10.0
@@ -314,20 +358,20 @@ def test_pages_that_may_have_been_removed_elsewhere_are_never_named_again() -> N
     assert rig.cold(only_new=True) == {}
 
     rig.store_over_time(*range(8, 16))
-    assert rig.cold() == {8: 80.0}
+    assert rig.cold() == {10: 60.0}
 
 
 def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
     """It costs a load to lose it, not a page."""
     rig = Spiller(pages=8, has_disk=True)
     rig.store_over_time(*range(8))
-    rig.say(PagesWritten(key(0), np.array([GRANULE])), INSIDE)
-    assert rig.cold() == {0: -80.0}
+    rig.say(PagesWritten(key(2), np.array([GRANULE])), INSIDE)
+    assert rig.cold() == {2: -60.0}
 
-    rig.say(PagesForgotten(key(0)), INSIDE)
+    rig.say(PagesForgotten(key(2)), INSIDE)
     rig.now += 10.0
 
-    assert rig.cold() == {0: 90.0}
+    assert rig.cold() == {2: 70.0}
 
 
 def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
@@ -335,7 +379,7 @@ def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
     rig = Spiller(pages=4)
     assert rig.room() == (4 * GRANULE, 0.0)
     rig.store_over_time(1, 2, 3)
-    assert rig.room() == (GRANULE, 30.0)
+    assert rig.room() == (0, 30.0)
 
     rig.take({90: 100.0})
 

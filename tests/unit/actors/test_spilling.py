@@ -131,7 +131,7 @@ class Story:
     def name(self, *numbers: int, age: float = 100.0, length: int = PAGE) -> list[Any]:
         """Let the pool, which is asked, name pages of one namespace; return what follows."""
         groups = (((7), records_of(*numbers, length=length), np.full(len(numbers), age)),)
-        return self.hear(ColdPages(groups if numbers else ()))
+        return self.hear(ColdPages(groups if numbers else (), abs(age)))
 
     def offered(self, *numbers: int, age: float = 100.0, **rooms: Any) -> tuple[int, OfferSpill]:
         """Let the pool name pages, and every node that is asked have room; return the offer."""
@@ -192,12 +192,12 @@ def test_pages_go_to_the_node_with_the_most_room() -> None:
 
 
 def test_without_room_they_go_to_the_node_with_the_coldest_pages() -> None:
-    """If these are twice as old as the page, and as the least age."""
+    """If these are four times as old as the coldest one here, and older than the least age."""
     story = begun()
-    assert story.answer(story.name(1), {ONE: (0, 250.0), TWO: (0, 300.0)})[0] == TWO
+    assert story.answer(story.name(1), {ONE: (0, 401.0), TWO: (0, 402.0)})[0] == TWO
 
 
-@pytest.mark.parametrize(("age", "colder"), [(100.0, 199.0), (10.0, 119.0)])
+@pytest.mark.parametrize(("age", "colder"), [(100.0, 400.0), (10.0, 60.0)])
 def test_nothing_is_offered_where_nothing_is_colder(age: float, colder: float) -> None:
     """Nodes are asked again after a while."""
     story = begun()
@@ -335,7 +335,7 @@ def test_pages_of_one_namespace_are_offered_together() -> None:
     """One after the other; those that the certificate does not allow are not."""
     story = begun(spaces=frozenset({7, 8}))
     groups = tuple((tag_of(space, 1), records_of(space), np.array([100.0])) for space in (7, 8, 9))
-    to, offer = story.answer(story.hear(ColdPages(groups)), {})
+    to, offer = story.answer(story.hear(ColdPages(groups, 100.0)), {})
     given, *asked = story.hear(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
     assert isinstance(given.fact, PagesGiven)
     asked += story.wait(LOOK_S)

@@ -41,9 +41,13 @@ from peercache.wire.messages.pool import (
     REFUSED_FULL,
 )
 
-COLDER_FACTOR: Final = 2.0
-"""How many times as old as the offered page another node's coldest one must be: where all nodes
-evict at about the same age, to move pages helps none of them, and to copy them again neither."""
+COLDER_FACTOR: Final = 4.0
+"""How many times as old as the coldest page here another node's coldest one must be: where all
+nodes evict at about the same age, to move pages helps none of them."""
+
+COPY_COLDER_FACTOR: Final = 2.0
+"""How many times as old as a page what is evicted for its copy must be: else what goes in one place
+is copied to another one, without end."""
 
 LOOK_S: Final = 0.1
 """How often the pool is asked which pages it will evict next."""
@@ -143,6 +147,8 @@ class Spilling:
     """The node that may have copies of all that is queued; 0: none may."""
     _last: int = attrs.field(init=False)
     _is_asking_pool: bool = False
+    _coldest_age_s: float = 0.0
+    """Of the pages of this node, when it named what is offered."""
     _only_new: bool = False
     _is_serving: bool = True
     _seen_at: float = inf
@@ -209,7 +215,10 @@ class Spilling:
         """Take from the pool the pages to offer."""
         self._is_asking_pool = False
         self._queue += [group for group in pages.groups if self.may_give(group[0])]
-        self._near = pages.node if isinstance(pages, PagesToCopy) else 0
+        if isinstance(pages, ColdPages):
+            self._coldest_age_s = pages.coldest_age_s
+        else:
+            self._near = pages.node
         return self._go_on(now) if self._queue else []
 
     def reported(self, sender: int, room: ReportRoom, now: float) -> list[Effect]:
@@ -294,7 +303,7 @@ class Spilling:
             return self._refuse(now, NO_NODE)
         self._last += 1
         self._rooms, self._until = dict.fromkeys(asked), now + ROOM_S
-        return [Send(node, RequestRoom(self._last)) for node in asked]
+        return [Send(node, RequestRoom(self._last, self.is_copying)) for node in asked]
 
     def _choose(self, now: float) -> list[Effect]:
         """Offer to the node with the most room, or else to the one with the coldest pages."""
@@ -302,11 +311,12 @@ class Spilling:
         rooms = [(node, room) for node, room in self._rooms.items() if room is not None]
         self._rooms, self._until = {}, inf
         size = bytes_of(records)
-        youngest = float(ages[ages >= 0].min(initial=inf))
-        colder_than = max(youngest, self.min_age_s) * COLDER_FACTOR
+        colder_than = self._coldest_age_s * COLDER_FACTOR
         if self.is_copying:
-            # What was stored just now is copied wherever anything may be evicted at all.
-            colder_than = max(youngest * COLDER_FACTOR, self.min_age_s)
+            colder_than = float(ages.min()) * COPY_COLDER_FACTOR
+        elif (ages < 0).all():
+            colder_than = inf
+        colder_than = max(colder_than, self.min_age_s)
         best = max(rooms, key=lambda each: _usefulness(each[1], size), default=None)
         if best is None or (not best[1].free_bytes and best[1].coldest_age_s <= colder_than):
             return self._refuse(now, NO_ROOM)

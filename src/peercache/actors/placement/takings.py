@@ -26,7 +26,7 @@ from peercache.actors.placement.figures import (
     PlacementFigures,
     reasons_of,
 )
-from peercache.actors.placement.spill import COLDER_FACTOR, drops_of
+from peercache.actors.placement.spill import COPY_COLDER_FACTOR, drops_of
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of
@@ -245,7 +245,7 @@ class Takings:
                 spilled = None
                 if taking.ages is not None:
                     # Of a copy its node loses nothing, and what goes for it may have to be copied.
-                    times = COLDER_FACTOR if taking.is_copy else 1.0
+                    times = COPY_COLDER_FACTOR if taking.is_copy else 1.0
                     spilled = SpilledPages(taking.ages, self.min_age_s, times)
                 effects.append(NotifyPool(TakeOver(reserve, spilled)))
         return effects

@@ -91,10 +91,8 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.answers import (
     NO_DROPS,
     NO_RECORDS,
-    Demand,
     GivingOrder,
     changed,
-    cold_pages,
     committed,
     demoted,
     forgotten,
@@ -104,7 +102,6 @@ from peercache.actors.pool.answers import (
     refused,
     requested_ahead,
     residents,
-    room_to_spare,
     show_pool,
     spilled,
     unchanged,
@@ -127,6 +124,7 @@ from peercache.actors.pool.reservations import (
 )
 from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
 from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.spill_order import SpillOrder
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY_BYTES, covers, space_of, split_keys
@@ -218,9 +216,7 @@ class Pool:
         self._has_disk = has_disk
         self._is_draining = False
         self._giving: GivingOrder | None = None
-        self._demand = Demand()
-        self._spills_after = 0
-        """Pages with no greater generation are not spilled."""
+        self._spill = SpillOrder(self._slots, self._pages, granule)
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
         self._metrics = metrics
@@ -289,8 +285,8 @@ class Pool:
             case DrainChanged(is_draining):
                 self._is_draining, self._giving = is_draining, None
                 return []
-            case RequestRoom(number):
-                return [Send(sender, self._room(number, now))]
+            case RequestRoom():
+                return [Send(sender, self._room(message, now))]
             case ReserveAhead():
                 self._asked_ahead.append(message)
                 self._due = min(self._due, now + AHEAD_PAUSE_S)
@@ -425,7 +421,7 @@ class Pool:
                     self._slots.touch(page.slot)
                 else:
                     # No use of it, but the offerer evicts its own: this one is not given meanwhile.
-                    page.named_touch = NEVER_TOUCHED
+                    page.named_touched = NEVER_TOUCHED
         else:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
@@ -450,7 +446,7 @@ class Pool:
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
         if mirrored_at is None and reserve.keys:
-            self._demand.note(reservation.granules, self._slots.now)
+            self._spill.demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
@@ -615,21 +611,7 @@ class Pool:
                 unfinished = self._reservations.open_count - self._reservations.ahead_count
                 return [NotifyPlacement(self._giving.next(self._pages, unfinished))]
             case RequestSpill(only_new):
-                if only_new:
-                    self._spills_after = self._pages.newest
-                after = self._spills_after
-                return [
-                    NotifyPlacement(
-                        cold_pages(
-                            self._slots,
-                            self._pages,
-                            self._granule,
-                            self._demand.peak(now),
-                            after,
-                            now,
-                        )
-                    )
-                ]
+                return [NotifyPlacement(self._spill.next(now, only_new=only_new))]
             case PagesGiven(drops):
                 return self._give(drops)
         assert_never(message)
@@ -641,8 +623,8 @@ class Pool:
         match message:
             case RequestCopies(only_new, again):
                 if only_new:
-                    self._spills_after = self._pages.newest
-                named = self._copies.named(self._spills_after, now, again=again)
+                    self._spill.withhold()
+                named = self._copies.named(self._spill.after, now, again=again)
                 return [*self._copies.report(now), NotifyPlacement(named)]
             case CopiesMade():
                 self._copies.made(message)
@@ -660,28 +642,18 @@ class Pool:
         Nor one of which this node has answered meanwhile that it is here: two nodes that offer each
         other the same page both keep it, however late the answers come.
         """
-        keys, generations = drops["key"].tolist(), drops["generation"].tolist()
-        pages = [
-            page
-            for page, generation in zip(map(self._pages.find, keys), generations, strict=True)
-            if page is not None
-            and page.generation == generation
-            and page.slot.touched == page.named_touch
-            and self._slots.is_cold(page.slot)
-        ]
+        pages = self._spill.given(drops)
         effects = self._end(pages, [])
         for page in pages:
             self._slots.release(page.slot)
         return effects
 
-    def _room(self, number: int, now: float) -> ReportRoom:
+    def _room(self, asked: RequestRoom, now: float) -> ReportRoom:
         """Return what another node may hope for here."""
         if self._is_draining:
-            return ReportRoom(number, 0, 0.0)
-        coldest = self._slots.coldest_touched()
-        age = 0.0 if coldest is None else self._slots.ages.age(coldest, now)
-        spare = max(room_to_spare(self._slots, self._demand.peak(now)), 0)
-        return ReportRoom(number, spare * self._granule, age)
+            return ReportRoom(asked.number, 0, 0.0)
+        spare, age_s = self._spill.room(now, is_copy=asked.is_copy)
+        return ReportRoom(asked.number, spare * self._granule, age_s)
 
     def _commit_mirrored(
         self, origin: Origin, commit: Commit, reservation: Reservation

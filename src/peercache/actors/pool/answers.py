@@ -12,13 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from heapq import merge
-from itertools import islice
-from math import ceil, inf
 from typing import Final, final
 
-import attrs
 import numpy as np
-import numpy.typing as npt
 
 from peercache.actors.effects import (
     Effect,
@@ -32,7 +28,6 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
-    ColdPages,
     PagesCommitted,
     PagesDemoted,
     PagesStored,
@@ -198,90 +193,6 @@ def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:
                 found.append(page)
     records = pages.records(found).tobytes()
     return Send(asked.origin, Promoted(asked.request, bytes(states), records))
-
-
-SPILL_AHEAD_DIVISOR: Final = 8
-"""At most 1/8 of a pool is kept free for what clients will store."""
-
-DEMAND_DECAY: Final = 0.97
-"""What is left of a second's demand in the next one: half of it after 23 s."""
-
-SPILL_BYTES: Final = 32 * 2**20
-"""Bytes that are named at once, unless one page has more."""
-
-SPILL_PAGES: Final = 256
-"""Pages that are named at once."""
-
-SPILL_LOOK: Final = 4096
-"""Pages that are looked at for it: a millisecond or two."""
-
-SPILL_AGAIN_S: Final = 2.0
-"""How soon a page is named again that no node took. Meanwhile it counts as one that may go."""
-
-
-@final
-@attrs.define(eq=False)
-class Demand:
-    """How much clients store within a second at most, in granules; what is long ago counts less."""
-
-    _second: float = -inf
-    _sum: int = 0
-    _peak: float = 0.0
-
-    def note(self, granules: int, now: float) -> None:
-        """Count what a client stores."""
-        self.peak(now)
-        self._sum += granules
-
-    def peak(self, now: float) -> int:
-        """Return the most that was stored within a second lately."""
-        if now >= self._second + 1.0:
-            passed = min(now - self._second, 1000.0)
-            self._peak = max(self._peak, self._sum) * DEMAND_DECAY**passed
-            self._second, self._sum = now, 0
-        return ceil(max(self._peak, self._sum))
-
-
-def room_to_spare(slots: SlotAllocator, demand: int) -> int:
-    """Return the granules that are free beyond what clients may store at once; negative: lacking.
-
-    demand: what they stored at once lately.
-    """
-    return slots.free_granules - min(demand, slots.usable // SPILL_AHEAD_DIVISOR)
-
-
-def cold_pages(
-    slots: SlotAllocator, pages: PageTable, granule: int, demand: int, after: int, now: float
-) -> ColdPages:
-    """Return the pages that are evicted next.
-
-    demand: granules that clients may store at once. after: pages with no greater generation are
-            not named.
-    """
-    wanted = -room_to_spare(slots, demand)
-    groups: dict[int, list[Page]] = {}
-    count, room = 0, max(SPILL_BYTES // granule, 1)
-    for slot in islice(slots.coldest_held(), SPILL_LOOK):
-        if wanted <= 0 or room <= 0 or count >= SPILL_PAGES:
-            break
-        wanted -= _granules(slot)
-        (page,) = pages.in_slots([slot])
-        # What has a copy elsewhere is not lost with its place here.
-        is_single = not page.copy_at
-        if is_single and page.generation > after and page.named_at + SPILL_AGAIN_S <= now:
-            page.named_at, page.named_touch = now, slot.touched
-            groups.setdefault(page.namespace, []).append(page)
-            count, room = count + 1, room - _granules(slot)
-    return ColdPages(
-        tuple((tag, pages.records(some), _ages(slots, some, now)) for tag, some in groups.items())
-    )
-
-
-def _ages(slots: SlotAllocator, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
-    ages = np.array([slots.ages.age(page.slot.touched, now) for page in pages])
-    on_disk = np.array([page.disk_length > 0 for page in pages])
-    # What is on disk is not lost with its place in memory: nothing is evicted for it.
-    return np.where(on_disk, -np.maximum(ages, 0.001), ages)
 
 
 PORTION_PAGES: Final = 1024

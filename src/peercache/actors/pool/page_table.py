@@ -87,8 +87,8 @@ class Page:
     """One committed page.
 
     disk_length: its length on this node's disk; 0: not there. named_at: when it was named for
-    spilling, in the actors' time; named_touch: when it had been touched last by then. copy_at: the
-    node that has a copy; 0: none is known.
+    spilling, in the actors' time; named_touched: when it had been touched last by then. copy_at:
+    the node that has a copy; 0: none is known.
     """
 
     key: bytes
@@ -99,7 +99,7 @@ class Page:
     checksum: int
     disk_length: int = 0
     named_at: float = -math.inf
-    named_touch: int = NEVER_TOUCHED
+    named_touched: int = NEVER_TOUCHED
     copy_at: int = 0
 
 

@@ -103,6 +103,12 @@ class Ages:
         at = bisect_left(self._clocks, touched)
         return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
 
+    def second(self, touched: int) -> tuple[int, int]:
+        """Return what the clock showed before and after the second of a touch."""
+        at = bisect_left(self._clocks, touched)
+        before = self._clocks[at - 1] if at else NEVER_TOUCHED
+        return before, self._clocks[at] if at < len(self._clocks) else touched
+
     def clock_at(self, moment: float) -> int:
         """Return the last touch that was before a moment for certain."""
         at = bisect_right(self._moments, moment)
@@ -406,6 +412,10 @@ class SlotAllocator:
         """Return when the page that goes next was touched; None: no page may go."""
         own = [size_class.coldest_own() for size_class in self._classes.values()]
         return min((slot.touched for slot in own if slot is not None), default=None)
+
+    def moved_granules(self) -> int:
+        """Return how much holds pages that other nodes have moved here and nothing read since."""
+        return sum(one.granules * len(one.moved) for one in self._classes.values())
 
     def is_cold(self, slot: Slot) -> bool:
         """Return whether a held slot is among those that `coldest_held` names."""

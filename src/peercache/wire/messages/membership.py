@@ -210,11 +210,15 @@ class OfferSpill:
 
 @attrs.frozen
 class RequestRoom:
-    """Ask a node how much room its pool has, before pages are offered to it."""
+    """Ask a node how much room its pool has, before pages are offered to it.
+
+    is_copy: for second copies. Else a node that stores pages itself reports less than it has.
+    """
 
     declared: ClassVar = Declared(63, Receiver.POOL, NODES)
 
     number: int
+    is_copy: bool = False
 
 
 @attrs.frozen

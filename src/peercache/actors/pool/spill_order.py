@@ -1,0 +1,193 @@
+"""Which pages a pool offers to other nodes ahead of their eviction, and what room it reports.
+
+A node that lacks room for what its clients store next offers pages that are nearly as old as its
+coldest one, not the coldest. So it keeps pages of all ages, as the others do, and what clients
+store beyond the free room costs pages that are about as cold as those that the others evict. Pages
+that were touched within the same second are a prompt as a rule: once begun they are offered to the
+last one, because a prompt on several nodes is lost with the first of its parts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import islice
+from math import ceil, inf
+from typing import Final, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from peercache.actors.mailboxes import ColdPages
+from peercache.actors.pool.page_table import Page, PageTable
+from peercache.actors.pool.size_classes import touch_of
+from peercache.actors.pool.slots import SlotAllocator
+from peercache.model.records import Records
+
+SPILL_AHEAD_DIVISOR: Final = 16
+"""At most 1/16 of a pool is kept free for what clients will store."""
+
+DEMAND_DECAY: Final = 0.97
+"""What is left of a second's demand in the next one: half of it after 23 s."""
+
+ROOMY_DIVISOR: Final = 4
+"""Where clients store, room is offered to others while 1/4 of the pool is free."""
+
+SPILL_AGE: Final = 0.75
+"""How old a page is when it is offered, compared with the coldest one. In a pool with more than
+SPILL_LOOK pages that are so old it may be older."""
+
+SPILL_BYTES: Final = 32 * 2**20
+"""Bytes that are named at once, unless one page has more."""
+
+SPILL_PAGES: Final = 64
+"""Pages that are named at once. Each offer is compared with the pages of the others again."""
+
+SPILL_LOOK: Final = 16384
+"""Pages that are looked at for it: a millisecond or two."""
+
+SPILL_AGAIN_S: Final = 2.0
+"""How soon a page is named again that no node took. Meanwhile it counts as one that may go."""
+
+
+@final
+@attrs.define(eq=False)
+class Demand:
+    """How much clients store within a second at most, in granules; what is long ago counts less."""
+
+    _second: float = -inf
+    _sum: int = 0
+    _peak: float = 0.0
+
+    def note(self, granules: int, now: float) -> None:
+        """Count what a client stores."""
+        self.peak(now)
+        self._sum += granules
+
+    def peak(self, now: float) -> int:
+        """Return the most that was stored within a second lately."""
+        if now >= self._second + 1.0:
+            passed = min(now - self._second, 1000.0)
+            self._peak = max(self._peak, self._sum) * DEMAND_DECAY**passed
+            self._second, self._sum = now, 0
+        return ceil(max(self._peak, self._sum))
+
+
+@final
+@attrs.define(eq=False)
+class SpillOrder:
+    """The pages of one pool that are offered next. granule: bytes."""
+
+    slots: SlotAllocator
+    pages: PageTable
+    granule: int
+    demand: Demand = attrs.field(factory=Demand)
+    after: int = 0
+    """Pages with no greater generation are not named."""
+    _begun: tuple[int, int] | None = None
+    """What the clock of touches showed before and after the second whose pages are being named."""
+    _is_taken: bool = False
+    """Whether any of the pages that were named last have another home now."""
+
+    def spare(self, now: float) -> int:
+        """Return the granules that are free beyond what clients may store; negative: lacking."""
+        most = -(-self.slots.usable // SPILL_AHEAD_DIVISOR)
+        return self.slots.free_granules - min(self.demand.peak(now), most)
+
+    def room(self, now: float, *, is_copy: bool) -> tuple[int, float]:
+        """Return what another node may hope for here: free granules, and the age of a page (s).
+
+        For second copies that is all, and the coldest page. For pages that the other node evicts
+        it is less. Where clients store, free room counts only while there is much of it: to move it
+        from node to node helps none of them. And the page is the last one to go when they store as
+        much again as lately: what comes here should outlive that.
+        """
+        spare, demand = max(self.spare(now), 0), 0 if is_copy else self.demand.peak(now)
+        if demand and self.slots.free_granules * ROOMY_DIVISOR < self.slots.usable:
+            spare = 0
+        coldest = self.slots.coldest_touched()
+        below = demand - self.slots.moved_granules()
+        if below > 0:
+            coldest = None
+            for slot in islice(self.slots.coldest_held(), SPILL_LOOK):
+                coldest, below = slot.touched, below - slot.extent.size_class.granules
+                if below <= 0:
+                    break
+        age_s = 0.0 if coldest is None else self.slots.ages.age(coldest, now)
+        return spare, age_s
+
+    def next(self, now: float, *, only_new: bool = False) -> ColdPages:
+        """Return pages to offer now, coldest first.
+
+        only_new: never name what is here now.
+        """
+        if only_new:
+            self.withhold()
+        begun, self._begun = self._begun if self._is_taken else None, None
+        self._is_taken = False
+        lacking, coldest = -self.spare(now), self.slots.coldest_touched()
+        if coldest is None or (lacking <= 0 and begun is None):
+            return ColdPages((), 0.0)
+        coldest_age_s = self.slots.ages.age(coldest, now)
+        named = self._named(lacking, begun, coldest_age_s, now)
+        groups: dict[int, list[Page]] = {}
+        for page in reversed(named):
+            groups.setdefault(page.namespace, []).append(page)
+        records = self.pages.records
+        return ColdPages(
+            tuple((tag, records(some), self._ages(some, now)) for tag, some in groups.items()),
+            coldest_age_s,
+        )
+
+    def withhold(self) -> None:
+        """Never name what is here now: this node may have missed its removal."""
+        self.after = self.pages.newest
+
+    def given(self, drops: Records) -> list[Page]:
+        """Return those of these pages that another node has now and nothing touched since."""
+        keys, generations = drops["key"].tolist(), drops["generation"].tolist()
+        found = [
+            page
+            for page, generation in zip(map(self.pages.find, keys), generations, strict=True)
+            if page is not None
+            and page.generation == generation
+            and page.slot.touched == page.named_touched
+            and self.slots.is_cold(page.slot)
+        ]
+        self._is_taken |= bool(found)
+        return found
+
+    def _named(
+        self, lacking: int, begun: tuple[int, int] | None, coldest_age_s: float, now: float
+    ) -> list[Page]:
+        """Name pages, the youngest first: the rest of a second that was begun, then the next."""
+        ages, named = self.slots.ages, list[Page]()
+        looked = list(islice(self.slots.coldest_held(), SPILL_LOOK))
+        newest = begun[1] if begun else ages.clock_at(now - coldest_age_s * SPILL_AGE)
+        room = max(SPILL_BYTES // self.granule, 1)
+        for slot in reversed(looked[: bisect_right(looked, newest, key=touch_of)]):
+            if begun is None or slot.touched <= begun[0]:
+                begun = ages.second(slot.touched) if lacking > 0 else None
+            if begun is None:
+                break
+            if room <= 0 or len(named) >= SPILL_PAGES:
+                break
+            granules = slot.extent.size_class.granules
+            lacking -= granules
+            (page,) = self.pages.in_slots([slot])
+            # What has a copy elsewhere is not lost with its place here.
+            is_single = not page.copy_at
+            if is_single and page.generation > self.after and page.named_at + SPILL_AGAIN_S <= now:
+                page.named_at, page.named_touched = now, slot.touched
+                named.append(page)
+                room -= granules
+        else:
+            begun = None
+        self._begun = begun
+        return named
+
+    def _ages(self, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
+        ages = np.array([self.slots.ages.age(page.slot.touched, now) for page in pages])
+        on_disk = np.array([page.disk_length > 0 for page in pages])
+        # What is on disk is not lost with its place in memory: nothing is evicted for it.
+        return np.where(on_disk, -np.maximum(ages, 0.001), ages)
