@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -25,8 +26,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from peercache.sglang import PeerCacheLinker
-from tests.integration.sglang_pools import DTYPE, PAGE_TOKENS, device_pool
+from peercache.sglang import PeerCacheLinker, linker
+from tests.integration.sglang_pools import DTYPE, LAYERS, PAGE_TOKENS, device_pool
 from tests.integration.sglang_rig import WAIT_S, Shape, buffers, content, ranks
 
 REQUESTS = 8
@@ -41,9 +42,14 @@ class Linked:
         client_factory: Callable[..., Any],
         kind: str = "mha",
         settings: dict[str, Any] | None = None,
+        *,
+        is_staged: bool = False,
         **shape: Any,
     ) -> None:
-        """Build pool, tree and linker. shape: ranks of the scheduler."""
+        """Build pool, tree and linker. shape: ranks of the scheduler.
+
+        is_staged: the linker moves pages as to an accelerator, through memory of its own.
+        """
         self._shape = Shape(kind=kind, **shape)
         self.device = device_pool(kind)
         self._arguments = get_context().override_server_args(
@@ -62,7 +68,7 @@ class Linked:
             page_size=PAGE_TOKENS,
             tree_components=(ComponentType.FULL,),
         )
-        with ranks(self._shape):
+        with ranks(self._shape), patch.object(linker, "is_addressable", lambda _: not is_staged):
             self.tree = UnifiedRadixCache(params)
             self.linker = PeerCacheLinker(
                 arguments,
@@ -102,7 +108,7 @@ class Linked:
     def loaded(self, request: Req, seed: int) -> tuple[int, bool]:
         """Take what is stored to the device; return the pages of its prefix, and if all are right.
 
-        No layer is waited for: each is to be right before the first one is used.
+        Each layer is compared as soon as it is ready, as an engine uses it.
         """
         with ranks(self._shape):
             request.host_loaded_length, request.last_node = self.tree.init_load_back(
@@ -115,12 +121,17 @@ class Linked:
             request.prefix_len += request.host_loaded_length
             index = self.tree.ready_to_load_host_cache()
             assert (index >= 0) == (request.host_loaded_length > 0)
+            counter = self.tree.linker.layer_done_counter
+            counter.set_consumer(index)
             rows = self.tree.prefix_device_indices(request)
             wanted = content(self.device, len(rows), seed)
-            is_right = all(
-                torch.equal(buffer.view(torch.uint8).reshape(len(buffer), -1)[rows], data)
-                for buffer, data in zip(buffers(self.device), wanted, strict=True)
-            )
+            pairs = list(zip(buffers(self.device), wanted, strict=True))
+            is_right = True
+            for layer in range(LAYERS):
+                counter.wait_until(layer)
+                for buffer, data in pairs[layer::LAYERS]:
+                    held = buffer.view(torch.uint8).reshape(len(buffer), -1)[rows]
+                    is_right &= torch.equal(held, data)
             assert self.tree.finish_external_linker_loads([request]) == []
         return len(rows) // PAGE_TOKENS, is_right
 

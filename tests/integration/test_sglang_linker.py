@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from peercache.errors import ConfigError
 from peercache.sglang import PeerCacheLinker, linker
@@ -40,10 +41,13 @@ def open_linked(cluster: FakeCluster) -> Iterator[OpenLinked]:
         each.close()
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_a_prompt_of_one_engine_is_restored_by_another(open_linked: OpenLinked, kind: str) -> None:
-    """All layers are right before any is waited for; what is on the device is not read again."""
-    writer, reader = open_linked(kind), open_linked(kind)
+def test_a_prompt_of_one_engine_is_restored_by_another(
+    open_linked: OpenLinked, kind: str, is_staged: bool
+) -> None:
+    """Each layer is right when it is ready; what is on the device is not read again."""
+    writer, reader = open_linked(kind, is_staged=is_staged), open_linked(kind, is_staged=is_staged)
     tokens = prompt(PAGES, 1)
     writer.compute(tokens, 1)
 
@@ -67,11 +71,59 @@ def test_engines_with_and_without_a_host_tier_share_pages(
     assert open_rig(kind=kind, layout="page_first").prefetch(tokens, 1) == (0, True)
 
 
-def test_a_page_that_is_gone_before_the_load_makes_the_engine_compute(
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_in_place_and_through_pinned_memory_are_the_same(
+    open_linked: OpenLinked, kind: str
+) -> None:
+    """An accelerator's engine reads what another engine stored, and the other way around."""
+    staged, direct = open_linked(kind, is_staged=True), open_linked(kind)
+    staged.compute(prompt(PAGES, 1), 1)
+    direct.compute(prompt(PAGES, 2), 2)
+
+    assert direct.restore(prompt(PAGES, 1), 1) == (PAGES, True)
+    assert staged.restore(prompt(PAGES, 2), 2) == (PAGES, True)
+
+
+def test_pinned_memory_bounds_loads_and_is_free_after_each(
     open_linked: OpenLinked, cluster: FakeCluster
 ) -> None:
+    """More pages than it holds are stored in parts; a load is as long as there is room for."""
+    writer = open_linked()
+    room = 8 * writer.linker.pools["kv"].size_per_token * PAGE_TOKENS
+    reader = open_linked(settings={"staging_size": room}, is_staged=True)
+    tokens, others = prompt(20, 1), prompt(20, 2)
+    writer.compute(tokens, 1)
+    reader.compute(others, 2)
+    assert len(cluster.pages) == 40
+    assert writer.restore(others, 2) == (20, True)
+
+    # A quarter of the room is for stores.
+    assert [reader.restore(tokens, 1) for _ in range(3)] == [(6, True)] * 3
+    slots = reader.allocator.alloc(6 * PAGE_TOKENS)
+    keys = list(get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))[:6]
+    transfer = SimpleNamespace(keys=keys, device_indices=slots)
+    assert reader.linker.load("first", [transfer])
+    assert not reader.linker.load("second", [transfer])
+    assert reader.linker.cancel_queued_load("first")
+    assert not reader.linker.cancel_queued_load("first")
+    assert reader.linker.load("second", [transfer])
+    reader.linker.reset()
+    assert reader.linker.load("third", [transfer])
+
+
+@pytest.mark.parametrize("size", ["much", -1, None])
+def test_a_wrong_staging_size_is_refused(open_linked: OpenLinked, size: Any) -> None:
+    """By its name."""
+    with pytest.raises(ConfigError, match="staging_size"):
+        open_linked(settings={"staging_size": size})
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_page_that_is_gone_before_the_load_makes_the_engine_compute(
+    open_linked: OpenLinked, cluster: FakeCluster, is_staged: bool
+) -> None:
     """The load is refused, SGLang has its slots back, and the next request hits what is left."""
-    writer, reader = open_linked(), open_linked()
+    writer, reader = open_linked(), open_linked(is_staged=is_staged)
     tokens = prompt(PAGES, 1)
     writer.compute(tokens, 1)
     free = reader.allocator.available_size()

@@ -10,7 +10,9 @@ Keeps   a load is queued only if every byte of it is verified in its place: no l
 Limits  a lookup and a load take no longer than the deadlines of the client. Stores that wait hold
         pages of the device, so there are at most BACKLOG_PAGES of them.
 
-SGLang calls `load` while it admits the request; layers are ready when `load` returns.
+SGLang calls `load` while it admits a request. When it returns, the pages are on a device that the
+processor can address; for others they are in pinned memory, from which layers are copied while the
+engine computes those before them.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from peercache.client.client import Client
+from peercache.config.quantities import parse_size
 from peercache.config.settings import Config
 from peercache.engines.lanes import STORE_TIMEOUT_S, CallLane
 from peercache.errors import ConfigError
 from peercache.observability import log
-from peercache.sglang.device import DevicePool
+from peercache.sglang.device import DevicePool, StagedPool
+from peercache.sglang.moves import InPlace, Staged
 from peercache.sglang.pages import BATCH_PAGES
 from peercache.sglang.store import PeerCacheStore
 
@@ -48,6 +52,10 @@ LATE_FRACTION = 0.5
 """A load that takes more than this fraction of its deadline is as long as a load may be."""
 
 SETTING = "unified_cache_external_linker"
+
+STAGING_SIZE = "staging_size"
+STAGING_DEFAULT = "1GiB"
+"""Pinned memory of a linker next to an accelerator: the longest load that it accepts."""
 
 
 @attrs.define(eq=False)
@@ -78,8 +86,13 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
         """
         self.forward_stream = forward_stream
         _require_plain(params, components)
-        pool = DevicePool(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
-        config = _storage_config(params, pool, dict(extra_config or {}))
+        settings = dict(extra_config or {})
+        room = _staging_size(settings.pop(STAGING_SIZE, STAGING_DEFAULT))
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        pool = DevicePool(kvcache, params.page_size)
+        if not is_addressable(pool.kv_buffer[0].device):
+            pool = StagedPool(kvcache, params.page_size, room)
+        config = _storage_config(params, pool, settings)
         self._deadline_s = Config.from_sglang(config.extra_config, os.environ).op_timeout_s
         self._log = log.get_logger(component="sglang")
         self._groups = _groups(params)
@@ -88,58 +101,65 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
         """The longest load that is offered, after a load that took too long."""
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(len(pool.layers))
-        self._queued: set[str] = set()
+        self._queued: list[str] = []
         self._offloads: deque[Offload] = deque()
         self._store = PeerCacheStore(config, client_factory=client_factory)
         self._store.register_mem_pool_host(pool)
+        self._moves: InPlace | Staged = (
+            Staged(self._store, pool, self._log)
+            if isinstance(pool, StagedPool)
+            else InPlace(self._store, pool)
+        )
         self._lane = self._new_lane()
 
     # --- loads -------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths, in pages, that can be loaded: all before the first missing page."""
-        keys = list(transfers[0].keys or ())
-        return list(range(1, self._store.batch_exists(keys[: self._pages_max]) + 1))
+        limits = [most for most in (self._pages_max, self._moves.loads_max) if most is not None]
+        keys = list(transfers[0].keys or ())[: min(limits, default=None)]
+        return list(range(1, self._store.batch_exists(keys) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Read pages into the device; return whether every rank has every byte of them."""
-        verdict = torch.tensor([int(self._read(transfers[0]))], dtype=torch.int)
+        """Read pages for a request; return whether every rank has every byte of them."""
+        verdict = torch.tensor([int(self._read(rid, transfers[0]))], dtype=torch.int)
         for group in self._groups:
             torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=group)
         if verdict.item():
-            self._queued.add(rid)
+            self._queued.append(rid)
+        else:
+            self._moves.forget(rid)
         return bool(verdict.item())
 
-    def _read(self, transfer: Any) -> bool:
+    def _read(self, rid: str, transfer: Any) -> bool:
+        keys = list(transfer.keys)
         begun_s = time.monotonic()
-        flags = self._store.batch_get_v1(list(transfer.keys), transfer.device_indices.cpu())
-        hits = flags.count(True)
+        hits = self._moves.read(rid, keys, transfer.device_indices.cpu())
         if time.monotonic() - begun_s > self._deadline_s * LATE_FRACTION:
             self._pages_max = max(1, hits // 2)
         elif self._pages_max is not None and hits >= self._pages_max:
             self._pages_max *= 2
-        return hits == len(flags)
+        return hits == len(keys)
 
     def start_layer_wise_loading(self) -> int:
-        """Return the index of the queued loads, whose layers are all in place; -1 for none."""
+        """Start the queued loads; return their index, -1 for none."""
         if not self._queued:
             return -1
-        self._queued.clear()
-        index: int = self.layer_done_counter.update_producer()
-        for layer in range(self.layer_done_counter.num_layers):
-            self.layer_done_counter.complete(index, layer)
-        return index
+        queued, self._queued = self._queued, []
+        return self._moves.start(self.layer_done_counter, queued, self.record_offload_ready)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Return whether all layers of an index are in place, which they are."""
+        """Return when all layers of an index are in place, and whether they are."""
         is_complete: bool = self.layer_done_counter.finish(counter_index)
         return is_complete
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a queued load; return whether there was one."""
-        was_queued = rid in self._queued
-        self._queued.discard(rid)
-        return was_queued
+        if rid not in self._queued:
+            return False
+        self._queued.remove(rid)
+        self._moves.forget(rid)
+        return True
 
     # --- stores ------------------------------------------------------------------------------
 
@@ -154,24 +174,15 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
         self._offloads.append(offload)
         if self._is_writer:
             slots = transfers[0].device_indices.cpu().clone()
+            store = self._moves.storing(keys, slots, self.record_offload_ready)
 
             def write() -> None:
-                offload.is_stored = self._write(keys, slots)
+                offload.is_stored = store()
 
             def refuse() -> None:
                 offload.is_stored = False
 
             self._lane.submit(write, refuse)
-        return True
-
-    def _write(self, keys: list[str], slots: torch.Tensor) -> bool:
-        """Store pages, in batches with a deadline each; return whether the cluster holds all."""
-        page_tokens = len(slots) // len(keys)
-        for begin in range(0, len(keys), BATCH_PAGES):
-            some = slice(begin, begin + BATCH_PAGES)
-            places = slots[some.start * page_tokens : some.stop * page_tokens]
-            if not all(self._store.batch_set_v1(keys[some], places)):
-                return False
         return True
 
     def num_completed_offloads(self) -> int:
@@ -196,18 +207,36 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
     def close(self) -> None:
         """Close the client, after what moves."""
         self._quiesce()
+        self._moves.close()
         self._store.close()
 
     def _quiesce(self) -> None:
         # Calls have deadlines. A page that is read while another request fills it would be wrong.
         self._lane.drain()
         self._lane.close(self._deadline_s)
+        self._moves.quiesce()
         self._queued.clear()
         self._offloads.clear()
         self.layer_done_counter.reset()
 
     def _new_lane(self) -> CallLane:
         return CallLane("linker-store", self._log, timeout_s=STORE_TIMEOUT_S)
+
+
+def is_addressable(device: torch.device) -> bool:
+    """Return whether the processor can read and write this device's memory."""
+    is_processor: bool = device.type == "cpu"
+    return is_processor
+
+
+def _staging_size(value: Any) -> int:
+    try:
+        size = parse_size(value)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError(STAGING_SIZE, f"wants a size, such as 1GiB, not {value!r}")
+    return size
 
 
 def _require_plain(params: Any, components: Any) -> None:
