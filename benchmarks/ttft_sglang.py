@@ -229,7 +229,7 @@ def median(values: Iterable[float]) -> float:
 def require_source(reply: Reply, source: str, case: Case) -> None:
     """End the benchmark unless all tokens that can be cached came from one source."""
     whole = {"device": 0, "host": 0, "storage": 0} | {source: case.cached_tokens}
-    came = {name: reply.cached.get(name) for name in whole}
+    came = {name: reply.cached.get(name) or 0 for name in whole}
     if came != whole:
         sys.exit(f"cached were {came}, not {whole}: this machine did not keep up, run it again")
 
