@@ -71,7 +71,7 @@ class InPlace:
 
 
 @attrs.frozen(eq=False)
-class Load:
+class StagedLoad:
     """Pages of a request that were read. slots: the first of each page on the device."""
 
     pages: list[int]
@@ -88,7 +88,7 @@ class Staged:
         self._store_pages = min(BATCH_PAGES, max(1, pool.pages // STORE_DIVISOR))
         self._store_room = pool.take(self._store_pages) or []
         self.loads_max: int | None = pool.pages - self._store_pages
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, StagedLoad] = {}
         self._stream, self._store_stream = (pool.device_module.Stream() for _ in range(2))
         self._batches: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._main, name="peercache-layers", daemon=True)
@@ -101,7 +101,7 @@ class Staged:
             return 0
         flags = self._store.batch_get_v1(keys, self._pool.slots(pages))
         if all(flags):
-            self._loads[rid] = Load(pages, slots[:: self._pool.page_size].tolist())
+            self._loads[rid] = StagedLoad(pages, slots[:: self._pool.page_size].tolist())
         else:
             self._pool.give_back(pages)
         return int(flags.count(True))
@@ -120,7 +120,7 @@ class Staged:
         self._batches.put(lambda: self._copy(counter, index, loads, before))
         return index
 
-    def _copy(self, counter: Any, index: int, loads: list[Load], before: list[Any]) -> None:
+    def _copy(self, counter: Any, index: int, loads: list[StagedLoad], before: list[Any]) -> None:
         try:
             with self._pool.device_module.stream(self._stream):
                 for event in before:
