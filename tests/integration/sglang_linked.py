@@ -140,6 +140,7 @@ class Linked:
         return self.loaded(self.matched([*tokens, 1]), seed)
 
     def close(self) -> None:
-        """Close the linker; give SGLang its arguments back."""
+        """Close the linker, twice; give SGLang its arguments back."""
+        self.tree.linker.close()
         self.tree.linker.close()
         self._arguments.restore()

@@ -174,9 +174,10 @@ class Staged:
         self._batches.join()
 
     def close(self) -> None:
-        """End the thread."""
-        self._batches.put(None)
-        self._thread.join()
+        """End the thread; may be repeated."""
+        if self._thread.is_alive():
+            self._batches.put(None)
+            self._thread.join()
 
 
 def batches(
