@@ -20,7 +20,7 @@ from tests.integration.sglang_fakes import BrokenClient, FakeClient, FakeCluster
 from tests.integration.sglang_linked import Linked
 from tests.integration.sglang_pools import PAGE_TOKENS, device_pool, host_pool, page_hash
 from tests.integration.sglang_rig import Rig, Shape, prompt, ranks
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 
 PAGES = 7
 OpenLinked = Callable[..., Linked]
@@ -181,7 +181,7 @@ class SlowClient(FakeClient):
     pages_max = 10**6
     get_s = 0.0
     may_store: threading.Event | None = None
-    is_asked = threading.Event()
+    is_asked: threading.Event
 
     def batch_get_into(self, keys: Any, segments: Any) -> list[bool]:
         """Return hits up to `pages_max`."""
@@ -193,7 +193,7 @@ class SlowClient(FakeClient):
         """Wait until it may."""
         if self.may_store is not None:
             self.is_asked.set()
-            self.may_store.wait()
+            assert self.may_store.wait(TIMEOUT_S)
         return super().batch_set_from(keys, segments)
 
 
@@ -204,6 +204,7 @@ def slow(open_linked: OpenLinked, cluster: FakeCluster) -> tuple[Linked, SlowCli
 
     def factory(config: Any, *, namespace: Any) -> SlowClient:
         clients.append(SlowClient(cluster, namespace))
+        clients[-1].is_asked = threading.Event()
         return clients[-1]
 
     return open_linked(factory=factory, settings={"op_timeout_s": 0.4}), clients[0]
