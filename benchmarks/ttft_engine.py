@@ -2,10 +2,13 @@
 
     python -m benchmarks.ttft_engine MODEL_FOLDER EXTRA_CONFIG_JSON DEVICE_TOKENS
 
-In:  {"input_ids": […]}, {"attach": EXTRA_CONFIG} or {"flush": true}
+EXTRA_CONFIG_JSON with a `linker` is the configuration of SGLang's external linker, which has no
+host tier; any other is that of a storage backend of HiCache.
+
+In:  {"input_ids": […]}, {"attach": EXTRA_CONFIG}, {"flush": true} or {"memory": true}
 Out: {"ready": true} at the start; {"asked_s", "first_s", "tokens", "cached"} for a prompt, with the
      times, in seconds of the monotonic clock, when the engine was asked and when the first token
-     was there; {"done": true} for the rest.
+     was there; {"memory": bytes} of the scheduler alone; {"done": true} for the rest.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ CALLS_FILE = "TTFT_CALLS"
 ZERO_SUFFIX = ".zero"
 """A file of this name next to that of the calls makes every page zero that is read from then on."""
 
+HOST_TIER = {"enable_hierarchical_cache": True, "hicache_ratio": HOST_RATIO}
 STORAGE = {
     "hicache_storage_prefetch_policy": "wait_complete",
     "hicache_write_policy": "write_through",
@@ -67,10 +71,33 @@ def attach(engine: Any, extra_config: dict[str, Any]) -> None:
     assert attached.success, attached.message
 
 
+def options(extra_config: str) -> dict[str, Any]:
+    """Return the options of the engine's caches."""
+    config = json.loads(extra_config)
+    if "linker" in config:
+        return {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": config,
+        }
+    return {**HOST_TIER, **STORAGE, "hicache_storage_backend_extra_config": extra_config}
+
+
+def memory() -> int:
+    """Return the bytes of the scheduler that it shares with no other process."""
+    import psutil  # noqa: PLC0415 - in its environment only
+
+    family = psutil.Process().children(recursive=True)
+    scheduler = next(each for each in family if "scheduler" in " ".join(each.cmdline()))
+    return int(scheduler.memory_full_info().uss)
+
+
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Execute one request."""
     if "input_ids" in request:
         return generate(engine, request["input_ids"])
+    if "memory" in request:
+        return {"memory": memory()}
     if "attach" in request:
         attach(engine, request["attach"])
     if "flush" in request:
@@ -100,10 +127,7 @@ def main(model: str, extra_config: str, device_tokens: str, replies: Any) -> Non
         skip_tokenizer_init=True,
         random_seed=0,
         enable_cache_report=True,
-        enable_hierarchical_cache=True,
-        hicache_ratio=HOST_RATIO,
-        **STORAGE,
-        hicache_storage_backend_extra_config=extra_config,
+        **options(extra_config),
         log_level="warning",
     )
     try:

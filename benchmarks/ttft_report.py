@@ -18,20 +18,28 @@ CASES = (
     ("cold_s", "computed (cold)"),
     ("warm_tcp_s", "PeerCache over tcp"),
     ("warm_shm_s", "PeerCache over shared memory"),
+    ("linked_tcp_s", "PeerCache's linker over tcp, without a host tier"),
+    ("linked_shm_s", "PeerCache's linker over shared memory, without a host tier"),
     ("host_memory_s", "the engine's own host memory"),
 )
 
 STEPS = (
     ("until_exists_s", "SGLang, until it asks the store", False),
-    ("exists_s", "PeerCache: `batch_exists`", True),
+    ("exists_s", "PeerCache: `batch_exists`, or the linker's `lookup`", True),
     ("until_get_s", "SGLang, until it reads", False),
-    ("get_s", "PeerCache: `batch_get_v1`", True),
+    ("get_s", "PeerCache: `batch_get_v1`, or `load`", True),
     ("rest_s", "SGLang: load to the device, compute the rest", False),
 )
 """Steps of a warm prompt, in their order, and whether they are PeerCache's."""
 
-COLUMNS = ("tcp", "first_tcp", "shm", "first_shm")
-HEADS = ("tcp", "tcp, first prompt", "shm", "shm, first prompt")
+COLUMNS = {
+    "tcp": "tcp",
+    "first_tcp": "tcp, first prompt",
+    "shm": "shm",
+    "first_shm": "shm, first prompt",
+    "linked_tcp": "linker, tcp",
+    "linked_shm": "linker, shm",
+}
 
 
 def measured() -> Figures:
@@ -44,10 +52,25 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
+def cases(figures: Figures) -> list[tuple[str, str]]:
+    """Return the cases that were measured."""
+    return [(name, label) for name, label in CASES if name in figures]
+
+
+def columns(figures: Figures) -> list[str]:
+    """Return the columns of the steps that were measured."""
+    return [column for column in COLUMNS if column in figures["steps"]]
+
+
+def heads(figures: Figures) -> list[str]:
+    """Return the heads of these columns."""
+    return [COLUMNS[column] for column in columns(figures)]
+
+
 def times(figures: Figures) -> list[list[str]]:
     """Return rows: the source of the tokens, milliseconds, and two ratios."""
     rows = []
-    for name, label in CASES:
+    for name, label in cases(figures):
         lines = [(label, figures[name])]
         if name in figures["first"]:
             lines.append((f"{label}, first prompt of a store", figures["first"][name]))
@@ -61,7 +84,7 @@ def times(figures: Figures) -> list[list[str]]:
 def steps(figures: Figures) -> list[list[str]]:
     """Return rows: a step, and its milliseconds in each of COLUMNS."""
     return [
-        [label, *(_ms(figures["steps"][column][step]) for column in COLUMNS)]
+        [label, *(_ms(figures["steps"][column][step]) for column in columns(figures))]
         for step, label, _ in STEPS
     ]
 
@@ -81,25 +104,48 @@ def setting(figures: Figures) -> str:
     )
 
 
+def memory(figures: Figures) -> list[str]:
+    """Return a sentence about the memory of the schedulers, if it was measured."""
+    if "memory_bytes" not in figures:
+        return []
+    tiered, linker = (
+        f"{figures['memory_bytes'][name] / 2**20:,.0f} MiB" for name in ("host_tier", "linker")
+    )
+    sentence = (
+        f"A scheduler with a host tier has {tiered} of memory of its own, and with the linker "
+        f"{linker}; the memory of the nodes is in addition to both."
+    )
+    return [sentence]
+
+
 def text(figures: Figures) -> str:
     """Return the text for a terminal."""
     lines = [setting(figures), ""]
     lines += [f"{'tokens come from':<56} {'ms':>9} {'/ host':>7} {'cold /':>7}"]
     lines += [f"{row[0]:<56} {row[1]:>9} {row[2]:>7} {row[3]:>7}" for row in times(figures)]
-    lines += ["", f"{'ms of a warm prompt':<48}" + "".join(f"{head:>18}" for head in HEADS)]
+    lines += [
+        "",
+        f"{'ms of a warm prompt':<48}" + "".join(f"{head:>18}" for head in heads(figures)),
+    ]
     lines += [
         f"{row[0]:<48}" + "".join(f"{cell:>18}" for cell in row[1:]) for row in steps(figures)
     ]
     lines += ["", f"warm at most {figures['ratio']:.2f} times the time from host memory"]
+    lines += memory(figures)
     return "\n".join(lines)
 
 
 def markdown(figures: Figures) -> str:
     """Return the part of docs/explanation/performance.md."""
     first = [["tokens come from", "ms", "ratio to host memory", "ratio of cold to it"]]
-    second = [["step of a warm prompt, ms", *HEADS]]
+    second = [["step of a warm prompt, ms", *heads(figures)]]
     return "\n\n".join(
-        [setting(figures), _table(first + times(figures)), _table(second + steps(figures))]
+        [
+            setting(figures),
+            _table(first + times(figures)),
+            _table(second + steps(figures)),
+            *memory(figures),
+        ]
     )
 
 
@@ -116,7 +162,7 @@ def picture(figures: Figures) -> str:
     """Return an SVG: one bar per case, with PeerCache's share of the time in another colour."""
     scale = (WIDTH - LEFT - 90) / figures["cold_s"]
     parts = []
-    for number, (name, label) in enumerate(CASES):
+    for number, (name, label) in enumerate(cases(figures)):
         y = 20 + number * ROW
         middle = y + BAR / 2 + 5
         shown = escape(label, quote=False)
@@ -130,7 +176,7 @@ def picture(figures: Figures) -> str:
             )
             x += width
         parts.append(f'<text x="{x + 8:.1f}" y="{middle}">{_ms(figures[name])} ms</text>')
-    y = 20 + len(CASES) * ROW
+    y = 20 + len(cases(figures)) * ROW
     for x, colour, label in ((LEFT, THEIRS, "SGLang"), (LEFT + 100, OURS, "PeerCache")):
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 12}">{label}</text>')

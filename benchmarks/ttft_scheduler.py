@@ -1,7 +1,8 @@
-"""The storage backend that the schedulers of `benchmarks.ttft_sglang` load.
+"""The storage backend and the linker that the schedulers of `benchmarks.ttft_sglang` load.
 
-TimedStore is PeerCacheStore with a file of its calls, one JSON line each: {"call", "pages", "hits",
-"begun_s", "ended_s"}, in seconds of the monotonic clock, which all processes of a host share.
+TimedStore and TimedLinker are ours with a file of their calls, one JSON line each: {"call",
+"pages", "hits", "begun_s", "ended_s"}, in seconds of the monotonic clock, which all processes of a
+host share.
 
 Its import also makes SGLang's `torch_native` attention compute only the new rows. Without that, the
 backend computes the rows of all cached tokens again and drops them, which no GPU backend does: that
@@ -21,9 +22,42 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from benchmarks.ttft_engine import CALLS_FILE, ZERO_SUFFIX
-from peercache.sglang import PeerCacheStore
+from peercache.sglang import PeerCacheLinker, PeerCacheStore
 
 Answer = TypeVar("Answer")
+
+
+class Calls:
+    """The file of the calls, and the switch that makes all pages zero."""
+
+    def __init__(self) -> None:
+        """Open the file."""
+        name = os.environ[CALLS_FILE]
+        self._file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._zero = Path(name + ZERO_SUFFIX)
+
+    @property
+    def are_zeroed(self) -> bool:
+        """Whether pages that are read become zero."""
+        return self._zero.exists()
+
+    def timed(
+        self,
+        call: str,
+        pages: int,
+        answer: Callable[[], Answer],
+        hits: Callable[[Answer], int],
+    ) -> Answer:
+        """Call, and write a line about it."""
+        begun_s = time.monotonic()
+        answered = answer()
+        ended_s = time.monotonic()
+        line = {
+            "call": call, "pages": pages, "hits": hits(answered),
+            "begun_s": begun_s, "ended_s": ended_s,
+        }  # fmt: skip
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+        return answered
 
 
 class TimedStore(PeerCacheStore):
@@ -32,9 +66,7 @@ class TimedStore(PeerCacheStore):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Open the file of the calls, in addition to what PeerCacheStore does."""
         super().__init__(*arguments, **options)
-        name = os.environ[CALLS_FILE]
-        self._calls = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._zero = Path(name + ZERO_SUFFIX)
+        self._calls = Calls()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Register the pool, after touching all its memory.
@@ -48,15 +80,17 @@ class TimedStore(PeerCacheStore):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Time the call."""
         ask = super().batch_exists
-        return self._noted("exists", keys, lambda: ask(keys, extra_info), int)
+        return self._calls.timed("exists", len(keys), lambda: ask(keys, extra_info), int)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Time the call."""
         ask = super().batch_get_v1
-        flags = self._noted("get", keys, lambda: ask(keys, host_indices, extra_info), sum)
-        if self._zero.exists():
+        flags = self._calls.timed(
+            "get", len(keys), lambda: ask(keys, host_indices, extra_info), sum
+        )
+        if self._calls.are_zeroed:
             self.mem_pool_host.kv_buffer[:, host_indices] = 0  # page_first: K and V, then tokens
         return flags
 
@@ -65,24 +99,32 @@ class TimedStore(PeerCacheStore):
     ) -> list[bool]:
         """Time the call."""
         ask = super().batch_set_v1
-        return self._noted("set", keys, lambda: ask(keys, host_indices, extra_info), sum)
+        return self._calls.timed("set", len(keys), lambda: ask(keys, host_indices, extra_info), sum)
 
-    def _noted(
-        self,
-        call: str,
-        keys: list[str],
-        answer: Callable[[], Answer],
-        hits: Callable[[Answer], int],
-    ) -> Answer:
-        begun_s = time.monotonic()
-        answered = answer()
-        ended_s = time.monotonic()
-        line = {
-            "call": call, "pages": len(keys), "hits": hits(answered),
-            "begun_s": begun_s, "ended_s": ended_s,
-        }  # fmt: skip
-        os.write(self._calls, json.dumps(line).encode() + b"\n")
-        return answered
+
+class TimedLinker(PeerCacheLinker):
+    """A PeerCacheLinker that records the begin and end of its lookups and loads."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Open the file of the calls, in addition to what PeerCacheLinker does."""
+        super().__init__(*arguments, **options)
+        self._calls = Calls()
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Time the call."""
+        ask = super().lookup
+        return self._calls.timed("exists", len(transfers[0].keys), lambda: ask(rid, transfers), len)
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Time the call."""
+        ask, pages = super().load, len(transfers[0].keys)
+        is_loaded = self._calls.timed(
+            "get", pages, lambda: ask(rid, transfers), lambda answer: pages * answer
+        )
+        if self._calls.are_zeroed:
+            for buffer in next(iter(self.pools.values())).kv_buffer:
+                buffer[transfers[0].device_indices] = 0
+        return is_loaded
 
 
 _extend = TorchNativeAttnBackend._run_sdpa_forward_extend  # noqa: SLF001 - SGLang has no other way

@@ -7,7 +7,9 @@ Two SGLang engines on the CPU, each with a home node of its own. The first one c
 stores their pages: `cold`. It ends, and the second one answers the same prompts, which it has never
 seen, from the first one's node: `warm`, over tcp and then, with a store that is attached again,
 over shared memory. Its device holds one prompt, so each prompt evicts the one before it to the
-engine's own host memory, and asking for that one again gives `host memory`.
+engine's own host memory, and asking for that one again gives `host memory`. Then two engines
+without a host tier do the same through the linker: `linked`. The memory of the schedulers is shown
+with and without a host tier.
 
 A time is measured from the request to the first streamed token. All tokens must be equal in all
 cases, and all cached tokens must come from the expected source. At the end pages are zeroed as they
@@ -125,11 +127,16 @@ class Reply:
     def of(cls, answer: dict[str, Any], calls: list[dict[str, Any]]) -> Reply:
         """Read an engine's answer, and the calls of its store."""
         asked_s, first_s = answer["asked_s"], answer["first_s"]
-        steps, last_s = {}, asked_s
+        steps: dict[str, float] = {}
+        last_s = asked_s
         for call in calls:
             if call["call"] != "set" and asked_s <= call["begun_s"] < first_s:
-                steps[f"until_{call['call']}_s"] = call["begun_s"] - last_s
-                steps[f"{call['call']}_s"] = call["ended_s"] - call["begun_s"]
+                # A linker is asked each time that SGLang looks at the request.
+                for step, took_s in (
+                    (f"until_{call['call']}_s", call["begun_s"] - last_s),
+                    (f"{call['call']}_s", call["ended_s"] - call["begun_s"]),
+                ):
+                    steps[step] = steps.get(step, 0.0) + took_s
                 last_s = call["ended_s"]
         steps["rest_s"] = first_s - last_s
         return cls(first_s - asked_s, answer["tokens"], answer["cached"] or {}, steps)
@@ -138,10 +145,14 @@ class Reply:
 class Engine:
     """One engine with a home node."""
 
-    def __init__(self, model: Path, case: Case, node: StandaloneNode, fabric: str) -> None:
-        """Start it; `wait` returns when it answers."""
+    def __init__(
+        self, model: Path, case: Case, node: StandaloneNode, fabric: str, *, is_linked: bool = False
+    ) -> None:
+        """Start it; `wait` returns when it answers. is_linked: without a host tier."""
         self._home = node.home
-        self._calls = model.parent / f"{Path(node.home).parent.name}.calls"
+        self._is_linked = is_linked
+        name = f"{Path(node.home).parent.name}{'-linked-' + fabric if is_linked else ''}"
+        self._calls = model.parent / f"{name}.calls"
         self._child = Child(
             "-m", "benchmarks.ttft_engine", str(model), json.dumps(self._storage(fabric)),
             str(case.device_tokens),
@@ -150,6 +161,12 @@ class Engine:
         )  # fmt: skip
 
     def _storage(self, fabric: str) -> dict[str, Any]:
+        if self._is_linked:
+            return {
+                "linker": "TimedLinker",
+                "linker_module_path": "benchmarks.ttft_scheduler",
+                "linker_extra_config": {"home": self._home, "fabric": fabric},
+            }
         return {
             "backend_name": "peercache",
             "module_path": "benchmarks.ttft_scheduler",
@@ -176,6 +193,10 @@ class Engine:
         """Forget all prompts, and attach a new store."""
         self._child.ask({"flush": True})
         self._child.ask({"attach": self._storage(fabric)})
+
+    def memory(self) -> int:
+        """Return the bytes of its scheduler."""
+        return int(self._child.ask({"memory": True})["memory"])
 
     def zero_what_is_read(self) -> None:
         """Forget all prompts, and zero every page that is read from now on."""
@@ -208,7 +229,7 @@ def median(values: Iterable[float]) -> float:
 def require_source(reply: Reply, source: str, case: Case) -> None:
     """End the benchmark unless all tokens that can be cached came from one source."""
     whole = {"device": 0, "host": 0, "storage": 0} | {source: case.cached_tokens}
-    came = {name: reply.cached.get(name) for name in whole}
+    came = {name: reply.cached.get(name) or 0 for name in whole}
     if came != whole:
         sys.exit(f"cached were {came}, not {whole}: this machine did not keep up, run it again")
 
@@ -221,11 +242,11 @@ def answered(reply: Reply, cold: Reply, source: str, case: Case) -> Reply:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Run both engines; return the figures."""
+    """Run the engines; return the figures."""
     prompts = [case.prompt(number) for number in range(rounds + 1)]
-    warm_up = prompts[0][:-WARM_UP_TOKENS:-1]
     pages = case.prompt_tokens // PAGE_TOKENS
-    pool = str((len(prompts) + 1) * pages * case.page_bytes)
+    # Once for the engines with a host tier, and once for those without, in another order of bytes.
+    pool = str(2 * (len(prompts) + 1) * pages * case.page_bytes)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-ttft-")))
         for name in "ab":
@@ -235,10 +256,31 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         stack.enter_context(first)
         second = StandaloneNode(folder / "b", pool_size=pool, discovery=first.control)
         stack.enter_context(second)
-        with Engine(model, case, first, "tcp") as writer:
-            reader = stack.enter_context(Engine(model, case, second, FABRICS[0]))
-            writer.wait(warm_up)
-            reader.wait(warm_up)
+        nodes = (first, second)
+        cold, warm, host, tiered = with_host_tier(model, case, nodes, prompts)
+        linked, linker = without_host_tier(model, case, nodes, prompts, cold)
+    memory = {"host_tier": tiered, "linker": linker}
+    return figures(case, cold[1:], warm, host, linked, memory)
+
+
+def warm_up(prompts: list[list[int]]) -> list[int]:
+    """Return a first, short prompt."""
+    return prompts[0][:-WARM_UP_TOKENS:-1]
+
+
+def with_host_tier(
+    model: Path,
+    case: Case,
+    nodes: tuple[StandaloneNode, StandaloneNode],
+    prompts: list[list[int]],
+) -> tuple[list[Reply], dict[str, list[Reply]], list[Reply], int]:
+    """Return the replies: cold, warm by fabric, from host memory; and a scheduler's bytes."""
+    pages = case.prompt_tokens // PAGE_TOKENS
+    with ExitStack() as stack:
+        with Engine(model, case, nodes[0], "tcp") as writer:
+            reader = stack.enter_context(Engine(model, case, nodes[1], FABRICS[0]))
+            writer.wait(warm_up(prompts))
+            reader.wait(warm_up(prompts))
             cold = []
             for prompt in prompts:
                 cold.append(writer.ask(prompt))
@@ -256,15 +298,59 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
                 if number:
                     again = reader.ask(prompts[number - 1])
                     host.append(answered(again, cold[number - 1], "host", case))
-        reader.zero_what_is_read()
-        zeroed = reader.ask(prompts[0])
-        require_source(zeroed, "storage", case)
-        assert zeroed.tokens != cold[0].tokens, "pages of zeros give the same tokens"
-    return figures(case, cold[1:], warm, host)
+        memory = reader.memory()
+        require_other_tokens(reader, prompts[0], cold[0], "storage", case)
+    return cold, warm, host, memory
+
+
+def without_host_tier(
+    model: Path,
+    case: Case,
+    nodes: tuple[StandaloneNode, StandaloneNode],
+    prompts: list[list[int]],
+    cold: list[Reply],
+) -> tuple[dict[str, list[Reply]], int]:
+    """Return the replies over each fabric, and a scheduler's bytes.
+
+    SGLang counts the tokens that a linker brings as those of host memory.
+    """
+    with Engine(model, case, nodes[0], "tcp", is_linked=True) as writer:
+        writer.wait(warm_up(prompts))
+        for prompt in prompts:
+            writer.ask(prompt)
+        for prompt, computed in zip(prompts, cold, strict=True):
+            answered(writer.ask(prompt), computed, "host", case)
+    linked: dict[str, list[Reply]] = {}
+    memory = 0
+    for fabric in FABRICS:
+        with Engine(model, case, nodes[1], fabric, is_linked=True) as reader:
+            reader.wait(warm_up(prompts))
+            linked[fabric] = [
+                answered(reader.ask(prompt), computed, "host", case)
+                for prompt, computed in zip(prompts, cold, strict=True)
+            ]
+            memory = reader.memory()
+            require_other_tokens(reader, prompts[0], cold[0], "host", case)
+    return linked, memory
+
+
+def require_other_tokens(
+    reader: Engine, prompt: list[int], cold: Reply, source: str, case: Case
+) -> None:
+    """End the benchmark unless pages of zeros make an engine answer with other tokens."""
+    reader.zero_what_is_read()
+    zeroed = reader.ask(prompt)
+    require_source(zeroed, source, case)
+    assert zeroed.tokens != cold.tokens, "pages of zeros give the same tokens"
 
 
 def figures(
-    case: Case, cold: list[Reply], warm: dict[str, list[Reply]], host: list[Reply]
+    case: Case,
+    cold: list[Reply],
+    warm: dict[str, list[Reply]],
+    host: list[Reply],
+    linked: dict[str, list[Reply]],
+    memory: dict[str, int],
 ) -> dict[str, Any]:
     """Return the JSON object. The first prompt of each store is in addition to the medians."""
     cold_s = median(each.first_s for each in cold)
@@ -272,6 +358,8 @@ def figures(
     later = {fabric: replies[1:] for fabric, replies in warm.items()}
     warm_s = {fabric: median(each.first_s for each in later[fabric]) for fabric in later}
     worst_s = max(warm_s.values())
+    later |= {f"linked_{fabric}": replies[1:] for fabric, replies in linked.items()}
+    linked_s = {fabric: median(each.first_s for each in linked[fabric][1:]) for fabric in linked}
     return {
         "prompt_tokens": case.prompt_tokens,
         "cached_tokens": case.cached_tokens,
@@ -283,7 +371,10 @@ def figures(
         "load_average": round(os.getloadavg()[0], 1),
         "cold_s": cold_s,
         **{f"warm_{fabric}_s": seconds for fabric, seconds in warm_s.items()},
+        **{f"linked_{fabric}_s": seconds for fabric, seconds in linked_s.items()},
         "host_memory_s": host_s,
+        "memory_bytes": memory,
+        "ratio_linked": round(max(linked_s.values()) / host_s, 3),
         "ratio": round(worst_s / host_s, 3),
         "ratio_to_cold": round(cold_s / worst_s, 2),
         "first": {
@@ -294,10 +385,10 @@ def figures(
             for name, replies in {"cold": cold, **later, "host_memory": host}.items()
         },
         "steps": {
-            fabric: {
+            source: {
                 step: median(each.steps[step] for each in replies) for step in replies[0].steps
             }
-            for fabric, replies in later.items()
+            for source, replies in later.items()
         }
         | {
             f"first_{fabric}": {name: round(took, 6) for name, took in replies[0].steps.items()}

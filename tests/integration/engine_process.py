@@ -20,6 +20,8 @@ from typing import Any
 PAGE_TOKENS = 64
 NEW_TOKENS = 8
 FLUSH_S = 120.0
+LINKER = "linker:"
+"""Before the name of a linker, in place of a storage backend's."""
 
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +61,21 @@ def main(
     """Start the engine, then answer until stdin ends. more: options of sglang.Engine."""
     import sglang
 
+    storage = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": backend,
+        "hicache_storage_backend_extra_config": extra_config,
+    }
+    linker = {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": backend.removeprefix(LINKER),
+        "unified_cache_external_linker_config": json.loads(extra_config),
+    }
     engine = sglang.Engine(
-        **json.loads(more),
+        **(linker if backend.startswith(LINKER) else storage) | json.loads(more),
         model_path=model,
         device="cpu",
         attention_backend="torch_native",
@@ -72,12 +87,6 @@ def main(
         skip_tokenizer_init=True,
         random_seed=0,
         enable_cache_report=True,
-        enable_hierarchical_cache=True,
-        hicache_ratio=2.0,
-        hicache_write_policy="write_through",
-        hicache_storage_prefetch_policy="wait_complete",
-        hicache_storage_backend=backend,
-        hicache_storage_backend_extra_config=extra_config,
         log_level="warning",
     )
     try:

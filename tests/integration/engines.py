@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integration.processes import HERE, Child, StandaloneNode
+from tests.integration.processes import HERE, ROOT, Child, StandaloneNode
 from tests.integration.tiny_llama import VOCABULARY
 
 START_S = 900.0
@@ -19,6 +19,23 @@ DYNAMIC = {
     "interface_v1": 1,
 }
 """What has SGLang load the backend by the name of its class."""
+
+
+PLUGINS = "sglang.srt.plugins"
+
+
+def installed(folder: Path) -> Path:
+    """Return a folder that makes SGLang find our entry point, as an installation does.
+
+    The tests use the sources of this checkout: SGLang's environment has no distribution of them.
+    """
+    text = (ROOT / "pyproject.toml").read_text()
+    points = text.partition(f'[project.entry-points."{PLUGINS}"]\n')[2].partition("\n\n")[0]
+    info = folder / "peercache_kv-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: peercache-kv\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{PLUGINS}]\n" + points.replace('"', "") + "\n")
+    return folder
 
 
 def start_engine(
@@ -61,3 +78,10 @@ def from_storage(reply: dict[str, Any]) -> int:
     # Whether it was loaded dynamically or is one of SGLang's own: what operators see is PeerCache.
     assert not details or details["storage_backend"] == "PeerCacheStore", details
     return int(details.get("storage", 0))
+
+
+def from_linker(reply: dict[str, Any]) -> int:
+    """Return how many prompt tokens a linker brought, which SGLang counts as those of a host."""
+    details = reply["cached"] or {}
+    assert "storage_backend" not in details, details
+    return int(details.get("host", 0))

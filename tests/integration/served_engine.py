@@ -29,11 +29,13 @@ DEVICE_TOKENS = 2048
 START_S = 900.0
 ANSWER_S = 300.0
 KEY = "tests"
+TIERED = "--enable-hierarchical-cache"
 
 
 @attrs.frozen(kw_only=True)
 class Reply:
-    """What the engine said to one prompt. stored: prompt tokens that came out of the store.
+    """What the engine said to one prompt. stored: prompt tokens that came out of the store; host:
+    of the engine's host memory, or through its linker.
 
     margin: the least distance of a chosen token's log probability to the second best.
     """
@@ -42,14 +44,17 @@ class Reply:
     logprobs: list[float]
     margin: float
     stored: int
+    host: int
     took_s: float
 
 
 class ServedEngine(Closing):
     """`sglang.launch_server` in a process group of its own, without storage at first."""
 
-    def __init__(self, model: Path) -> None:
-        """Start it; `wait` returns when it serves."""
+    def __init__(
+        self, model: Path, *more: str, switches: tuple[str, ...] = (TIERED,), **environs: str
+    ) -> None:
+        """Start it; `wait` returns when it serves. more, switches: of its command line."""
         self._port = free_port()
         flags = {
             "--model-path": str(model),
@@ -68,18 +73,21 @@ class ServedEngine(Closing):
             "--hicache-storage-prefetch-policy": "timeout",
             "--log-level": "warning",
         }
-        switches = (
+        always = (
             "--disable-overlap-schedule",
             "--skip-tokenizer-init",
             "--skip-server-warmup",
             "--enable-cache-report",
-            "--enable-hierarchical-cache",
         )
         parts = (part for flag in flags.items() for part in flag)
+        server = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *parts, *switches],
+            [*server, *parts, *always, *switches, *more],
             env=environment(
-                PEERCACHE_TEST_CPU_ENGINE="1", SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1"
+                PEERCACHE_TEST_CPU_ENGINE="1",
+                SGLANG_USE_CPU_ENGINE="1",
+                HF_HUB_OFFLINE="1",
+                **environs,
             ),
             start_new_session=True,
         )
@@ -121,6 +129,7 @@ class ServedEngine(Closing):
             logprobs=[each[0] for each in meta["output_token_logprobs"]],
             margin=min(best[0] - next_[0] for best, next_ in meta["output_top_logprobs"]),
             stored=(meta.get("cached_tokens_details") or {}).get("storage", 0),
+            host=(meta.get("cached_tokens_details") or {}).get("host", 0),
             took_s=took_s,
         )
 

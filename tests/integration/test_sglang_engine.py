@@ -1,4 +1,4 @@
-"""Two whole SGLang engines: the second answers its first prompt from what the first computed."""
+"""Three whole SGLang engines; two answer from what the first computed, or what they did before."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.integration.engine_process import PAGE_TOKENS
-from tests.integration.engines import DYNAMIC, a_prompt, from_storage, start_engine, wait_for
-from tests.integration.patched import patched_sglang
+from tests.integration.engine_process import LINKER, PAGE_TOKENS
+from tests.integration.engines import (
+    DYNAMIC,
+    a_prompt,
+    from_linker,
+    from_storage,
+    installed,
+    start_engine,
+    wait_for,
+)
 from tests.integration.processes import Child, StandaloneNode
 from tests.integration.tiny_llama import write_tiny_llama
 from tests.pace import paced, wait_until
@@ -20,34 +27,34 @@ pytestmark = pytest.mark.slow
 PROMPT_TOKENS = 1000
 STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 
-Engines = tuple[Child, Child]
+Engines = tuple[Child, Child, Child]
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Return two engines on two nodes of one cluster; they start at the same time.
+    """Return three engines on two nodes of one cluster; they start at the same time.
 
-    The writer's SGLang has the backend built in, and uses host buffers in place; the reader's loads
-    it dynamically, with the older interface.
+    The writer's SGLang knows the backend by its name, and uses host buffers in place; the reader's
+    loads it dynamically, with the older interface. The last one has no host tier: its linker, too,
+    has a name.
     """
     folder = tmp_path_factory.mktemp("engines")
     model = write_tiny_llama(folder / "tiny-llama")
-    patched = patched_sglang(folder)
+    named = {"PYTHONPATH_FIRST": str(installed(folder / "installed"))}
     with (
         StandaloneNode(tmp_path_factory.mktemp("a")) as first,
         StandaloneNode(tmp_path_factory.mktemp("b"), discovery=first.control) as second,
-        start_engine(
-            model, first, {}, backend="peercache", PYTHONPATH_FIRST=str(patched)
-        ) as writer,
+        start_engine(model, first, {}, backend="peercache", **named) as writer,
         start_engine(model, second, {**DYNAMIC, "interface_v1": 0}) as reader,
+        start_engine(model, second, {}, backend=f"{LINKER}peercache", **named) as linked,
     ):
-        wait_for(writer, reader)
-        yield writer, reader
+        wait_for(writer, reader, linked)
+        yield writer, reader, linked
 
 
 def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines: Engines) -> None:
     """All whole pages come from storage; tokens and log probabilities are those of the writer."""
-    writer, reader = engines
+    writer, reader, _ = engines
     seeds = iter((1, 11, 21))
 
     def story(_: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,9 +80,35 @@ def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines
 
 def test_another_prompt_is_computed_and_answered_differently(engines: Engines) -> None:
     """The model's answers do depend on the prompt, so equal answers above mean something."""
-    _, reader = engines
+    _, reader, _ = engines
 
-    replies = [reader.ask({"input_ids": a_prompt(seed, PROMPT_TOKENS)}) for seed in (2, 3)]
+    prompts = [a_prompt(seed, PROMPT_TOKENS) for seed in (2, 3)]
+    replies = [reader.ask({"input_ids": ids}) for ids in prompts]
 
     assert [from_storage(reply) for reply in replies] == [0, 0]
     assert replies[0]["tokens"] != replies[1]["tokens"]
+
+
+def test_an_engine_without_a_host_tier_answers_from_what_it_stored(engines: Engines) -> None:
+    """All whole pages come back to a device that has forgotten them; the answer is the same one."""
+    writer, _, linked = engines
+    seeds = iter((4, 14, 24))
+
+    def story(_: float) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+        ids = a_prompt(next(seeds), PROMPT_TOKENS)
+        computed = linked.ask({"input_ids": ids})
+        wait_until(
+            lambda: from_linker(linked.ask({"input_ids": ids, "flush": True})) == STORED_TOKENS,
+            "the pages come back",
+        )
+        return ids, computed, linked.ask({"input_ids": ids, "flush": True})
+
+    ids, computed, answered = paced(story, lambda told: from_linker(told[2]) == STORED_TOKENS)
+    elsewhere = writer.ask({"input_ids": ids})
+
+    assert from_linker(computed) == 0
+    assert from_linker(answered) == STORED_TOKENS
+    assert answered["cached"]["device"] == 0
+    for reply in (answered, elsewhere):
+        assert reply["tokens"] == computed["tokens"]
+        assert reply["logprobs"] == pytest.approx(computed["logprobs"], abs=1e-5)

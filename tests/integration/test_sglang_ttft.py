@@ -35,6 +35,11 @@ def some_figures() -> dict[str, Any]:
             "shm": [a_reply(each) for each in (3.0, 1.1, 1.0, 0.9)],
         },
         host=[a_reply(each, "host") for each in (1.0, 0.8, 1.1)],
+        linked={
+            "tcp": [a_reply(each, "host") for each in (5.0, 1.1, 0.9, 1.05)],
+            "shm": [a_reply(each, "host") for each in (5.0, 0.9, 0.9, 0.8)],
+        },
+        memory={"host_tier": 3 << 30, "linker": 1 << 30},
     )
 
 
@@ -44,6 +49,11 @@ def test_figures_are_medians_and_the_first_prompt_stands_alone() -> None:
 
     assert (found["cold_s"], found["warm_tcp_s"], found["warm_shm_s"]) == (8.0, 1.2, 1.0)
     assert found["host_memory_s"] == 1.0
+    assert (found["linked_tcp_s"], found["linked_shm_s"], found["ratio_linked"]) == (
+        1.05,
+        0.9,
+        1.05,
+    )
     assert (found["ratio"], found["ratio_to_cold"]) == (1.2, 6.67)
     assert found["first"] == {"warm_tcp_s": 4.0, "warm_shm_s": 3.0}
     assert found["samples"]["tcp"] == [1.0, 1.2, 7.0]
@@ -89,8 +99,9 @@ def test_the_report_shows_every_case() -> None:
         assert label in page
         assert label in drawn
     assert "| PeerCache over tcp | 1,200 | 1.20 | 6.7 |" in page
-    # Two fabrics with two steps each, and the legend.
-    assert drawn.count(ttft_report.OURS) == 5
+    assert "3,072 MiB of memory of its own, and with the linker 1,024 MiB" in page
+    # Two fabrics with two steps each, with and without a host tier, and the legend.
+    assert drawn.count(ttft_report.OURS) == 9
 
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 128), (960, 64), (1000, 24), (64, 1)])
@@ -129,9 +140,10 @@ def test_the_benchmark_measures_two_engines() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cached_tokens"] == QUICK.cached_tokens
-    for fabric in ("tcp", "shm"):
-        steps = found["steps"][fabric]
-        assert sum(steps.values()) == pytest.approx(found[f"warm_{fabric}_s"], abs=1e-4)
+    for case in ("warm_tcp", "warm_shm", "linked_tcp", "linked_shm"):
+        steps = found["steps"][case.removeprefix("warm_")]
+        assert sum(steps.values()) == pytest.approx(found[f"{case}_s"], abs=1e-4)
         assert min(steps["exists_s"], steps["get_s"]) > 0
     assert found["ratio"] > 0
+    assert found["memory_bytes"]["linker"] < found["memory_bytes"]["host_tier"]
     assert found["ratio_to_cold"] > 0

@@ -1,10 +1,8 @@
-"""What `integrations/sglang` adds to SGLang: `peercache` is a storage backend like its own.
-
-An engine that names it is in `test_sglang_engine`.
-"""
+"""What `integrations/sglang` adds to SGLang: `peercache` is a storage backend like its own."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.engine_process import PAGE_TOKENS
+from tests.integration.engines import a_prompt, from_storage, installed, start_engine, wait_for
 from tests.integration.patched import FILES, PACKAGE, apply, patched_files, patched_sglang
-from tests.integration.processes import environment
+from tests.integration.processes import StandaloneNode, environment
+from tests.integration.tiny_llama import write_tiny_llama
+from tests.pace import wait_until
 
+PROMPT_TOKENS = 600
+STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 UNIT_TEST = "test/registered/unit/mem_cache/test_hicache_peercache_storage.py"
 
 
@@ -34,6 +38,29 @@ def test_the_unit_test_for_sglang_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Ran 2 tests" in done.stderr
     assert "skipped" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_with_the_files_answers_from_what_it_stored(tmp_path: Path) -> None:
+    """The entry point is installed, too, and leaves the name to the files."""
+    model, patched = write_tiny_llama(tmp_path / "tiny-llama"), tmp_path / "patched"
+    patched.mkdir()
+    paths = os.pathsep.join([str(patched_sglang(patched)), str(installed(tmp_path / "installed"))])
+    (tmp_path / "a").mkdir()
+    ids = a_prompt(1, PROMPT_TOKENS)
+    with (
+        StandaloneNode(tmp_path / "a") as node,
+        start_engine(model, node, {}, backend="peercache", PYTHONPATH_FIRST=paths) as engine,
+    ):
+        wait_for(engine)
+        computed = engine.ask({"input_ids": ids})
+        wait_until(
+            lambda: from_storage(engine.ask({"input_ids": ids, "flush": True})) == STORED_TOKENS,
+            "the pages come from storage",
+        )
+        answered = engine.ask({"input_ids": ids})
+
+    assert answered["tokens"] == computed["tokens"]
 
 
 def test_the_files_go_into_a_checkout(tmp_path: Path) -> None:

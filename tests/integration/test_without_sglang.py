@@ -8,8 +8,13 @@ import importlib.util
 import pytest
 
 
+@pytest.mark.parametrize(("name", "since"), [("PeerCacheStore", 12), ("PeerCacheLinker", 23)])
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
-def test_the_connector_says_what_is_missing() -> None:
+def test_the_connector_says_what_is_missing(name: str, since: int) -> None:
     """One clear error that names what to install, in place of a stack of theirs."""
-    with pytest.raises(ImportError, match=r"install sglang 0\.5\.12 or later"):
-        importlib.import_module("peercache.sglang")
+    connector = importlib.import_module("peercache.sglang")
+
+    with pytest.raises(ImportError, match=rf"{name} .*install sglang 0\.5\.{since} or later"):
+        getattr(connector, name)
+    with pytest.raises(AttributeError, match="no attribute 'PeerCacheOther'"):
+        _ = connector.PeerCacheOther

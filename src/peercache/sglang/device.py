@@ -1,0 +1,165 @@
+"""The pages of an engine's device pool, as a host pool of HiCache would have them.
+
+SGLang keeps K and V of each layer in a tensor of their own, (tokens, heads, head size), so a page
+is one run of memory in each of them. In this order of runs, all K and then all V, its bytes are
+those of a page of HiCache in the layout `layer_first`: servers with and without a host tier share
+such pages.
+
+`DevicePool` is the pool itself: if the processor can read its memory, pages are moved in place.
+`StagedPool` is pinned memory for a few pages, for the pool of an accelerator. Pages are read and
+verified there, and then copied to the device layer by layer; or gathered there, and then stored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from peercache.errors import ConfigError
+
+NHD = "nhd"
+
+_FACTS = (
+    "dtype",
+    "start_layer",
+    "end_layer",
+    "layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "dsa_kv_cache_store_fp8",
+)
+"""Attributes that SGLang's host pools take over from the device pool."""
+
+
+def layers_of(pool: Any) -> list[list[torch.Tensor]]:
+    """Return the tensors of each layer: K and V, or one; raise ConfigError for other pools."""
+    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == NHD:
+        if pool.is_quantized_kv_cache or pool.k_scale_buffer is not None:
+            raise ConfigError("linker", "does not serve a KV cache that has scales")
+        return [list(pair) for pair in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+    if type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None:
+        return [[buffer] for buffer in pool.kv_buffer]
+    kind = f"{type(pool).__name__} in the layout {getattr(pool, 'kv_cache_layout', NHD)}"
+    raise ConfigError(
+        "linker",
+        f"serves plain MHA and MLA models, not the pool {kind}: use the storage backend instead, "
+        "with --enable-hierarchical-cache",
+    )
+
+
+class DevicePool:
+    """A device pool with the interface of a host pool that `HostPages` reads."""
+
+    layout = "layer_first"
+
+    def __init__(self, pool: Any, page_tokens: int) -> None:
+        """Read the geometry; raise ConfigError for a pool that the linker does not serve."""
+        self.layers = layers_of(pool)
+        self.is_replicated = isinstance(pool, MLATokenToKVPool)
+        self.page_size = page_tokens
+        # All K and then all V: the order of a flat page.
+        self.kv_buffer = [tensor for part in zip(*self.layers, strict=True) for tensor in part]
+        self.target_layer_num = len(self.layers)
+        first = self.kv_buffer[0]
+        self.size = first.shape[0] // page_tokens * page_tokens
+        self.size_per_token: int = sum(each[0].nbytes for each in self.kv_buffer)
+        for name in _FACTS:
+            if hasattr(pool, name):
+                setattr(self, name, getattr(pool, name))
+
+    def get_size_per_token(self) -> int:
+        """Return the bytes of a token in all layers."""
+        return self.size_per_token
+
+    def get_page_buffer_meta(self, slots: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return addresses and sizes of the runs of pages, page by page, in the flat order."""
+        rows = slots[:: self.page_size].tolist()
+        tensors = [(each.data_ptr(), each[0].nbytes) for each in self.kv_buffer]
+        addresses = [begin + row * row_bytes for row in rows for begin, row_bytes in tensors]
+        return addresses, [row_bytes * self.page_size for _, row_bytes in tensors] * len(rows)
+
+
+class StagedPool(DevicePool):
+    """Room for pages of a device pool in pinned memory, with the interface of a host pool.
+
+    A page is one run of bytes here, in the flat order. Thread-safe: loads and stores take room.
+    """
+
+    def __init__(self, pool: Any, page_tokens: int, size: int) -> None:
+        """Allocate room for `size` bytes, and at least two pages."""
+        super().__init__(pool, page_tokens)
+        self._bytes = [each.view(torch.uint8).reshape(-1) for each in self.kv_buffer]
+        self._row_bytes = [each[0].nbytes for each in self.kv_buffer]
+        ends = np.cumsum(self._row_bytes) * page_tokens
+        self._offsets = [0, *ends[:-1].tolist()]
+        self.device = self.kv_buffer[0].device
+        self.device_module = torch.get_device_module(self.device)
+        pages = max(2, size // int(ends[-1]))
+        is_pinned = self.device.type != "cpu"
+        self.content = torch.empty((pages, int(ends[-1])), dtype=torch.uint8, pin_memory=is_pinned)
+        self.kv_buffer = [self.content]
+        self.size = pages * page_tokens
+        self._lock = threading.Lock()
+        self._free = list(range(pages))
+
+    @property
+    def pages(self) -> int:
+        """All room, in pages."""
+        return len(self.content)
+
+    def take(self, pages: int) -> list[int] | None:
+        """Return the numbers of so many free pages; None if there are fewer."""
+        with self._lock:
+            if pages > len(self._free):
+                return None
+            taken, self._free = self._free[:pages], self._free[pages:]
+            return taken
+
+    def give_back(self, pages: list[int]) -> None:
+        """Free pages that were taken."""
+        with self._lock:
+            self._free += pages
+
+    def slots(self, pages: list[int]) -> torch.Tensor:
+        """Return the token slots of pages, as those of a host pool."""
+        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
+        return (first + torch.arange(self.page_size)).reshape(-1)
+
+    def get_page_buffer_meta(self, slots: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return address and size of each page, one run."""
+        page_bytes, begin = self.content.shape[1], self.content.data_ptr()
+        pages = (slots[:: self.page_size] // self.page_size).tolist()
+        return [begin + page * page_bytes for page in pages], [page_bytes] * len(pages)
+
+    def to_device(self, layer: int, pages: list[int], slots: list[int]) -> None:
+        """Begin to copy one layer of pages to the device. slots: the first of each page there."""
+        for staged, on_device in self._pairs(layer, pages, slots):
+            on_device.copy_(staged, non_blocking=True)
+
+    def from_device(self, pages: list[int], slots: list[int]) -> None:
+        """Begin to copy all layers of pages from the device."""
+        for layer in range(len(self.layers)):
+            for staged, on_device in self._pairs(layer, pages, slots):
+                staged.copy_(on_device, non_blocking=True)
+
+    def _pairs(
+        self, layer: int, pages: list[int], slots: list[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of each part of a layer of each page, here and on the device."""
+        for number in range(layer, len(self._bytes), len(self.layers)):
+            row, offset = self._row_bytes[number], self._offsets[number]
+            length = row * self.page_size
+            for page, slot in zip(pages, slots, strict=True):
+                yield (
+                    self.content[page, offset : offset + length],
+                    self._bytes[number][slot * row : slot * row + length],
+                )

@@ -1,0 +1,321 @@
+"""PeerCacheLinker under SGLang's radix cache: pages between device pools, without a host tier."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from peercache.errors import ConfigError
+from peercache.sglang import PeerCacheLinker, linker
+from peercache.sglang.device import DevicePool
+from tests.integration.sglang_fakes import BrokenClient, FakeClient, FakeCluster
+from tests.integration.sglang_linked import Linked
+from tests.integration.sglang_pools import PAGE_TOKENS, device_pool, host_pool, page_hash
+from tests.integration.sglang_rig import Rig, Shape, prompt, ranks
+from tests.pace import TIMEOUT_S, wait_until
+
+PAGES = 7
+OpenLinked = Callable[..., Linked]
+
+
+@pytest.fixture
+def open_linked(cluster: FakeCluster) -> Iterator[OpenLinked]:
+    """Return a function that builds an engine's cache over the fake cluster."""
+    opened: list[Linked] = []
+
+    def build(*arguments: Any, factory: Callable[..., Any] | None = None, **more: Any) -> Linked:
+        opened.append(Linked(factory or cluster.open, *arguments, **more))
+        return opened[-1]
+
+    yield build
+    # SGLang's arguments are those of the process: the last ones end first.
+    for each in reversed(opened):
+        each.close()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_a_prompt_of_one_engine_is_restored_by_another(
+    open_linked: OpenLinked, kind: str, is_staged: bool
+) -> None:
+    """Each layer is right when it is ready; what is on the device is not read again."""
+    writer, reader = open_linked(kind, is_staged=is_staged), open_linked(kind, is_staged=is_staged)
+    tokens = prompt(PAGES, 1)
+    writer.compute(tokens, 1)
+
+    assert reader.restore(tokens, 1) == (PAGES, True)
+    assert reader.restore(prompt(PAGES, 2), 2) == (0, True)
+    assert writer.restore(tokens, 1) == (PAGES, True)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_engines_with_and_without_a_host_tier_share_pages(
+    open_linked: OpenLinked, open_rig: Callable[..., Rig], kind: str
+) -> None:
+    """In HiCache's layout `layer_first`; in the others pages have another order of bytes."""
+    tokens, others = prompt(PAGES, 1), prompt(PAGES, 2)
+    linked, tiered = open_linked(kind), open_rig(kind=kind, layout="layer_first")
+    linked.compute(tokens, 1)
+    assert tiered.back_up(others, 2) == PAGES
+
+    assert tiered.prefetch(tokens, 1) == (PAGES, True)
+    assert linked.restore(others, 2) == (PAGES, True)
+    assert open_rig(kind=kind, layout="page_first").prefetch(tokens, 1) == (0, True)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_in_place_and_through_pinned_memory_are_the_same(
+    open_linked: OpenLinked, kind: str
+) -> None:
+    """An accelerator's engine reads what another engine stored, and the other way around."""
+    staged, direct = open_linked(kind, is_staged=True), open_linked(kind)
+    staged.compute(prompt(PAGES, 1), 1)
+    direct.compute(prompt(PAGES, 2), 2)
+
+    assert direct.restore(prompt(PAGES, 1), 1) == (PAGES, True)
+    assert staged.restore(prompt(PAGES, 2), 2) == (PAGES, True)
+
+
+def test_pinned_memory_bounds_loads_and_is_free_after_each(
+    open_linked: OpenLinked, cluster: FakeCluster
+) -> None:
+    """More pages than it holds are stored in parts; a load is as long as there is room for."""
+    writer = open_linked()
+    room = 8 * writer.linker.pools["kv"].size_per_token * PAGE_TOKENS
+    reader = open_linked(settings={"staging_size": room}, is_staged=True)
+    tokens, others = prompt(20, 1), prompt(20, 2)
+    writer.compute(tokens, 1)
+    reader.compute(others, 2)
+    assert len(cluster.pages) == 40
+    assert writer.restore(others, 2) == (20, True)
+
+    # A quarter of the room is for stores.
+    assert [reader.restore(tokens, 1) for _ in range(3)] == [(6, True)] * 3
+    slots = reader.allocator.alloc(6 * PAGE_TOKENS)
+    keys = list(get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))[:6]
+    transfer = SimpleNamespace(keys=keys, device_indices=slots)
+    assert reader.linker.load("first", [transfer])
+    assert not reader.linker.load("second", [transfer])
+    assert reader.linker.cancel_queued_load("first")
+    assert not reader.linker.cancel_queued_load("first")
+    assert reader.linker.load("second", [transfer])
+    reader.linker.reset()
+    assert reader.linker.load("third", [transfer])
+
+
+@pytest.mark.parametrize("size", ["much", -1, None])
+def test_a_wrong_staging_size_is_refused(open_linked: OpenLinked, size: Any) -> None:
+    """By its name."""
+    with pytest.raises(ConfigError, match="staging_size"):
+        open_linked(settings={"staging_size": size})
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_page_that_is_gone_before_the_load_makes_the_engine_compute(
+    open_linked: OpenLinked, cluster: FakeCluster, is_staged: bool
+) -> None:
+    """The load is refused, SGLang has its slots back, and the next request hits what is left."""
+    writer, reader = open_linked(), open_linked(is_staged=is_staged)
+    tokens = prompt(PAGES, 1)
+    writer.compute(tokens, 1)
+    free = reader.allocator.available_size()
+    request = reader.matched([*tokens, 1])
+    cluster.pages.pop(list(cluster.pages)[-1])
+
+    assert reader.loaded(request, 1) == (0, True)
+    assert reader.allocator.available_size() == free
+    assert reader.restore(tokens, 1) == (PAGES - 1, True)
+
+
+def test_one_rank_without_a_page_makes_all_ranks_compute(
+    open_linked: OpenLinked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that compute different tokens would wait for each other for all time."""
+    verdicts: list[int] = []
+
+    def all_reduce(verdict: torch.Tensor, operation: Any, group: Any) -> None:
+        verdicts.append(int(verdict))
+        verdict.fill_(0)
+
+    writer, reader = open_linked(), open_linked()
+    tokens = prompt(PAGES, 1)
+    writer.compute(tokens, 1)
+    request = reader.matched([*tokens, 1])
+    monkeypatch.setattr(reader.linker, "_groups", ["ranks"])
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    assert reader.loaded(request, 1) == (0, True)
+    assert verdicts == [1]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("boom"), None, "nonsense", [True], []])
+def test_a_client_that_breaks_its_contract_costs_hits_and_no_request(
+    open_linked: OpenLinked, answer: Any
+) -> None:
+    """Lookups find nothing, stores fail, and SGLang gets its pages back to evict."""
+
+    class Client(BrokenClient):
+        def close(self) -> None:
+            """End with the test."""
+
+    broken = open_linked(factory=lambda config, *, namespace: Client(answer))
+    tokens = prompt(PAGES, 1)
+
+    broken.compute(tokens, 1)
+    assert broken.restore(prompt(PAGES, 2), 2) == (0, True)
+    broken.tree.reset()
+    assert broken.restore(tokens, 1) == (0, True)
+
+
+class SlowClient(FakeClient):
+    """A client whose gets are complete up to a page, and take as long as they may."""
+
+    pages_max = 10**6
+    get_s = 0.0
+    may_store: threading.Event | None = None
+    is_asked: threading.Event
+
+    def batch_get_into(self, keys: Any, segments: Any) -> list[bool]:
+        """Return hits up to `pages_max`."""
+        time.sleep(self.get_s)
+        flags = super().batch_get_into(keys, segments)
+        return [flag and at < self.pages_max for at, flag in enumerate(flags)]
+
+    def batch_set_from(self, keys: Any, segments: Any) -> list[bool]:
+        """Wait until it may."""
+        if self.may_store is not None:
+            self.is_asked.set()
+            assert self.may_store.wait(TIMEOUT_S)
+        return super().batch_set_from(keys, segments)
+
+
+@pytest.fixture
+def slow(open_linked: OpenLinked, cluster: FakeCluster) -> tuple[Linked, SlowClient]:
+    """Return an engine's cache and its client."""
+    clients: list[SlowClient] = []
+
+    def factory(config: Any, *, namespace: Any) -> SlowClient:
+        clients.append(SlowClient(cluster, namespace))
+        clients[-1].is_asked = threading.Event()
+        return clients[-1]
+
+    return open_linked(factory=factory, settings={"op_timeout_s": 0.4}), clients[0]
+
+
+def test_a_load_that_takes_too_long_makes_later_loads_shorter(
+    open_linked: OpenLinked, slow: tuple[Linked, SlowClient]
+) -> None:
+    """All pages of a load or none: a prompt that no deadline is enough for would never hit."""
+    reader, client = slow
+    tokens = prompt(8, 1)
+    open_linked().compute(tokens, 1)
+    client.pages_max, client.get_s = 4, 0.3
+
+    assert reader.restore(tokens, 1) == (0, True)
+    client.get_s = 0.0
+    assert [reader.restore(tokens, 1)[0] for _ in range(3)] == [2, 4, 0]
+    client.pages_max = 8
+    assert reader.restore(tokens, 1) == (8, True)
+
+
+def test_results_of_stores_come_in_the_order_of_the_stores(
+    slow: tuple[Linked, SlowClient],
+) -> None:
+    """SGLang takes the oldest result for the oldest pages. A full queue refuses at once."""
+    linked, client = slow
+    client.may_store = threading.Event()
+    slots = torch.arange(PAGE_TOKENS, 2 * PAGE_TOKENS)
+
+    def offload(number: int, pages: int = 1) -> bool:
+        keys = [page_hash(100 * number + page) for page in range(pages)]
+        indices = torch.cat([slots + page * PAGE_TOKENS for page in range(pages)])
+        return linked.linker.offload([SimpleNamespace(keys=keys, device_indices=indices)])
+
+    try:
+        assert offload(1)
+        assert offload(2, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linker, "BACKLOG_PAGES", 4)
+            assert not offload(3, 2)
+        assert linked.linker.num_completed_offloads() == 0
+    finally:
+        client.may_store.set()
+    wait_until(lambda: linked.linker.num_completed_offloads() == 2, "both have ended")
+    assert [linked.linker.pop_completed_offload() for _ in range(2)] == [True, True]
+    assert len(client.cluster.pages) == 3
+
+
+def test_a_reset_returns_when_the_device_is_no_longer_read(slow: tuple[Linked, SlowClient]) -> None:
+    """A page that another request fills while it is stored would be wrong for all engines."""
+    linked, client = slow
+    client.may_store = threading.Event()
+    keys, slots = [page_hash(1)], torch.arange(PAGE_TOKENS, 2 * PAGE_TOKENS)
+    transfer = SimpleNamespace(keys=keys, device_indices=slots)
+    linked.linker.offload([transfer])
+    wait_until(client.is_asked.is_set, "the store is under way")
+    resetting = threading.Thread(target=linked.linker.reset)
+    resetting.start()
+    resetting.join(0.2)
+    was_waiting = resetting.is_alive()
+    client.may_store.set()
+    resetting.join()
+
+    assert was_waiting
+    assert client.moved == [1]
+    assert linked.linker.num_completed_offloads() == 0
+    # It serves on, with a new thread.
+    linked.compute(prompt(PAGES, 1), 1)
+    assert len(client.cluster.pages) == 1 + PAGES
+
+
+def test_one_rank_of_a_replicated_model_writes(
+    open_linked: OpenLinked, cluster: FakeCluster
+) -> None:
+    """All ranks have the same pages, and all count them as stored."""
+    second = open_linked("mla", tp_rank=1, tp_size=2)
+    tokens = prompt(PAGES, 1)
+    second.compute(tokens, 1)
+    assert not cluster.pages
+    first = open_linked("mla", tp_rank=0, tp_size=2)
+    first.compute(tokens, 1)
+    second.tree.reset()
+
+    assert second.restore(tokens, 1) == (PAGES, True)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_the_device_pool_looks_like_the_host_pool_of_the_same_model(kind: str) -> None:
+    """In all that names a page: else engines would share no pages."""
+    device = device_pool(kind)
+    linked, host = DevicePool(device, PAGE_TOKENS), host_pool(kind, "layer_first", device)
+
+    for name in ("dtype", "layout", "page_size", "layer_num", "target_layer_num", "size_per_token"):
+        assert getattr(linked, name) == getattr(host, name), name
+
+
+def test_models_with_more_than_plain_pages_are_refused_in_a_sentence() -> None:
+    """The engine does not start, and says what to use instead."""
+    plain = {
+        "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "is_eagle": False,
+        "pp_size": 1,
+    }  # fmt: skip
+    for change, components, why in (
+        ({"is_eagle": True}, {ComponentType.FULL}, "no draft models"),
+        ({"pp_size": 2}, {ComponentType.FULL}, "no pipeline parallelism"),
+        ({}, {ComponentType.FULL, ComponentType.SWA}, "no sliding windows"),
+    ):
+        refusal = pytest.raises(ConfigError, match=f"{why}.*--enable-hierarchical-cache")
+        with ranks(Shape()), refusal:
+            PeerCacheLinker(None, SimpleNamespace(**plain | change), components=components)
+    asymmetric = device_pool("mha")
+    asymmetric.kv_cache_layout = "hnd"
+    with pytest.raises(ConfigError, match="MHATokenToKVPool in the layout hnd"):
+        DevicePool(asymmetric, PAGE_TOKENS)
