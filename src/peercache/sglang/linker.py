@@ -274,7 +274,7 @@ def _groups(params: Any) -> list[Any]:
 
 
 def _storage_config(params: Any, pool: DevicePool, extra_config: dict[str, Any]) -> Any:
-    """Return what HiCache would tell a storage backend about this rank and model."""
+    """Return what HiCache passes to a storage backend about this rank and model."""
     parallel = get_parallel()
     has_own = is_dp_attention_enabled()
     return HiCacheStorageConfig(
