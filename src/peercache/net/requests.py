@@ -445,7 +445,7 @@ class Conversation(Generic[Kind]):
                 # arrived during the copy are read without a poll.
                 stop_at = max(until, self._connections.clock() + LAST_TURN_S)
                 self._take(lease, stop_at)
-                if number in self._awaited:
+                if number in self._awaited and self._leases.get(lease.connection.fd) is lease:
                     self._check(lease, stop_at)
                 return
 

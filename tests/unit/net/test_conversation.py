@@ -604,6 +604,27 @@ def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one(side: Si
     assert side.breakers.opened_count == 0
 
 
+def test_a_node_that_asks_for_a_hello_twice_gets_one_new_connection(side: Side) -> None:
+    """It does so for each request that it does not know; the old connection is closed once."""
+    talk_before = side.talk()
+    talk_before.send(7, FIRST)
+    talk_before.end()
+    talk = side.talk()
+    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
+    (stale,) = side.lines
+    stale.comes(HelloRequired(7))
+    stale.comes(HelloRequired(7))
+
+    talk.collect(second, 110.0)
+    side.turn(talk)
+
+    fresh = side.lines[1]
+    assert stale.is_closed
+    assert questions(fresh) == [Lookup(first, FIRST.keys), Lookup(second, SECOND.keys)]
+    fresh.comes(Located(second, b"", False))
+    assert await_(side, talk, second, 110.0) is not None
+
+
 def test_a_new_connection_that_breaks_is_the_peers_failure(side: Side) -> None:
     """No answer will come, so no question waits any more."""
     talk = side.talk()
