@@ -305,6 +305,20 @@ def test_after_a_lost_report_all_pages_of_that_node_are_offered_to_it_again() ->
         ]
 
 
+def test_a_node_in_doubt_still_learns_what_is_evicted_here() -> None:
+    """It may have the copies, whatever becomes of the offer."""
+    rig = Copier(pages=2)
+    rig.store(1)
+    rig.copied(1)
+    rig.report(5)
+    rig.wait(rig.now)
+    assert rig.ask().node == ONE
+
+    rig.store(2, 3)
+
+    assert rig.reports() == {ONE: (1, [1])}
+
+
 def test_reports_without_a_gap_cost_no_look_at_all_pages() -> None:
     """And reports that repeat numbers at will have the pages looked at now and then at most."""
     rig = Copier()

@@ -222,7 +222,9 @@ class Copies:
             self._looked_at[node] = now
             for page in self.pages.all():
                 if page.copy_at == node:
-                    self._alone(page, node, is_urgent=True)
+                    # It may have the copy, and then relies on the page here.
+                    self._more.setdefault(page.key, set()).add(node)
+                    self._alone(page, node)
         return effects
 
     def deadline(self) -> float:
