@@ -160,8 +160,11 @@ def test_results_that_are_never_asked_for_do_not_grow(
 ) -> None:
     """A prefetch that LMCache has given up leaves its result behind."""
     monkeypatch.setattr(sys.modules["peercache.lmcache.adapter"], "RESULTS_MAX", 3)
-    tasks = [adapter.submit_load_task([KEY], [MemoryObject(HELD)]) for _ in range(5)]
-    wait_until(lambda: adapter.report_status()["loads_waiting"] == 0)
+    tasks = []
+    for _ in range(5):
+        tasks.append(adapter.submit_load_task([KEY], [MemoryObject(HELD)]))
+        # Several threads load: one after the other, so that the oldest results are known.
+        assert readable(adapter.get_load_event_fd())
     assert len(set(tasks)) == 5
     kept = [adapter.query_load_result(task) is not None for task in tasks]
     assert kept == [False] * 2 + [True] * 3
