@@ -239,10 +239,12 @@ class Spilled:
 class Copied:
     """Pages that a node offered to others for a second copy, since it began.
 
-    copied, copied_bytes: another node took them. there: one had them. refused, failed: as above.
-    single: pages that it has now, and of which no other node has a copy.
+    copies: how many of each page it keeps in the cluster. copied, copied_bytes: another node took
+            them. there: one had them. refused, failed: as above.
+    single: pages that it has now, and of which no other node has a copy; 0 if copies is 1.
     """
 
+    copies: int = 1
     copied: int = 0
     there: int = 0
     refused: int = 0

@@ -301,6 +301,7 @@ class NodeStatus:
     def _copied(self) -> Copied:
         made = self.crew.placement.copying.progress
         return Copied(
+            copies=self.config.copies,
             copied=made.moved,
             there=made.there,
             refused=made.refused,

@@ -30,6 +30,7 @@ from peercache.errors import (
 )
 from peercache.model.member import DEAD, Member
 from peercache.model.status import (
+    Copied,
     Draining,
     Latencies,
     MemberStatus,
@@ -156,6 +157,11 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
         assert "4.0 MiB [::3]:1 3,000 [::2]:1 2,000" in shown
         assert "[::1]" not in shown
         assert "b:1 - 15 others 8 of others: full 9 1.0 GiB c:1 7" in shown
+    copier = attrs.evolve(giver.status, copied=Copied(copies=2, single=1234))
+    with_copies = " ".join(drawn(attrs.evolve(giver, status=copier), taker).split())
+    assert "without a copy" in with_copies
+    assert "no_answer 2 1,234" in with_copies
+    assert "without a copy" not in drawn(giver, taker)
     narrow = "".join(drawn(giver, width=70).partition("moved pages")[2].split())
     assert "…" not in narrow
     assert "moved pages" not in drawn(told())

@@ -28,6 +28,7 @@ from peercache.http.dashboard import (
 from peercache.http.history import POINTS, SMALL_MEMBERS_MAX, STEP_S, WATCHED_S, Watching
 from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.status import (
+    Copied,
     Detail,
     MemberStatus,
     MovedPages,
@@ -243,6 +244,10 @@ async def test_pages_between_nodes_are_shown_with_whose_they_are() -> None:
     assert "its own: no answer 7" in rows
     assert "of others:" not in rows
     assert "10.0.0.2:31998" not in rows
+    assert "Without a copy" not in section
+    copiers = [with_status(member(0, 2), spilled=moved, copied=Copied(copies=2, single=1234)), idle]
+    assert "its own: no answer 7 1,234" in text_of(await page(copiers))
+    assert "Without a copy 1,234 pages" in text_of(await page(copiers, "/nodes/10.0.0.1:31998"))
     of_node = text_of(await page(members, "/nodes/10.0.0.1:31998"))
     assert "Given 17 pages, 17.0 MiB Taken 5 pages, 1.0 MiB" in of_node
     assert "others 2 2.0 MiB none" in of_node

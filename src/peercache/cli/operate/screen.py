@@ -161,7 +161,9 @@ def moves(members: Sequence[MemberStatus]) -> list[Table]:
     if not used:
         return []
     used.sort(key=lambda status: -(status.spilled.given + status.spilled.taken))
-    shown = table("moved pages", "given", "to", "taken", "from", "refused or failed")
+    heads = ["moved pages", "given", "to", "taken", "from", "refused or failed"]
+    copies = [status for status in used if status.copied.copies > 1]
+    shown = table(*heads, *(["without a copy"] if copies else []))
     for column in shown.columns:
         # A narrow terminal cuts off no name: it is what one looks for here.
         column.overflow = "fold"
@@ -178,7 +180,8 @@ def moves(members: Sequence[MemberStatus]) -> list[Table]:
             _counts({peer.name or "others": peer.taken for peer in spilled.peers}, "\n"),
             "\n".join(f"{whose}: {_counts(why, ', ')}" for whose, why in reasons.items() if why),
         )
-        shown.add_row(*map(Text, cells))
+        single = f"{status.copied.single:,}" if status.copied.copies > 1 else "–"
+        shown.add_row(*map(Text, cells), *([Text(single)] if copies else []))
     if len(used) > MOVERS_MAX:
         shown.add_row(f"{len(used) - MOVERS_MAX} more: --json has all")
     return [shown]
