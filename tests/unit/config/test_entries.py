@@ -188,6 +188,7 @@ FROZEN: dict[str, Any] = {
     "mirror_pulls": "off",
     "mirror_share": 0.25,
     "spill": False,
+    "copies": 1,
     "placement_rate": 512 * 2**20,
     "placement_min_age": 20.0,
     "quotas": (),
