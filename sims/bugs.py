@@ -83,7 +83,7 @@ def _early(right: Any) -> Any:
             return effects
         count = len(found.states)
         commit = Commit(0, reserve.sequence, b"\1" * count, bytes(8 * count), 0.0)
-        *published, last = self._commit_open(origin, commit, found)
+        *published, last = self._commit_open(origin, commit, found, is_copy=False)
         changed = RecordsChanged(last.fact.records, answers.NO_DROPS)
         return [*effects, *published, NotifyPublisher(changed)]
 

@@ -382,7 +382,7 @@ class CopiesLost:
 class HoldersChanged:
     """placement → pool: these other nodes may hold copies; those of all others are lost."""
 
-    nodes: frozenset[int]
+    nodes: tuple[int, ...]
 
 
 @attrs.frozen(eq=False)

@@ -243,10 +243,10 @@ def test_spill_and_copies_have_one_rate() -> None:
 def test_the_pool_learns_which_nodes_may_hold_copies() -> None:
     """A suspected one may; a dead one holds none. Nothing is said where nothing changes."""
     story = Story(rate=0)
-    both = NotifyPool(HoldersChanged(frozenset({ONE, TWO})))
+    both = NotifyPool(HoldersChanged((ONE, TWO)))
     assert both in story.see(member(ONE), member(TWO))
     assert both not in story.see(member(ONE), member(TWO, SUSPECT))
-    assert NotifyPool(HoldersChanged(frozenset({ONE}))) in story.see(member(ONE), member(TWO, DEAD))
+    assert NotifyPool(HoldersChanged((ONE,))) in story.see(member(ONE), member(TWO, DEAD))
     assert story.wait(60.0) == []
 
 

@@ -217,7 +217,7 @@ def test_pages_whose_node_is_dead_are_named_again() -> None:
     rig.copied(1, 2)
     rig.copied(3, to=TWO)
 
-    rig.say(HoldersChanged(frozenset({TWO})), INSIDE)
+    rig.say(HoldersChanged((TWO,)), INSIDE)
 
     assert sorted(rig.named()) == [1, 2]
 

@@ -222,7 +222,7 @@ class Placement:
         others = frozenset(there - {self.incarnation})
         if others != self._others:
             self._others = others
-            effects.append(NotifyPool(HoldersChanged(others)))
+            effects.append(NotifyPool(HoldersChanged(tuple(sorted(others)))))
         return effects
 
     def _refusal(self, offer: OfferPages | OfferSpill) -> str:

@@ -629,7 +629,7 @@ class Pool:
             case CopiesMade():
                 self._copies.made(message)
             case HoldersChanged(nodes):
-                self._copies.changed(nodes)
+                self._copies.changed(frozenset(nodes))
             case CopiesLost(node, report):
                 self._copies.lost(node, report, now)
             case _:
