@@ -58,6 +58,21 @@ class Linked:
             tp_size=self._shape.tp_size,
         )
         arguments = self._arguments.install()
+        try:
+            self._build(client_factory, arguments, settings, is_staged=is_staged)
+        except BaseException:
+            # A refusal is tried too: the next test has SGLang's own arguments.
+            self._arguments.restore()
+            raise
+
+    def _build(
+        self,
+        client_factory: Callable[..., Any],
+        arguments: Any,
+        settings: dict[str, Any] | None,
+        *,
+        is_staged: bool,
+    ) -> None:
         self.allocator = PagedTokenToKVPoolAllocator(
             self.device.size, PAGE_TOKENS, DTYPE, "cpu", self.device, need_sort=False
         )
