@@ -639,8 +639,8 @@ class ColdPages:
 class PagesToCopy:
     """pool → placement: the answer to RequestCopies; no groups: each page has a copy.
 
-    groups: (namespace, records, ages), as in ColdPages. node: it may have copies of all of them, so
-            it is asked first; 0: none may.
+    groups: (namespace, records, ages), as in ColdPages, the deepest page first. node: it may have
+            copies of all of them, so it is asked first; 0: none may.
     """
 
     groups: tuple[tuple[Tag, npt.NDArray[np.void], npt.NDArray[np.float64]], ...]

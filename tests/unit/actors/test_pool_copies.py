@@ -111,17 +111,17 @@ def numbers_in(named: PagesToCopy) -> list[int]:
 
 
 def test_pages_that_a_client_stores_are_named_until_they_have_a_copy() -> None:
-    """In the order in which they were stored; what no node took is named again, last."""
+    """The deepest of a prompt first; what no node took is named again, after what was stored."""
     rig = Copier()
     rig.store(1, 2, 3)
     assert rig.pool.copies.single_count == 3
 
-    assert sorted(rig.named()) == [1, 2, 3]
+    assert rig.named() == [3, 2, 1]
     rig.copied(1, 3)
     rig.store(4)
 
     assert rig.named() == [4]
-    assert rig.named() == [2, 4]
+    assert rig.named() == [4, 2]
     assert rig.pool.copies.single_count == 2
     assert rig.pool.copies.counts() == {ONE: 2}
 

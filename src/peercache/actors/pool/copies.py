@@ -136,10 +136,12 @@ class Copies:
             self._waiting[key] = None
             chosen.setdefault(page.namespace, []).append(page)
             near, size = node, size + page.length
-        groups = [
-            (tag, self.pages.records(some), self._ages(some, now)) for tag, some in chosen.items()
-        ]
-        return PagesToCopy(tuple(groups), near)
+        # The deepest first: of a prompt that has no room as a whole, its begin is taken.
+        groups = [(tag, some[::-1]) for tag, some in chosen.items()]
+        return PagesToCopy(
+            tuple((tag, self.pages.records(some), self._ages(some, now)) for tag, some in groups),
+            near,
+        )
 
     def made(self, made: CopiesMade) -> None:
         """Note which node has copies of pages; it learns it of those that are gone by now."""
