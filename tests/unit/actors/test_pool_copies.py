@@ -246,6 +246,36 @@ def test_a_third_node_that_offers_a_page_in_vain_changes_nothing() -> None:
     assert rig.reports() == {ONE: (1, [1])}
 
 
+def test_a_page_that_is_mirrored_while_it_is_copied_counts_once() -> None:
+    """A reader of this node is faster than the copy; then a client of this node sets the page."""
+    rig = Copier()
+    ages, lengths = np.full(1, 0.0), np.full(1, GRANULE, "<u8").tobytes()
+    rig.sequence = number = 1
+    asked = TakeOver(Reserve(0, number, 1, key(1), lengths), SpilledPages(ages, 0.0))
+    rig.say(asked, INSIDE)
+    rig.mirror(1)
+    commit = Commit(0, number, b"\1", bytes(8), 0.0)
+    rig.say(TakenOver(commit, ages, is_copy=True), INSIDE)
+    rig.copied(1)
+
+    rig.store(1)
+
+    assert rig.pool.copies.counts() == {ONE: 1}
+    assert rig.pool.copies.single_count == 0
+
+
+def test_a_mirrored_page_that_a_client_sets_is_named() -> None:
+    """It was a copy that goes first; now it is a page of this node, and named once."""
+    rig = Copier()
+    rig.mirror(1)
+    assert rig.named() == []
+
+    rig.store(1)
+
+    assert rig.named() == [1]
+    assert rig.pool.copies.single_count == 1
+
+
 def test_a_page_that_went_while_it_was_copied_is_reported() -> None:
     """Else the other node would rely on it."""
     rig = Copier(pages=2)

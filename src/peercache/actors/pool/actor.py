@@ -416,7 +416,7 @@ class Pool:
             for page in reversed(here):
                 if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
                     self._slots.adopt(page.slot)
-                    self._copies.stored([page.key])
+                    self._copies.adopted(page)
                 elif not limits:
                     self._slots.touch(page.slot)
                 else:

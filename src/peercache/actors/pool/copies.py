@@ -96,6 +96,14 @@ class Copies:
         if self.is_wanted:
             self._urgent.update(dict.fromkeys(keys, 0))
 
+    def adopted(self, page: Page) -> None:
+        """Note a page that was mirrored here, and is now a page like others.
+
+        It may have a copy already: it was mirrored while it was taken as one.
+        """
+        if not page.copy_at:
+            self._alone(page, is_urgent=True)
+
     def ended(self, pages: Sequence[Page], *, is_removed: bool) -> None:
         """Note pages that leave memory; the other node learns it of those that are lost here."""
         if not self._counts and not self.single_count and not self._more:
