@@ -228,7 +228,7 @@ CLUSTER_CHARACTERS_MAX = 255
 
 @attrs.frozen
 class Config:
-    """The table of settings, and their values."""
+    """The table of settings, and their values: attributes with the names of the settings."""
 
     # --- the node and its addresses
     cluster: str = setting(
@@ -674,7 +674,14 @@ class Config:
         file: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Config:
-        """Merge file, environment and settings; raise ConfigError for the first wrong one."""
+        """Merge file, environment and settings: the later override the earlier.
+
+        settings:    values by name, as texts ("64GiB", "90s") or in the setting's own type.
+        file:        the path of a TOML file.
+        environment: variables, of which those with the prefix `PEERCACHE_` count; None: none.
+
+        Raises ConfigError for the first unknown name, or value that cannot be used.
+        """
         of_file = {} if file is None else read_toml(Path(file))
         of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
         given = {name: value for name, value in (settings or {}).items() if value is not None}
