@@ -215,6 +215,15 @@ def test_a_block_without_a_mark_is_found() -> None:
             steps(wrong)
 
 
+def test_a_reader_sees_on_which_host_a_block_runs() -> None:
+    """The first line states what the mark states, which a browser does not show."""
+    for step in steps(PAGE):
+        if "not run" not in step.facts and "file" not in step.facts:
+            place = "your own machine" if step.facts["on"] == "admin" else step.facts["on"]
+            is_repeated = "repeat" in step.facts
+            assert step.text.startswith(f"# on {EACH if is_repeated else place}\n"), step.text
+
+
 def test_output_is_read_with_its_gaps() -> None:
     """Other text, a missing line and another order are differences; columns may be wider."""
     assert matches("a …\n…\nc\n", "a    1 2\nb\n c \n")
