@@ -375,7 +375,7 @@ class Config:
         choice("off", "hot", "all"),
         "off",
         "Which pages a client keeps a copy of in its home node's pool when it has read them from "
-        "another host: hot means those that it read within the last minute, too.",
+        "another host: hot means those that it read within the last one to two minutes, too.",
     )
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
