@@ -82,11 +82,12 @@ class Client:
     up `exists_timeout_s` (0.1 s).
 
     keys: texts or bytes; most calls also take page keys, (n,) V16, which are not hashed again.
-    config, namespace: the settings and the namespace of this client. metrics: its counters.
+    config, namespace: the settings and the namespace of this client.
+    metrics: its counters.
     """
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
-        """Use `Client.open`."""
+        """Use `Client.open`, which also attaches to a node."""
         self.config = config
         self.namespace = namespace
         self._wiring = wiring = ClientParts(config, namespace)
