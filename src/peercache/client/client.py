@@ -74,10 +74,20 @@ def _close_all() -> None:
 
 @final
 class Client:
-    """A cache client: reads from every node of the cluster, writes through its home node."""
+    """A cache client: reads from every node of the cluster, writes through its home node.
+
+    Every call may be made from several threads at once, returns within its deadline, and raises no
+    exception because of the cluster: a failure is a miss, or 0. After `close`, and in a forked
+    child, every call is a miss. The deadline is `op_timeout_s` (2 s), of calls that only look pages
+    up `exists_timeout_s` (0.1 s).
+
+    keys: texts or bytes; most calls also take page keys, (n,) V16, which are not hashed again.
+    config, namespace: the settings and the namespace of this client.
+    metrics: its counters.
+    """
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
-        """Use `Client.open`."""
+        """Use `Client.open`, which also attaches to a node."""
         self.config = config
         self.namespace = namespace
         self._wiring = wiring = ClientParts(config, namespace)
@@ -135,29 +145,35 @@ class Client:
     def batch_set(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
         """Store one page for each key; return for each whether the home node holds it now.
 
-        buffers: objects with the buffer protocol, C-contiguous, one for each key. True means
-        committed in the home pool by this call or before it; the buffer is not read after the
-        return.
+        buffers: objects with the buffer protocol, C-contiguous, one for each key.
+
+        True means committed in the home pool, by this call or before it; the buffer is not read
+        after the return. All are False if there are not as many buffers as keys, or if one of them
+        is not contiguous.
         """
         return self._with_buffers(keys, buffers, self.batch_set_from, writable=False)
 
     def batch_get(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
         """Fill one buffer for each key; return for each whether it now holds exactly that page.
 
-        buffers: writable objects with the buffer protocol, C-contiguous, one for each key. A buffer
-        with another size than the page is a miss, and stays untouched; after any other miss its
-        content is undefined. Nothing writes to a buffer after the return.
+        buffers: writable objects with the buffer protocol, C-contiguous, one for each key.
+
+        A buffer with another size than the page is a miss, and stays untouched; after any other
+        miss its content is undefined. Nothing writes to a buffer after the return. All are False if
+        there are not as many buffers as keys, or if one of them is read-only or not contiguous.
         """
         return self._with_buffers(keys, buffers, self.batch_get_into, writable=True)
 
     def batch_set_from(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Store one page for each key, gathered from (address, bytes) segments, in their order.
+        """Store one page for each key, from memory at addresses; return as `batch_set`.
 
         keys: names of this namespace, or page keys, (n,) V16: keys of several namespaces with the
               same name may be in one batch, and `clear` removes them together. The same holds for
               all calls below.
+        segments: for each key its pieces (address, bytes), which are joined in their order; or
+                  `PageRuns`. Nothing checks that they are the caller's memory.
         """
         return self._call(
             "set", len(keys), [False] * len(keys), lambda until: self._set(keys, segments, until)
@@ -166,7 +182,11 @@ class Client:
     def batch_get_into(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Scatter one page for each key into (address, bytes) segments, in their order."""
+        """Read one page for each key into memory at addresses; return as `batch_get`.
+
+        segments: for each key its pieces (address, bytes), which are filled in their order; or
+                  `PageRuns`. Nothing checks that they are the caller's memory.
+        """
         return self._call(
             "get", len(keys), [False] * len(keys), lambda until: self._get(keys, segments, until)
         )
@@ -174,19 +194,23 @@ class Client:
     def batch_exists(self, keys: Keys) -> int:
         """Return the length of the leading run of keys that have a holder: a hint.
 
-        Has the short deadline `exists_timeout_s`.
+        0 also without an answer. Only a get shows whether a page can be read. Has the short
+        deadline `exists_timeout_s`.
         """
         found = self.contains(keys)
         return found.index(False) if False in found else len(found)
 
     def contains(self, keys: Keys) -> list[bool]:
-        """Return for each key whether it has a holder: a hint, like `batch_exists`."""
+        """Return for each key whether it has a holder: a hint, like `batch_exists`.
+
+        False also without an answer. Has the short deadline `exists_timeout_s`.
+        """
         return self._exists(keys, touch=False)
 
     def lengths(self, keys: Keys) -> list[int]:
         """Return the size of each page in bytes, to allocate buffers; 0 if no node holds it.
 
-        A hint: the page may be gone when it is read.
+        A hint: the page may be gone when it is read. Has the short deadline `exists_timeout_s`.
         """
         path = self._wiring.reader.lengths
         return self._call(
@@ -202,7 +226,7 @@ class Client:
 
         For a caller that will read what this returns. It pins nothing: each holder gets one message
         a call, which may be lost, and treats these pages as just read. A batch that was touched
-        within the last second is not sent again.
+        within the last second is not sent again. Has the short deadline `exists_timeout_s`.
         """
         return self._exists(keys, touch=True)
 
@@ -210,7 +234,9 @@ class Client:
         """Remove these pages at every live holder; return how many were removed.
 
         No get finds them afterwards; but if a node is killed while a slow disk still deletes them
-        (longer than a tenth of a second), it may have them again after its restart.
+        (longer than a tenth of a second), it may have them again after its restart. Members that do
+        not answer within `op_timeout_s` keep their pages: the log then has
+        `client.removal_incomplete`. A page counts once for each holder.
         """
 
         def ask(until: float) -> int:
@@ -231,7 +257,10 @@ class Client:
         return self._call("remove", len(keys), 0, ask)
 
     def clear(self) -> int:
-        """Drop every page of this namespace on every live node; return how many were removed."""
+        """Drop every page of this namespace on every live node; return how many were removed.
+
+        Members that do not answer within `op_timeout_s` keep their pages, as with `remove`.
+        """
 
         def ask(until: float) -> int:
             message = Clear(0, self.namespace.tag(), self._timeout_s(until))
@@ -245,6 +274,8 @@ class Client:
 
     def retain(self, keys: Keys, seconds: float) -> int:
         """Protect these pages from eviction for a time; return how many at least one holder keeps.
+
+        seconds: from now on; 0 or more, and at most 30 days.
 
         Pages that are in the memory of a holder stay there, the first ones of the keys first, up to
         the quota of the namespace; namespaces without a quota share a quarter of a node's pool.
@@ -301,19 +332,29 @@ class Client:
         return self._home.state
 
     def member_addresses(self) -> dict[int, str]:
-        """Return HOST:PORT of each live member, by incarnation."""
+        """Return HOST:PORT of each live member, by its incarnation (the number of one start of it).
+
+        As of the last second; sends no request. `Overlap.holders` has the same numbers.
+        """
         return {number: member.control for number, member in self._tie.cluster.members.items()}
 
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
         """Register memory for reads, in the background; return a function that ends that.
 
-        For long-lived buffers: reads into other memory may need a copy. owner: kept alive until the
-        end, because a device would continue to write to freed memory.
+        For long-lived buffers: reads into other memory may need a copy. Does nothing without RDMA.
+
+        address, length: of the memory, in bytes.
+        owner: kept alive until the end, because a device would continue to write to freed memory.
         """
         return self._wiring.register_memory(address, length, owner)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Return figures of this client and of its home node, for operators and tests."""
+        """Return figures of this client and of its home node, for operators and tests.
+
+        Totals since the start, by the metric's name without `peercache_` and `_total`, with the
+        value of its label: `pages_hit_shm`. Names that begin with `home_` are the home node's; they
+        are missing if it does not answer within `exists_timeout_s`.
+        """
         if self._fork.is_child:
             # In a forked child a lock of the metrics may be held forever.
             return {}
@@ -325,7 +366,10 @@ class Client:
     # --- lifetime ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End calls, connections and mappings, and leave the cluster; bounded, may be repeated."""
+        """End calls, connections and mappings, and leave the cluster; may be repeated.
+
+        Waits for calls of other threads, at most 5 s. An embedded node's pages are gone afterwards.
+        """
         if self._fork.is_child:
             return
         with self._calls:

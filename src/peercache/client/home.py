@@ -57,8 +57,9 @@ class HomeState:
     """The state of a client's home node.
 
     is_lost:    it does not answer, or refuses this client: nothing is stored, and reads miss.
-    answered_s: when it answered last, by the clock of `time.monotonic`.
-    reason:     NO_ANSWER or REFUSED; why: the same as a sentence. Both are "" while it is not lost.
+    answered_s: when it answered last, in seconds of `time.monotonic`.
+    reason:     "no_answer" or "refused"; "" while it is not lost.
+    why:        the same as a sentence.
     """
 
     is_lost: bool

@@ -65,7 +65,10 @@ Kind = TypeVar("Kind")
 class Target:
     """The node to ask, and the identity to use.
 
-    has_cluster: whether the user named the cluster; is_named: whether the user named the address.
+    at:          HOST:PORT of its control plane, or ipc://PATH of its home.
+    timeout_s:   how long it may take to answer, in seconds.
+    has_cluster: whether the user named the cluster.
+    is_named:    whether the user named the address.
     """
 
     at: str
@@ -84,10 +87,15 @@ class Target:
         environment: Mapping[str, str] | None = None,
         **settings: str | None,
     ) -> Target:
-        """Create a target from settings; raise ConfigError.
+        """Create a target from settings.
 
-        at:     a control address, or ipc://PATH of a home; None: a node of this host.
-        config: a TOML file; settings: such as cluster, tls_ca, tls_cert and tls_key.
+        at:        HOST:PORT of a control plane, or ipc://PATH of a home; None: a node of this host.
+        timeout_s: how long the node may take to answer, in seconds.
+        config:    the path of a TOML file with settings.
+        environment: variables with settings (`PEERCACHE_…`); None: those of this process.
+        settings:  override both: cluster, tls_ca, tls_cert, tls_key, insecure …
+
+        Raises ConfigError for an unknown name, and for a value that cannot be used.
         """
         found = os.environ if environment is None else environment
         loaded = Config.load(settings, file=config, environment=found)
@@ -148,7 +156,13 @@ def _here(config: Config) -> str:
 
 @final
 class Operator:
-    """A connection to one node, as an operator; a context manager."""
+    """A connection to one node, as an operator; a context manager.
+
+    Entering it connects; raises PeerUnreachable, Rejected or DeadlineExceeded. If the connection
+    ends, the next call connects again. For one thread at a time.
+
+    cluster: the name of the node's cluster, once it is connected.
+    """
 
     def __init__(self, target: Target) -> None:
         """Load the certificates; raise ConfigError for wrong ones."""
@@ -194,12 +208,24 @@ class Operator:
         self._asker.close()
 
     def status(self, *, detail: bool = False) -> Status:
-        """Return the status of the node."""
+        """Return the status of the node.
+
+        detail: with its threads, environment and settings; secrets are masked.
+
+        Raises Rejected, PeerUnreachable, DeadlineExceeded or RemoteProtocolError.
+        """
         reply = self.ask(RequestStatus(0, detail), ReportStatus)
         return _read(decoded_status, reply.status)
 
     def statuses(self, *, detail: bool = False) -> list[MemberStatus]:
-        """Return the status of every member, as the node collects it, sorted by name."""
+        """Return the status of every member, as the node collects it, sorted by name.
+
+        A member that does not answer the node within a second is listed without its status.
+
+        detail: as with `status`, of every member.
+
+        Raises Rejected, PeerUnreachable, DeadlineExceeded or RemoteProtocolError.
+        """
         found: list[MemberStatus] = []
         after, more = 0, True
         while more:

@@ -228,7 +228,7 @@ CLUSTER_CHARACTERS_MAX = 255
 
 @attrs.frozen
 class Config:
-    """The table of settings, and their values."""
+    """The table of settings, and their values: attributes with the names of the settings."""
 
     # --- the node and its addresses
     cluster: str = setting(
@@ -375,7 +375,7 @@ class Config:
         choice("off", "hot", "all"),
         "off",
         "Which pages a client keeps a copy of in its home node's pool when it has read them from "
-        "another host: hot means those that it read within the last minute, too.",
+        "another host: hot means those that it read within the last one to two minutes, too.",
     )
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
@@ -674,7 +674,14 @@ class Config:
         file: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Config:
-        """Merge file, environment and settings; raise ConfigError for the first wrong one."""
+        """Merge file, environment and settings: the later override the earlier.
+
+        settings:    values by name, as texts ("64GiB", "90s") or in the setting's own type.
+        file:        the path of a TOML file.
+        environment: variables, of which those with the prefix `PEERCACHE_` count; None: none.
+
+        Raises ConfigError for the first unknown name, or value that cannot be used.
+        """
         of_file = {} if file is None else read_toml(Path(file))
         of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
         given = {name: value for name, value in (settings or {}).items() if value is not None}

@@ -502,10 +502,12 @@ class RemoteKVConnector:
     Its result is the number of tokens, from the mapping's first on, whose pages have moved: a
     leading run, 0 if there is none. It never has an exception. Until it is done, the engine must
     keep the pages unchanged; once it is done, or cancelled, nothing accesses them. Invalid
-    arguments raise `InvalidRequest`; every other failure is a shorter run.
+    arguments, and calls after `close`, raise InvalidRequest; every other failure is a shorter run.
 
-    Keywords of all calls with tokens: `salts` (texts by name: LoRA, tenant) separates requests, in
-    addition to those of the metadata; `timeout_s` is the transfer's deadline.
+    Keywords of all calls with tokens:
+
+    salts: texts by name (LoRA, tenant) that separate requests, in addition to the metadata's.
+    timeout_s: the transfer's deadline in seconds; by default that of the metadata.
     """
 
     def __init__(self, metadata: ConnectorMetadata) -> None:
@@ -515,20 +517,29 @@ class RemoteKVConnector:
     def register_kv_buffers(self, kv_args: Any) -> None:
         """Register the engine's buffers, once: pages are read and written in place.
 
-        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, one number for each buffer
-                 (K or V of a layer): its address, its size, and the size of a page in it.
+        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, lists with one number for
+                 each buffer (K or V of a layer): its address, its bytes, and the bytes of a page in
+                 it. Page i is at i times these bytes.
+
+        Raises InvalidRequest if these are no buffers, or for a second call.
         """
         self.core.register(kv_args)
 
     def store_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
     ) -> tuple[Future[int], int]:
-        """Store pages; return a Future, and the token up to which pages were accepted.
+        """Store pages; return a Future of the stored tokens, and the end of the accepted tokens.
 
+        req_id: the request, a text.
         page_to_tokens_mapping: (page index, slice of `tokens_list`) for each page, in order; a last
                                 slice that is shorter than a page is left out.
-        tokens_list: all tokens from the prompt's first on, a list or an array. A full queue accepts
-        nothing: the Future is done, and the end is the start of the mapping.
+        tokens_list: all tokens from the prompt's first on: a list of int, or a one-dimensional
+                     array of integers.
+
+        A full queue accepts nothing: the Future is done, and the end is the start of the mapping.
+
+        Raises InvalidRequest for malformed arguments, before `register_kv_buffers`, and after
+        `close`.
         """
         core = self.core
         core.check_open()
@@ -541,9 +552,12 @@ class RemoteKVConnector:
     def retrieve_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
     ) -> Future[int]:
-        """Read pages into the buffers; return a Future. The arguments are those of a store.
+        """Read pages into the buffers; return a Future of the tokens that have arrived.
 
-        The content of pages after the leading run is undefined.
+        The arguments are those of a store; a page index may be named only once. The content of
+        pages after the leading run is undefined.
+
+        Raises InvalidRequest as a store.
         """
         core = self.core
         core.check_open()
@@ -557,6 +571,8 @@ class RemoteKVConnector:
         self, req_id: str, tokens: Tokens, num_local_computed_tokens: int, **kw: Any
     ) -> int:
         """Return how many tokens after the local ones every rank can retrieve: a hint.
+
+        num_local_computed_tokens: how many of the first tokens the engine has already.
 
         Asks the store, which blocks until the store's own deadline; `AsyncKVPrefetchQueue` asks in
         another thread. With `all_reduce_min`, each rank must call this in the same order; 0 if that

@@ -73,7 +73,10 @@ class ClientPages:
 
 
 def cluster_store(**settings: Any) -> OpenStore:
-    """Return a function that opens a client with these settings, as `Client.open` takes them."""
+    """Return a function that opens a client: the `store` of a `ConnectorMetadata`.
+
+    settings: those that `Client.open` takes. The function raises what `Client.open` raises.
+    """
     return lambda namespace: ClientPages(Client.open(namespace=namespace, **settings))
 
 
@@ -137,7 +140,7 @@ def _is_callable(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 class ConnectorMetadata:
     """The parameters of a connector.
 
-    model, dtype, page_tokens, salts: of the chain of content addresses (`peercache.content`).
+    model, dtype, page_tokens, salts: of the chain of content addresses (`Chain`).
     namespace:    the name to which rights and quotas apply.
     layout:       what else determines the bytes of a page: the order of layers, of K and V, of
                   heads. Engines with the same model and different layouts share no page.
@@ -146,11 +149,14 @@ class ConnectorMetadata:
     store:        opens the page store: `cluster_store(home=…)`, `folder_store(path)`.
     all_reduce_min: agrees on results over ranks; None: each rank has its own.
     on_stored: called with the stored pages, in a thread of the connector; None: not called.
-    timeout_s:    of a transfer without a timeout of its own; no part of a transfer begins later.
+    timeout_s:    seconds, of a transfer without a timeout of its own; no part of a transfer begins
+                  later.
     queued_pages: pages that wait or move, for gets and for sets each; further ones are refused.
     chunk_bytes:  bytes that one call of the store moves: cancellation and deadlines take effect in
                   between.
     get_threads, set_threads: calls of the store at a time.
+
+    Raises InvalidRequest for a field that cannot be used.
     """
 
     model: str

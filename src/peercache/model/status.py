@@ -291,6 +291,8 @@ class Status:
     wire:     the oldest and the newest version of the wire that it speaks.
     state:    ok, degraded, draining, leaving or unavailable; reasons explain why it is not ok.
     age_s:    seconds since its start.
+    pool, disk: its memory and its disk, as `Tier`.
+    workers, peers, namespaces: attached engines, other members, and who uses how much room.
     counters: totals since the start, by the metric's name without `peercache_`, with the value of
               its label after a slash: `pages_hit/shm`.
     latency:  by operation: get, set, exists …
