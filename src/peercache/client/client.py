@@ -176,8 +176,11 @@ class Client:
 
         Has the short deadline `exists_timeout_s`.
         """
-        found = self.contains(keys)
-        return found.index(False) if False in found else len(found)
+        return self._run(keys, touch=False)
+
+    def batch_touch(self, keys: Keys) -> int:
+        """Return the same as `batch_exists`, and have the holders evict that run last (`touch`)."""
+        return self._run(keys, touch=True)
 
     def contains(self, keys: Keys) -> list[bool]:
         """Return for each key whether it has a holder: a hint, like `batch_exists`."""
@@ -413,6 +416,15 @@ class Client:
         hits: list[bool] = outcome.hits.tolist()
         return hits
 
+    def _run(self, keys: Keys, *, touch: bool) -> int:
+        return self._call(
+            "exists",
+            len(keys),
+            0,
+            lambda until: self._leading(keys, until, touch=touch),
+            timeout_s=self.config.exists_timeout_s,
+        )
+
     def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
         return self._call(
             "exists",
@@ -433,6 +445,18 @@ class Client:
         self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
         return found
+
+    def _leading(self, keys: Keys, until: float, *, touch: bool) -> int:
+        path = self._wiring.reader.leading(self._names(keys), self._tie.cluster, until, touch=touch)
+        found = self._bridge.run(path)
+        if (report := current_call.report) is not None and report.is_detailed:
+            add_missed({found.why: len(keys) - found.run})
+        current.series = series_of("exists", found.tier, found.run, len(keys))
+        self.metrics.exists_asked.inc(len(keys))
+        self.metrics.exists_found.inc(found.run)
+        if found.is_again:
+            self.metrics.exists_asked_again.inc(len(keys))
+        return found.run
 
     def _names(self, keys: Keys) -> PageKeys:
         return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)
