@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from peercache.client import tracing
 from peercache.client.assembly import ClientParts
 from peercache.client.home import HomeState
 from peercache.client.report import add_missed, add_moved
@@ -80,6 +81,7 @@ class Client:
         """Use `Client.open`."""
         self.config = config
         self.namespace = namespace
+        tracer = tracing.tracer() if config.otel_traces else None
         self._wiring = wiring = ClientParts(config, namespace)
         self.metrics = wiring.metrics
         self._pages_copied = wiring.metrics.pages_set.labels("copied")
@@ -96,6 +98,10 @@ class Client:
         self._calls = Condition(self._lock)
         self._calls_in_flight = 0
         self._is_closed = False
+        if tracer is not None:
+            # Of this client alone: without the setting a call has no code for it.
+            call = tracing.traced(self._call, tracer, namespace.name, self._log)
+            setattr(self, "_call", call)  # noqa: B010 - a method
 
     @classmethod
     def open(
@@ -404,7 +410,7 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
             if current_call.report is not None:
-                add_moved(pages, outcome.bytes_by_fabric[fabric])
+                add_moved(pages, outcome.bytes_by_fabric[fabric], fabric)
         self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a device or a bug has changed bytes while the generation word
