@@ -86,6 +86,7 @@ HOMES: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
     "cryptography": frozenset({"trust"}),
     "msgspec": frozenset({"events", "http"}),
+    "opentelemetry": frozenset({"client"}),
     "zmq": frozenset({"events", "manager"}),
     "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),

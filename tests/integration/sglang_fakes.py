@@ -84,6 +84,11 @@ class FakeClient:
         add_missed({ABSENT: found.count(False)})
         return found
 
+    def batch_touch(self, keys: Any) -> int:
+        """Return the length of the leading run."""
+        found = self.touch(keys)
+        return found.index(False) if False in found else len(found)
+
     def remove(self, keys: Sequence[str]) -> int:
         """Remove pages; return how many there were."""
         with self.cluster.lock:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from peercache.client import tracing
 from peercache.client.assembly import ClientParts
 from peercache.client.home import HomeState
 from peercache.client.report import add_missed, add_moved
@@ -90,6 +91,7 @@ class Client:
         """Use `Client.open`, which also attaches to a node."""
         self.config = config
         self.namespace = namespace
+        tracer = tracing.tracer() if config.otel_traces else None
         self._wiring = wiring = ClientParts(config, namespace)
         self.metrics = wiring.metrics
         self._pages_copied = wiring.metrics.pages_set.labels("copied")
@@ -106,6 +108,10 @@ class Client:
         self._calls = Condition(self._lock)
         self._calls_in_flight = 0
         self._is_closed = False
+        if tracer is not None:
+            # Of this client alone: without the setting a call has no code for it.
+            call = tracing.traced(self._call, tracer, namespace.name, self._log)
+            setattr(self, "_call", call)  # noqa: B010 - a method
 
     @classmethod
     def open(
@@ -197,8 +203,11 @@ class Client:
         0 also without an answer. Only a get shows whether a page can be read. Has the short
         deadline `exists_timeout_s`.
         """
-        found = self.contains(keys)
-        return found.index(False) if False in found else len(found)
+        return self._run(keys, touch=False)
+
+    def batch_touch(self, keys: Keys) -> int:
+        """Return the same as `batch_exists`, and have the holders evict that run last (`touch`)."""
+        return self._run(keys, touch=True)
 
     def contains(self, keys: Keys) -> list[bool]:
         """Return for each key whether it has a holder: a hint, like `batch_exists`.
@@ -445,7 +454,7 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
             if current_call.report is not None:
-                add_moved(pages, outcome.bytes_by_fabric[fabric])
+                add_moved(pages, outcome.bytes_by_fabric[fabric], fabric)
         self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a device or a bug has changed bytes while the generation word
@@ -456,6 +465,15 @@ class Client:
             )
         hits: list[bool] = outcome.hits.tolist()
         return hits
+
+    def _run(self, keys: Keys, *, touch: bool) -> int:
+        return self._call(
+            "exists",
+            len(keys),
+            0,
+            lambda until: self._leading(keys, until, touch=touch),
+            timeout_s=self.config.exists_timeout_s,
+        )
 
     def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
         return self._call(
@@ -477,6 +495,18 @@ class Client:
         self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
         return found
+
+    def _leading(self, keys: Keys, until: float, *, touch: bool) -> int:
+        path = self._wiring.reader.leading(self._names(keys), self._tie.cluster, until, touch=touch)
+        found = self._bridge.run(path)
+        if (report := current_call.report) is not None and report.is_detailed:
+            add_missed({found.why: len(keys) - found.run})
+        current.series = series_of("exists", found.tier, found.run, len(keys))
+        self.metrics.exists_asked.inc(len(keys))
+        self.metrics.exists_found.inc(found.run)
+        if found.is_again:
+            self.metrics.exists_asked_again.inc(len(keys))
+        return found.run
 
     def _names(self, keys: Keys) -> PageKeys:
         return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)

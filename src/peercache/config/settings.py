@@ -638,6 +638,13 @@ class Config:
         "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
         "Required if that endpoint is beyond loopback: its readers show no certificate.",
     )
+    otel_traces: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "Make an OpenTelemetry span of each call of a client, in the trace that is current in its "
+        "thread: by the engine's tracer provider, or sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT. "
+        "Requires the extra `otel`.",
+    )
     objective_exists_s: float = setting(
         SECONDS,
         0.001,

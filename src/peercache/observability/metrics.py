@@ -47,6 +47,7 @@ CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "pages_mirrored": (),
     "exists_asked": (),
     "exists_found": (),
+    "exists_asked_again": (),
     "bytes_written": (),
     "deadlines_overrun": (),
     "home_attached": (),
@@ -99,6 +100,9 @@ class Metrics:
         )
         self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
         self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")
+        self.exists_asked_again = counter(
+            "exists_asked_again", "Keys of batches that an engine asked again after a miss."
+        )
         self.pages_short = counter(
             "pages_short", "Pages that SGLang asked for after exists had reported them.", "pool"
         )

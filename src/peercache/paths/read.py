@@ -74,6 +74,10 @@ MEASURED_MAX = 1024
 BYTE_S = 0.5e-9
 """The assumed seconds per byte of a holder without a recent read: 2 GB/s."""
 
+RUN_ENDS_MAX = 1024
+"""Batches of which a client remembers the first missing page, about 250 bytes each: an engine has
+fewer requests in its queue."""
+
 Places = npt.NDArray[np.intp]
 
 
@@ -92,6 +96,53 @@ class ReadOutcome:
     bytes_by_fabric: dict[str, int]
     mirrored: int = 0
     tier: str = ""
+
+
+@attrs.frozen
+class Leading:
+    """The leading run of a batch.
+
+    why: the reason of the page that ends it, "" if all have a holder. tier: which one answered.
+    is_again: whether the batch was asked for before, and had a missing page.
+    """
+
+    run: int
+    why: str
+    tier: str
+    is_again: bool = False
+
+
+@final
+class RunEnds:
+    """The page that was missing in each of the last batches. Thread-safe.
+
+    It is never an answer, because a page may appear at any moment. It decides which page of a batch
+    is asked for first when the batch comes again: if that page is still missing, the others need no
+    question.
+    """
+
+    def __init__(self) -> None:
+        """Start without batches."""
+        self._lock = Lock()
+        self._ends: dict[bytes, tuple[int, bytes]] = {}
+        """By the last key of a batch, which in an engine's keys identifies the whole prefix: how
+        many keys from the end the missing one is, and its key."""
+
+    def pages_before(self, keys: PageKeys) -> int | None:
+        """Return how many pages come before the one that was missing; None for a new batch."""
+        back, missing = self._ends.get(keys[-1].tobytes(), (0, b""))
+        at = len(keys) - back
+        return at if 0 <= at < len(keys) and keys[at].tobytes() == missing else None
+
+    def note(self, keys: PageKeys, run: int, *, is_absent: bool) -> None:
+        """Remember where the leading run of a batch ends; only an absent page is remembered."""
+        name = keys[-1].tobytes()
+        with self._lock:
+            self._ends.pop(name, None)
+            if is_absent:
+                self._ends[name] = len(keys) - run, keys[run].tobytes()
+                if len(self._ends) > RUN_ENDS_MAX:
+                    del self._ends[next(iter(self._ends))]
 
 
 @final
@@ -191,6 +242,7 @@ class Reader:
     mirrorer: Mirrorer | None = None
     _loads: HolderLoad = attrs.field()
     touches: Touches = attrs.field(factory=Touches, init=False)
+    _run_ends: RunEnds = attrs.field(factory=RunEnds, init=False)
     _strangers: Strangers = attrs.field(factory=Strangers, init=False)
 
     @_loads.default
@@ -229,6 +281,30 @@ class Reader:
             # The caller will read these pages soon: their holders load them in the meantime.
             yield Post(wished)
         return where.known, where.reasons, ASKED
+
+    def leading(
+        self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
+    ) -> Generator[Step, Any, Leading]:
+        """Return how many leading pages have a holder: `exists`, up to the first missing page.
+
+        A batch that was asked for before is asked again only up to the page that was missing then.
+        An engine does this for each request in its queue (SGLang up to eight times), and in a large
+        cluster a new question for all pages would go to as many owners.
+        """
+        if not len(keys):
+            return Leading(0, "", "")
+        before = self._run_ends.pages_before(keys)
+        first = len(keys) if before is None else before + 1
+        known, whys, tier = yield from self.exists(keys[:first], cluster, until, touch=touch)
+        run = first if known.all() else int(np.argmin(known))
+        why = "" if run == first else whys[run]
+        if run == first < len(keys):
+            # It was set meanwhile: the rest is a new question.
+            known, whys, tier = yield from self.exists(keys[first:], cluster, until, touch=touch)
+            more = len(known) if known.all() else int(np.argmin(known))
+            run, why = first + more, "" if more == len(known) else whys[more]
+        self._run_ends.note(keys, run, is_absent=why == reasons.ABSENT)
+        return Leading(run, why, tier, is_again=before is not None)
 
     def lengths(
         self, keys: PageKeys, cluster: Cluster, until: float

@@ -262,11 +262,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 # Such pages have no bytes here: only the side pools show which pages exist.
                 raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
             digests = at.spaces.digests
-            found = at.client.touch(object_keys(keys, digests))
-            if not isinstance(found, list) or len(found) != len(keys) * len(digests):
-                raise ValueError(f"exists of {len(keys)} keys answered {found!r:.80}")
+            present = at.client.batch_touch(object_keys(keys, digests))
+            if not isinstance(present, int) or not 0 <= present <= len(keys) * len(digests):
+                raise ValueError(f"exists of {len(keys)} keys answered {present!r:.80}")
             # The first missing object ends the run of pages.
-            present = found.index(False) if False in found else len(found)
             return present // len(digests)
 
         return self._answer("exists", keys, 0, ask)

@@ -199,6 +199,7 @@ FROZEN: dict[str, Any] = {
     "engine_events": (),
     "object_events": "",
     "event_readers": (),
+    "otel_traces": False,
     "objective_exists_s": 0.001,
     "objective_memory_s": 0.0005,
     "objective_disk_s": 0.01,
