@@ -25,6 +25,7 @@ from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, control_url
+from peercache.net.sockets import reached
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster
@@ -34,6 +35,9 @@ from peercache.trust.sharing import Sharing
 
 ATTACH_S = 5.0
 """How long `Client.open` waits for the home node."""
+
+PROBE_S = 0.2
+"""How long to wait for a listener at a home address at which no node has answered."""
 
 UNMAP_S = 5.0
 """How long to wait for the last copy in the old segment; otherwise its last user unmaps it."""
@@ -65,6 +69,18 @@ class HomeState:
     answered_s: float
     reason: str = ""
     why: str = ""
+
+
+def no_node(url: str, config: Config) -> PeerUnreachable:
+    """Return the error of a client that no node answers at its home address, and what to do."""
+    if config.embedded or reached(url, PROBE_S) is not False:
+        return PeerUnreachable(f"the home node at {url}")
+    flags = {"insecure": config.insecure, "home": config.home}
+    command = " ".join(["peercache node", *(f"--{k} {v}" for k, v in flags.items() if v)])
+    return PeerUnreachable(
+        f"a node at {url}: start one with `{command}`, name the address of another one in home, "
+        "or set embedded = true for a node in this process"
+    )
 
 
 @final
@@ -111,7 +127,8 @@ class Home:
         """How many beats have begun, and how many have ended."""
         self._closing = threading.Event()
         self._logged_problem = ""
-        self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
+        self._config = config
+        self._problem: PeerCacheError | None = None
         self._thread: threading.Thread | None = None
         self._unanswered = 0
         self._refusal = ""
@@ -150,7 +167,7 @@ class Home:
         until = time.monotonic() + ATTACH_S
         while not self._bridge.run(self.tie.attach(until)):
             if time.monotonic() >= until:
-                raise self._problem
+                raise self._problem or no_node(self._url, self._config)
             time.sleep(LOST_BEAT_S / 5)
         while not self.tie.has_view and time.monotonic() < until:
             self._bridge.run(self.tie.ask_view())
