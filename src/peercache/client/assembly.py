@@ -23,7 +23,7 @@ from peercache.errors import ConfigError, Rejected
 from peercache.fabric.port import Fabric, RegistersMemory
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.memory.client_lock import ClientLock
+from peercache.memory.client_lock import ClientLock, remove_folder
 from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
@@ -158,6 +158,9 @@ class ClientParts:
         if self._lock is not None and is_quiet:
             # While a copy is in progress the lock must stay: it reserves the slots for this client.
             self._lock.release()
+        if self.home.has_no_node:
+            # A node of another user, which may start later, must make this folder.
+            remove_folder(self._url)
         if self._node is not None:
             self._node.close()
         self.log.info("client.closed")

@@ -72,9 +72,7 @@ class HomeState:
 
 
 def no_node(url: str, config: Config) -> PeerUnreachable:
-    """Return the error of a client that no node answers at its home address, and what to do."""
-    if config.embedded or reached(url, PROBE_S) is not False:
-        return PeerUnreachable(f"the home node at {url}")
+    """Return the error of a client at whose home address nothing listens, and what to do."""
     flags = {"insecure": config.insecure, "home": config.home}
     command = " ".join(["peercache node", *(f"--{k} {v}" for k, v in flags.items() if v)])
     return PeerUnreachable(
@@ -129,6 +127,8 @@ class Home:
         self._logged_problem = ""
         self._config = config
         self._problem: PeerCacheError | None = None
+        self.has_no_node = False
+        """Whether nothing listened at the address for as long as `open` waits."""
         self._thread: threading.Thread | None = None
         self._unanswered = 0
         self._refusal = ""
@@ -167,13 +167,21 @@ class Home:
         until = time.monotonic() + ATTACH_S
         while not self._bridge.run(self.tie.attach(until)):
             if time.monotonic() >= until:
-                raise self._problem or no_node(self._url, self._config)
+                raise self._unanswered_problem()
             time.sleep(LOST_BEAT_S / 5)
         while not self.tie.has_view and time.monotonic() < until:
             self._bridge.run(self.tie.ask_view())
         self.state = HomeState(is_lost=False, answered_s=time.monotonic())
         self._thread = threading.Thread(target=self._main, name="peercache-home", daemon=True)
         self._thread.start()
+
+    def _unanswered_problem(self) -> PeerCacheError:
+        if self._problem is not None:
+            return self._problem
+        self.has_no_node = not self._config.embedded and reached(self._url, PROBE_S) is False
+        if self.has_no_node:
+            return no_node(self._url, self._config)
+        return PeerUnreachable(f"the home node at {self._url}")
 
     def look_now(self) -> None:
         """Start a beat now: a call has found that the home node is gone."""

@@ -64,7 +64,9 @@ def test_a_client_without_a_node_names_the_command_that_starts_one(no_node: Path
         "another one in home, or set embedded = true for a node in this process"
     )
     assert f"`peercache node --insecure trial --home {home}`" in str(named.value)
+    # Nothing is left that a node of another user could not use.
     assert no_node.stat().st_mode & 0o777 == 0o700
+    assert not list(no_node.iterdir())
 
 
 def test_a_default_home_folder_that_is_a_link_is_not_used_by_a_client(no_node: Path) -> None:
