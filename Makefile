@@ -18,6 +18,8 @@
 PYTHON ?= python3
 VENV := .venv
 SIMS_SEEDS ?= 250
+# Where the project is published, for the links of the documentation site: no address is built in.
+PROJECT_URL ?=
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 # Two more than cores: many tests wait for a process or a deadline.
@@ -164,7 +166,7 @@ docs: $(STAMP)
 	$(BIN)/python -m tests.house.reference_pages
 
 docs-site: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PEERCACHE_PROJECT_URL=$(PROJECT_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	PEERCACHE_TEST_SITE=site $(PYTEST) -q tests/system/test_site.py
 
 $(VENV)/.docs: $(STAMP) pyproject.toml

@@ -249,7 +249,7 @@ def test_strangers_are_refused_on_control_and_data(
         assert "SSL routines" not in admitted.stderr, (port, admitted)
 
     plain = open_client(b, insecure="prod", discovery_addr="host-a:31998", listen="0.0.0.0:0",
-                        pool_size="16MiB", metrics_port=0)  # fmt: skip
+                        embedded=True, pool_size="16MiB", metrics_port=0)  # fmt: skip
     assert plain.first == {"ready": True}, "a node that finds no peer starts alone"
     assert plain.ask("stats").get("home_members_alive") == 1
     assert ready.ask("stats").get("home_members_alive") == 3

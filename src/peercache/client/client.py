@@ -1,6 +1,6 @@
 """The blocking client, for any engine.
 
-    with Client.open(home="ipc:///run/peercache/node.ipc") as cache:
+    with Client.open() as cache:
         stored = cache.batch_set(["prompt-1"], [page])
         found = cache.batch_get(["prompt-1"], [buffer])
 
@@ -121,12 +121,12 @@ class Client:
         namespace: Namespace | str | None = None,
         **settings: Any,
     ) -> Client:
-        """Attach to the home node, or embed one; return a client that serves.
+        """Attach to the node of this host, or embed one; return a client that serves.
 
         namespace: of the pages, or its name; None: the one in the settings.
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
-        With `home` (the address in a node's ready line) the client writes into that node's pool;
-        without it a node runs in this process.
+        The client writes into the pool of the node at `home`, by default the one of this host.
+        With `embedded` a node with a pool of its own runs in this process instead.
         Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable, DeadlineExceeded.
         """
         if config is None:

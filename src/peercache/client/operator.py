@@ -10,12 +10,12 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, final
 
 import attrs
 
+from peercache.config.home import default_home, nearest_home
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
 from peercache.config.settings import Config
 from peercache.errors import (
@@ -31,7 +31,6 @@ from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate, control_url
 from peercache.net.requests import Asker
 from peercache.net.sockets import local_path, reached
-from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
@@ -100,7 +99,7 @@ class Target:
         found = os.environ if environment is None else environment
         loaded = Config.load(settings, file=config, environment=found)
         default = Config.load({}).cluster
-        address = _written(at) if at else loaded.home or _here(loaded)
+        address = _written(at) if at else loaded.home or _here()
         return cls(
             at=address,
             config=loaded,
@@ -124,6 +123,7 @@ class Target:
         return attrs.evolve(
             self.config,
             home=self.at,
+            embedded=False,
             cluster=cluster,
             op_timeout_s=self.timeout_s,
             exists_timeout_s=self.timeout_s,
@@ -142,16 +142,14 @@ def _written(at: str) -> str:
 
 
 def homes_here() -> list[str]:
-    """Return the home addresses of this user's nodes on this host that answer."""
-    sockets = sorted(home_folder().glob("peercache-*.ipc"))
-    return [f"ipc://{path}" for path in sockets if reached(f"ipc://{path}", CONNECT_S)]
+    """Return the default home addresses of this host at which a node answers, this user's first."""
+    homes = dict.fromkeys((default_home(), nearest_home()))
+    return [home for home in homes if reached(home, CONNECT_S)]
 
 
-def _here(config: Config) -> str:
+def _here() -> str:
     """Return the address of a node of this host; the default port if none has a home address."""
-    homes = homes_here()
-    named = [home for home in homes if Path(home).name.startswith(home_prefix(config.cluster))]
-    return next(iter(named or homes), f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
+    return next(iter(homes_here()), f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
 
 
 @final
@@ -358,8 +356,8 @@ class Operator:
                 )
             if not self._target.is_named:
                 return PeerUnreachable(
-                    f"no node of this host: none has a home address in {home_folder()}, and "
-                    f"nothing listens at {at}, the default port; {_HINT_HERE}"
+                    f"a node of this host: nothing listens at {nearest_home()}, the default home, "
+                    f"and at {at}, the default port; {_HINT_HERE}"
                 )
             return PeerUnreachable(f"{at}: nothing listens there; {_HINT}")
         hint = (

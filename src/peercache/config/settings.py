@@ -148,6 +148,11 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda config: not config.http_listen or _is_one_port(config),
     ),
     (
+        "embedded",
+        "runs a node in this process, and home names another node: leave one of them out",
+        lambda config: not (config.embedded and config.home),
+    ),
+    (
         "fabric",
         "rdma does not encrypt; with TLS it requires rdma_clear_text = true",
         lambda config: config.fabric != "rdma" or config.may_use_rdma,
@@ -254,7 +259,12 @@ class Config:
         "connection the address that this host uses towards the discovery address or the internet.",
     )
     data_port: int = setting(
-        WHOLE, 0, "Port of the tcp fabric; 0 takes a free one.", low=0, high=65_535
+        WHOLE,
+        -1,
+        "Port of the tcp fabric; 0 takes a free one. Default (-1): 31999, or a free port where "
+        "that is taken, or if `listen` has port 0; a port named here must be free.",
+        low=-1,
+        high=65_535,
     )
     discovery_addr: tuple[str, ...] = setting(
         PEERS,
@@ -267,8 +277,16 @@ class Config:
     home: str = setting(
         HOME,
         "",
-        "ipc://PATH where local clients reach this node, stable over restarts. For a client: the "
-        "address in the node's ready line; empty embeds a node.",
+        "ipc://PATH where a node listens for the clients of its host, and where these find it. "
+        "Default: ipc:///run/peercache/home.ipc for root and for users who may write to that "
+        "folder, else home.ipc in $XDG_RUNTIME_DIR/peercache, or without it in /tmp/peercache-UID. "
+        "A client of a user without such a node looks in /run/peercache, too.",
+    )
+    embedded: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "For a client: run a node in this process, with a pool of its own, instead of using the "
+        "node of this host. A node itself ignores it.",
     )
     namespace: str = setting(
         TEXT,

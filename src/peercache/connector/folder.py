@@ -85,9 +85,8 @@ class Zstd:
         try:
             import zstandard  # noqa: PLC0415 - only a folder that compresses needs it
         except ImportError as error:
-            raise ConfigError(
-                "zstd_level", "zstandard is not installed: pip install 'peercache-kv[zstd]'"
-            ) from error
+            problem = "zstandard is not installed: pip install zstandard"
+            raise ConfigError("zstd_level", problem) from error
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=False)
         self._decompressor = zstandard.ZstdDecompressor()
         self._length_of = zstandard.frame_content_size

@@ -146,7 +146,7 @@ class ConnectorMetadata:
                   heads. Engines with the same model and different layouts share no page.
     tp_rank, tp_size: the rank of this process; each rank stores a part of every page.
     is_replicated: each rank has the same bytes (MLA): the ranks share pages.
-    store:        opens the page store: `cluster_store(home=…)`, `folder_store(path)`.
+    store:        opens the page store: `cluster_store()`, `folder_store(path)`.
     all_reduce_min: agrees on results over ranks; None: each rank has its own.
     on_stored: called with the stored pages, in a thread of the connector; None: not called.
     timeout_s:    seconds, of a transfer without a timeout of its own; no part of a transfer begins

@@ -210,7 +210,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_installed(_: Request) -> Response:
-    why = "this node lacks the prefix index: pip install 'peercache-kv[rest]' where it runs"
+    why = "this node lacks the prefix index: pip install msgspec where it runs"
     return _respond(501, {"error": why})
 
 

@@ -35,7 +35,6 @@ from peercache.config.settings import Config
 from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
-from peercache.fabric.tcp.sockets import open_listeners
 from peercache.http.pages import Health
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.kernel import serving_at
@@ -234,7 +233,7 @@ class Node:
         """Bind every address, start every part, and return once pages can be stored."""
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
-        home = self._listen_home(listener, control_port)
+        home = self._listen_home(listener)
         local_secret, gate = self._local_secret, Gate(self.sharing, self.tls)
         self._admission = admission = self._admit_at(home, local_secret, gate)
         known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
@@ -524,14 +523,14 @@ class Node:
             nonce=self._nonce,
         )
 
-    def _listen_home(self, listener: Listener, control_port: int) -> str:
+    def _listen_home(self, listener: Listener) -> str:
         """Listen for the local clients; return the address."""
         if self._in_process:
             inproc = f"inproc://peercache-{name_of(self.incarnation)}"
             home = self._before.home if self._before else inproc
             listener.listen_local(home)
             return home
-        home = addresses.listen_home(listener, self.config, control_port, self.sharing)
+        home = addresses.listen_home(listener, self.config, self.sharing)
         self._home = home
         remove_dead_locks(home, self.sharing)
         return home
@@ -541,7 +540,7 @@ class Node:
     ) -> int:
         """Start the tcp fabric's server; return its port."""
         config, shares = self.config, self._shares()
-        listeners = await open_listeners(host, config.data_port)
+        listeners = await addresses.listen_data(host, config, self.log)
         admission = DataAdmission(
             cluster=config.cluster,
             granule=config.granule,

@@ -379,9 +379,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 object_names,
             )
         except ImportError as error:
-            raise ConfigError(
-                "object_events", f"requires {error.name}: pip install 'peercache-kv[events]'"
-            ) from error
+            problem = f"requires {error.name}: pip install msgspec pyzmq"
+            raise ConfigError("object_events", problem) from error
         target = Target(at=home, config=self._config, timeout_s=TIMEOUT_S, has_cluster=True)
         names = object_names(self._storage_config, self.mem_pool_host)
         return ObjectEvents(self._config, names, lambda: Operator(target).__enter__(), self._log)
