@@ -65,7 +65,7 @@ class ObjectEvents:
         """
         self._lock = threading.Lock()
         self._digest = b""
-        self._warn = WarnOnce(log, repeat_s=REPEAT_S)
+        self._warn_once = WarnOnce(log, repeat_s=REPEAT_S)
         self._objects_a_page = len(names.of(""))
         self._pages_max = OBJECTS_MAX // self._objects_a_page
         self._pages: HeldPages[str] = HeldPages(
@@ -124,10 +124,11 @@ class ObjectEvents:
     def _publish(self, stored: Sequence[str], removed: Sequence[str]) -> None:
         self._publisher.publish(stored=stored, removed=removed)
         if stored and len(self._pages) >= self._pages_max * WARN_FRACTION:
-            self._warn(
+            self._warn_once(
                 "sglang.router_index_nearly_full",
                 "",
-                **self.status(),
+                objects=len(self._pages) * self._objects_a_page,
+                pages_left_out=self._pages.left_out,
                 hint="Dynamo's router is not notified of pages above the limit, those used longest "
                 "ago: a larger --page-size makes fewer objects",
             )
@@ -136,4 +137,4 @@ class ObjectEvents:
         self._publisher.resync()
 
     def _log_problem(self, problem: Exception) -> None:
-        self._warn("sglang.home_not_followed", str(problem), why=str(problem))
+        self._warn_once("sglang.home_not_followed", str(problem), why=str(problem))
