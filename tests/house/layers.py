@@ -60,7 +60,7 @@ LAYERS: dict[str, str] = {
     # What people and engines start.
     "engines": "model config observability client",
     "sglang": "model config observability events client engines",
-    "lmcache": "model observability client engines",
+    "lmcache": "model config observability client engines",
     "vllm": "model observability client engines",
     "connector": "model content config observability memory events client engines",
     "cli": "trust config observability installation wire storage node",

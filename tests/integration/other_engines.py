@@ -173,6 +173,12 @@ class LMCacheServer(EngineProcess):
         status: dict[str, Any] = only
         return status
 
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the first page of the objects that its L2 lists."""
+        with urllib.request.urlopen(f"{self.url}/cache/objects?tier=l2", timeout=60) as answer:
+            entries: list[dict[str, Any]] = json.load(answer)["entries"]
+        return entries
+
 
 EVERY_PAGE = slice(None, None, 4096)
 """Where `NodeProcess.flip` flips a bit of every page."""

@@ -21,6 +21,8 @@ from tests.integration.dynamo_router import PAGE
 from tests.integration.other_engines import ROOT, environment_of
 from tests.pace import wait_until
 
+OBJECTS_MAX = 1_000_000
+"""Of Dynamo's index, as `sglang/object_events.py` has it."""
 PROMPT = tuple(range(100, 116))
 ANY = "tcp://127.0.0.1:*"
 START_S = 120.0
@@ -150,3 +152,27 @@ def test_a_page_counts_once_all_its_ranks_and_stages_have_it(
         closing(Router(publisher.endpoint, tmp_path, **facts)) as router,
     ):
         router.comes_to([0, 1])
+
+
+@pytest.mark.dynamo
+def test_its_index_clears_itself_above_a_million_objects(tmp_path: Path) -> None:
+    """That is why an engine publishes no more: one page above the limit, and all are forgotten."""
+    names = ObjectNames(ranks=32)
+    first = pages_of(PROMPT)[0]
+    others = [hashlib.sha256(b"%d" % page).hexdigest() for page in range(OBJECTS_MAX // 64)]
+    limit, above = others[:-1], others[-1:]
+    with (
+        closing(ObjectPublisher(ANY, names, present=lambda: [first, *limit])) as publisher,
+        closing(Router(publisher.endpoint, tmp_path, tp_size=32)) as router,
+    ):
+        router.comes_to([0, 1])
+        # What was sent before has arrived by then.
+        publisher.publish(removed=[first])
+        router.comes_to()
+        publisher.publish(stored=[first])
+        router.comes_to([0, 1])
+
+        publisher.publish(stored=above)
+        wait_until(lambda: "exceeded its size limit" in (tmp_path / "router.log").read_text())
+        router.comes_to()
+        assert publisher.resyncs == 0

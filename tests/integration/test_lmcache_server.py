@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.integration.other_engines import (
     plugin,
 )
 from tests.pace import FACTOR, assert_within, wait_until
-from tests.system.nodes import LocalCluster, NodeProcess
+from tests.system.nodes import LocalCluster, NodeProcess, free_port
 
 PROMPTS = 3
 """Beyond that LMCache's benchmark makes prompts again."""
@@ -96,7 +97,9 @@ def test_another_server_loads_what_a_killed_one_stored_and_no_flipped_byte(
 
     with LMCacheServer(venv, l2(cluster, second)) as server:
         server.wait()
+        assert server.listed() == []
         said = run_bench(venv, server)
+        assert len(server.listed()) == 4 * PROMPTS
         assert cold_hits(said) == ["4/4"] * PROMPTS
         assert sums(said) == right
         # LMCache unlocks behind the answer.
@@ -132,3 +135,42 @@ def test_another_size_is_a_miss_and_a_hung_peer_costs_a_second(
     # A busy machine may add to the second.
     assert_within(seconds[0], 3 * FACTOR)
     assert_within(seconds[1], 20 * FACTOR)
+
+
+def coordinator(venv: Path, port: int) -> EngineProcess:
+    """Return LMCache's coordinator, as a process."""
+    return EngineProcess(
+        [
+            venv / "bin/python", "-m", "lmcache.v1.mp_coordinator", "--host", "127.0.0.1",
+            "--port", port, "--disable-metrics",
+        ],
+        ready="Uvicorn running",
+    )  # fmt: skip
+
+
+def test_lmcaches_lists_quotas_and_pins_reach_the_pages(cluster: LocalCluster, venv: Path) -> None:
+    """By LMCache's own factory, HTTP service, eviction controller and coordinator."""
+    node = cluster.start("one", pool="16MiB")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    body = {"model_name": "a/model", "world_size": 1, "token_ids": list(range(1024))}
+    with coordinator(venv, port) as process:
+        process.wait()
+        request = urllib.request.Request(
+            f"{url}/cache/pins", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["affected"] == 4
+        driver = Path(__file__).with_name("lmcache_objects.py")
+        line = l2(cluster, node, coordinator_url=url)
+        with EngineProcess([venv / "bin/python", driver, line]) as engine:
+            said = json.loads(engine.finish().splitlines()[-1])
+    size = 256 << 10
+    assert "hom" in said.pop("wrong")
+    assert "page_size must be positive" in said.pop("refused")
+    assert said == {
+        "stored": True, "listed": True, "of_no_model": 0,
+        "by_salt": {"a": 4 * size, "b": 3 * size},
+        "left": ["a", "a", "b", "b", "b"], "by_salt_then": {"a": 2 * size, "b": 3 * size},
+        "pinned_stored": True, "pinned_held": 4, "first_held": 0, "pinned_listed": 4, "fits": True,
+    }  # fmt: skip

@@ -13,7 +13,7 @@ import zmq
 
 from peercache import Client
 from peercache.errors import ConfigError
-from peercache.sglang import PeerCacheStore
+from peercache.sglang import PeerCacheStore, object_events
 from tests.integration.sglang_pools import PAGE_TOKENS
 from tests.integration.sglang_rig import Rig, Shape, get_storage_hash_str, prompt
 from tests.pace import wait_until
@@ -178,6 +178,27 @@ def test_an_endpoint_beyond_loopback_wants_readers(engines: Engines) -> None:
     engines.open(**beyond, event_readers="203.0.113.9")
 
 
+def test_a_router_gets_no_object_above_the_limit_of_its_index(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its index would clear itself: pages used longest ago are left out, and the log has it."""
+    monkeypatch.setattr(object_events, "OBJECTS_MAX", 2 * PAGES + 2)
+    rig, endpoint = engines.open()
+    with told_at(endpoint) as told:
+        assert rig.back_up(prompt(PAGES, 6), 6) == PAGES
+        wait_until(lambda: told() == objects_of(prompt(PAGES, 6), "0_k", "0_v"))
+        assert rig.store.stats()["object_events"]["pages_left_out"] == 0
+        assert "router_index_nearly_full" not in caplog.text
+
+        assert rig.back_up(prompt(PAGES, 7), 7) == PAGES
+        wait_until(lambda: told() >= objects_of(prompt(PAGES, 7), "0_k", "0_v"))
+        wait_until(lambda: len(told()) == 2 * PAGES + 2)
+        assert rig.store.stats()["object_events"] == {
+            "objects": 2 * PAGES + 2, "objects_max": 2 * PAGES + 2, "pages_left_out": PAGES - 1,
+        }  # fmt: skip
+        assert "router_index_nearly_full" in caplog.text
+
+
 def test_pages_of_other_weights_count_no_longer(engines: Engines) -> None:
     """Their keys are of another namespace, though SGLang's hashes are the same."""
     rig, endpoint = engines.open()
@@ -193,12 +214,10 @@ def test_pages_of_other_weights_count_no_longer(engines: Engines) -> None:
 def test_a_call_that_outlasts_the_close_says_nothing(engines: Engines) -> None:
     """SGLang's threads may be within a call when the storage is detached."""
     rig, _ = engines.open()
-    other, _ = engines.open()
     events = rig.store._objects
     assert rig.back_up(prompt(1, 6), 6) == 1
-    tokens = prompt(1, 7)
-    assert other.back_up(tokens, 7) == 1
-    wait_until(lambda: len(events._index.pages("home")) == 2)
+    wait_until(lambda: events.status()["objects"] == 2)
     rig.store.close()
 
-    events.name([get_storage_hash_str(tokens, None)], events._digest)
+    events.name([get_storage_hash_str(prompt(1, 7), None)], bytes(16))
+    assert events.status()["objects"] == 2

@@ -9,6 +9,7 @@ This package is the only place that imports LMCache.
 
 try:
     from peercache.lmcache.adapter import PeerCacheL2Adapter
+    from peercache.lmcache.config import PeerCacheL2AdapterConfig
 except ImportError as error:
     if (error.name or "").partition(".")[0] not in {"lmcache", "torch"}:
         raise
@@ -18,4 +19,4 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-__all__ = ["PeerCacheL2Adapter"]
+__all__ = ["PeerCacheL2Adapter", "PeerCacheL2AdapterConfig"]

@@ -5,8 +5,8 @@ Owns    the tasks of LMCache's controllers until their results are requested, an
 Takes   LMCache's store and prefetch loops, and its main thread.
 Keeps   no method raises or waits. Each task gets one result and one signal. LMCache does not check
         the bytes of a set bit, so a bit is set only for a verified page.
-Limits  RESULTS_MAX results that are not requested yet; the limits of the lanes and the client's
-        deadlines.
+Limits  RESULTS_MAX results that are not requested yet; the limits of the lanes, of `KnownObjects`
+        and the client's deadlines.
 
 A chunk hash identifies the tokens of an object. LMCache's key also has the model, the rank, the
 object group and the salt, but not the layout of the bytes, so that is taken from the memory of the
@@ -19,14 +19,17 @@ import functools
 import itertools
 import math
 import os
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -35,15 +38,21 @@ from peercache.client.client import Client
 from peercache.client.report import reporting
 from peercache.engines.lanes import AdapterLanes, harmless
 from peercache.engines.late_client import TIMEOUT_FRACTION, LateClient, engine_config
+from peercache.lmcache.config import PeerCacheL2AdapterConfig
+from peercache.lmcache.known_objects import KnownObject, KnownObjects
+from peercache.lmcache.pins import RetainedPins
 from peercache.model.keys import KEY, Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
-from peercache.observability.log import get_logger
+from peercache.observability.log import WarnOnce, get_logger
 
 GEOMETRY = {"engine": "lmcache"}
 """Geometry of the client's own namespace: one server holds objects of several models."""
 
 LAYOUTS_MAX = 256
 """Layouts that are remembered for deletions: a server has one per model and object group."""
+
+FLAT = re.compile(r"\d+:(torch\.)?uint8")
+"""The layout of a row of bytes."""
 
 Space: TypeAlias = tuple[str, str, int, int, str]
 """The input of one namespace digest: model, layout, rank, group, salt."""
@@ -98,10 +107,24 @@ class Addresses:
 
         Returns (m,) V16 for the keys with a known model and group, and the positions of those keys.
         """
-        layouts = [self._layouts.get((key.model_name, key.object_group_id), {}) for key in keys]
+        layouts = [self._met(key) for key in keys]
         pairs = [(key, layout) for key, met in zip(keys, layouts, strict=True) for layout in met]
         named = self.of([key for key, _ in pairs], [layout for _, layout in pairs])
         return named, [place for place, met in enumerate(layouts) if met]
+
+    def groups(self, model: str) -> list[int]:
+        """Return the known object groups of a model."""
+        return [group for name, group in list(self._layouts) if name == model]
+
+    def is_serialized(self, key: Any) -> bool:
+        """Return whether objects of this model and group were flat rows of bytes, and others too.
+
+        So LMCache's serializers store them, but look them up with the layout of the model.
+        """
+        return {bool(FLAT.fullmatch(layout)) for layout in self._met(key)} == {True, False}
+
+    def _met(self, key: Any) -> dict[str, None]:
+        return self._layouts.get((key.model_name, key.object_group_id), {})
 
     def _remember(self, space: Space) -> None:
         model, layout, _, group, _ = space
@@ -129,7 +152,14 @@ STORE_BYTES = 256 << 20
 """Bytes of one call of a store: each call has its own deadline."""
 
 USAGE_S = 5.0
-"""Pause between two requests to the home node for its usage, which LMCache's metrics need often."""
+"""Pause between two requests to the home node for its usage, which LMCache's metrics need often.
+Then a part of the known objects is checked, too: all of them within five minutes."""
+
+OVERLAP_KEYS = 64
+"""Keys of one question which pages are held: an answer has at most 64 holders."""
+
+LISTED_MAX = 1000
+"""Objects of one page of a list."""
 
 
 class _Results:
@@ -180,20 +210,23 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     def __init__(
         self,
-        params: Mapping[str, Any],
+        params: Mapping[str, Any] | PeerCacheL2AdapterConfig,
         l1_memory_desc: Any = None,
         *,
         client_factory: Callable[..., Any] = Client.open,
     ) -> None:
         """Check the settings; raise a ConfigError that names a wrong one.
 
-        params:         `adapter_params` of LMCache's JSON line: settings of PeerCache.
+        params:         `adapter_params` of LMCache's JSON line: settings of PeerCache, and
+                        `coordinator_url`.
         l1_memory_desc: the memory of the objects; it is registered for reads into it.
         client_factory: what opens the client; tests pass a fake with the same contract.
         """
         # PeerCache evicts by itself: LMCache's eviction must not see a capacity.
         super().__init__(max_capacity_bytes=0)
-        config = engine_config(params, os.environ, engine="lmcache")
+        if not isinstance(params, PeerCacheL2AdapterConfig):
+            params = PeerCacheL2AdapterConfig(params)
+        config = engine_config(params.settings, os.environ, engine="lmcache")
         name = config.namespace or DEFAULT_NAME
         self._log = get_logger(component="lmcache")
         self._addresses = Addresses(name)
@@ -202,6 +235,8 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         self._lock = threading.Lock()
         self._locked: Counter[Any] = Counter()
         self._l1 = l1_memory_desc
+        self._known = KnownObjects()
+        self._warn_once = WarnOnce(self._log)
         self._used_bytes = 0
         self._usage_asked_s = -math.inf
         self._clock = time.monotonic
@@ -214,6 +249,9 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         )
         timeout_s = config.op_timeout_s * TIMEOUT_FRACTION
         self._lanes = AdapterLanes("lmcache", self._log, timeout_s)
+        self._pins: RetainedPins | None = None
+        if params.coordinator_url:
+            self._pins = RetainedPins(params.coordinator_url, self._retain, self._log)
 
     # --- descriptors -------------------------------------------------------------------------
 
@@ -306,23 +344,53 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
 
     @harmless(lambda: AdapterUsage(0, 0))
     def get_usage(self) -> Any:
-        """Return the used bytes of the home node's pool, as of the previous call."""
+        """Return the used bytes of the home node's pool, as of the previous call.
+
+        By cache salt: the bytes of the objects that this server has stored or loaded, and that are
+        still held.
+        """
         if self._clock() - self._usage_asked_s >= USAGE_S:
             self._usage_asked_s = self._clock()
-            self._lanes.ask.submit(self._ask_usage, lambda: None)
-        return AdapterUsage(self._used_bytes, 0)
+            self._lanes.ask.submit(self._refresh, lambda: None)
+        return AdapterUsage(self._used_bytes, 0, MappingProxyType(self._known.bytes_by_salt()))
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> Any:
+        """Return a page of the objects that this server has stored or loaded, and that are held.
+
+        For operators: it waits for the answers of nodes, up to the client's deadlines. Raises
+        ValueError for a wrong page, NotImplementedError, which LMCache answers with 503, while the
+        home node is lost.
+        """
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, not {page_size}")
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
+            raise ValueError(f"{cursor!r:.80} is not a cursor of this adapter")
+        client, status = self._late.client, self._late.status()
+        if client is None or not status["is_healthy"]:
+            raise NotImplementedError(f"the home node is lost: {status['why']}")
+        count = min(page_size, LISTED_MAX)
+        part = self._known.after(int(cursor or 0), count, model_name)
+        held, _ = self._held(client, part)
+        entries = [KeyEntry(each.key.to_encoded_object_key(), each.size) for each in held]
+        token = str(part[-1].number) if len(part) == count else None
+        return KeyListPage(tuple(entries), token)
 
     @harmless(lambda: {"is_healthy": False, "type": "PeerCacheL2Adapter"})
     def report_status(self) -> dict[str, Any]:
         """Return a status for operators: the state of the home node, locks, and waiting work."""
         with self._lock:
             locked = len(self._locked)
+        pins = {} if self._pins is None else self._pins.status()
         return self._late.status() | {
             "type": type(self).__name__,
             "locked": locked,
+            "objects_known": len(self._known),
             "stores_waiting": len(self._lanes.store),
             "lookups_waiting": len(self._lanes.ask),
             "loads_waiting": len(self._lanes.load),
+            **pins,
         }
 
     @harmless(lambda: None)
@@ -330,6 +398,8 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         """End tasks, the client and the descriptors; bounded, may be repeated."""
         in_time = self._lanes.close()
         self._late.close()
+        if self._pins is not None:
+            self._pins.close()
         with self._lock:
             locked = len(self._locked)
         self._log.info("lmcache.closed", locked=locked, in_time=in_time)
@@ -342,14 +412,14 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         client = self._late.client
         if client is None:
             return L2StoreResult(success=False, bytes_transferred=0)
-        names = self._addresses.of(keys, [layout_of(each.meta) for each in objects])
+        layouts = [layout_of(each.meta) for each in objects]
+        names = self._addresses.of(keys, layouts)
         runs, sizes = _runs(objects)
         stored = np.zeros(len(keys), np.bool_)
         with reporting() as report:
             for part in _parts(sizes):
                 stored[part] = client.batch_set_from(names[part], runs.take(part))
-        if held := [key for key, is_held in zip(keys, stored, strict=True) if is_held]:
-            self._notify_keys_stored(held, sizes[stored].tolist())
+        self._add_known(keys, layouts, sizes, np.flatnonzero(stored))
         return L2StoreResult(bool(stored.all()), report.bytes)
 
     def _look_up(self, keys: list[Any], layouts: Mapping[int, Any]) -> Any:
@@ -365,19 +435,44 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
             for place in np.flatnonzero(found).tolist():
                 bits.set(place)
                 self._locked[keys[place]] += 1
+        if keys and not found[0] and self._addresses.is_serialized(keys[0]):
+            self._warn_once(
+                "lmcache.serializer_configured",
+                keys[0].model_name,
+                model=keys[0].model_name,
+                hint='chunks of a serializer are misses: remove "serde" from this --l2-adapter',
+            )
         return bits
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
         bits, client = Bitmap(len(keys)), self._late.client
         if client is None:
             return bits
-        names = self._addresses.of(keys, [layout_of(each.meta) for each in objects])
-        loaded = np.flatnonzero(client.batch_get_into(names, _runs(objects)[0])).tolist()
-        for place in loaded:
+        layouts = [layout_of(each.meta) for each in objects]
+        runs, sizes = _runs(objects)
+        names = self._addresses.of(keys, layouts)
+        loaded = np.flatnonzero(client.batch_get_into(names, runs))
+        for place in loaded.tolist():
             bits.set(place)
-        if loaded:
-            self._notify_keys_accessed([keys[place] for place in loaded])
+        self._add_known(keys, layouts, sizes, loaded)
         return bits
+
+    def _add_known(self, keys: list[Any], layouts: list[str], sizes: Any, places: Any) -> None:
+        """Remember objects that are held, and notify LMCache of those that it did not know."""
+        held = [keys[place] for place in places.tolist()]
+        held_layouts = [layouts[place] for place in places.tolist()]
+        held_sizes = sizes[places].tolist()
+        new = self._known.add(held, held_layouts, held_sizes)
+        # A key that was known counts already.
+        if any(new):
+            self._notify_keys_stored(
+                [key for key, is_new in zip(held, new, strict=True) if is_new],
+                [size for size, is_new in zip(held_sizes, new, strict=True) if is_new],
+            )
+        if not all(new):
+            self._notify_keys_accessed(
+                [key for key, is_new in zip(held, new, strict=True) if not is_new]
+            )
 
     def _delete(self, keys: list[Any]) -> None:
         client = self._late.client
@@ -385,12 +480,58 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
             self._log.warning("lmcache.deletion_dropped", objects=len(keys))
             return
         names, places = self._addresses.known(keys)
+        known = self._known.of(keys)
         if client.remove(names):
-            self._notify_keys_deleted([keys[place] for place in places], [0] * len(places))
+            deleted = [keys[place] for place in places]
+        else:
+            # They are gone already, or a node did not answer.
+            _, known = self._held(client, known)
+            deleted = [each.key for each in known]
+        sizes = {each.key: each.size for each in self._known.drop(known)}
+        if deleted:
+            self._notify_keys_deleted(deleted, [sizes.get(key, 0) for key in deleted])
 
-    def _ask_usage(self) -> None:
-        if (client := self._late.client) is not None:
-            self._used_bytes = int(client.stats().get("home_pool_bytes_used", 0))
+    def _refresh(self) -> None:
+        client = self._late.client
+        if client is None:
+            return
+        self._used_bytes = int(client.stats().get("home_pool_bytes_used", 0))
+        _, gone = self._held(client, self._known.next_to_check())
+        if dropped := self._known.drop(gone):
+            self._notify_keys_deleted(
+                [each.key for each in dropped], [each.size for each in dropped]
+            )
+
+    def _held(
+        self, client: Any, objects: Sequence[KnownObject]
+    ) -> tuple[list[KnownObject], list[KnownObject]]:
+        """Return which objects a node holds, and which no node holds; of others that is unknown."""
+        held: list[KnownObject] = []
+        gone: list[KnownObject] = []
+        for begin in range(0, len(objects), OVERLAP_KEYS):
+            part = objects[begin : begin + OVERLAP_KEYS]
+            names = self._addresses.of([each.key for each in part], [each.layout for each in part])
+            overlap = client.overlap(names)
+            for each, is_held in zip(part, overlap.flags.any(axis=0).tolist(), strict=True):
+                if is_held:
+                    held.append(each)
+                elif overlap.whole:
+                    gone.append(each)
+        return held, gone
+
+    def _retain(self, keys: Collection[Any], seconds: float) -> int:
+        """Retain objects in the layouts and groups that are known; return how many keys are."""
+        client = self._late.client
+        if client is None:
+            return 0
+        # A pin names the first group, and is for the chunk in all of them.
+        each_group = [
+            type(key)(key.chunk_hash, key.model_name, key.kv_rank, group, key.cache_salt)
+            for key in keys
+            for group in self._addresses.groups(key.model_name)
+        ]
+        names, _ = self._addresses.known(each_group)
+        return min(len(keys), client.retain(names, seconds)) if len(names) else 0
 
     def _register_memory(self, client: Any) -> None:
         if self._l1 is None:

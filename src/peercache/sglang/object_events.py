@@ -1,33 +1,41 @@
 """Object events of one engine: the pages that its home node holds, for Dynamo's router.
 
-Owns    the names of pages in the engine's calls, and which of them the home node holds.
-Takes   the page hashes of each call of the store; the changes of the home node, over its home
-        address, on a thread of its own.
+Owns    the publisher, and the limit of the router's index.
+Takes   the page hashes of each call of the store; the changes of the home node, from `HeldPages`.
 Keeps   a page is published as stored only if the home node reported it, in memory or on disk; a
-        page that leaves the node is published as removed.
-Limits  NAMES_MAX.
+        page that leaves the node is published as removed. The router never has more than
+        OBJECTS_MAX objects: above them it would forget all of them, and not ask again.
+Limits  NAMES_MAX; OBJECTS_MAX.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
-from peercache.events.following import AskedNode, ClusterFollower, Index, NodeChanges
+from peercache.events.following import AskedNode
+from peercache.events.held import HeldPages
 from peercache.events.objects import ObjectNames, ObjectPublisher
 from peercache.model.keys import page_keys_of
-from peercache.model.records import GONE
+from peercache.observability.log import WarnOnce
 from peercache.sglang.namespace import HeadGroups, UncutPool
 
-HOME: Final = "home"
-
 NAMES_MAX: Final = 1_000_000
-"""Pages with stored hashes, the latest ones of calls: about 300 MB."""
+"""Pages with stored hashes, the latest ones of calls: about 300 MB, 400 MB if all are held."""
+
+OBJECTS_MAX: Final = 1_000_000
+"""Objects in the index of Dynamo's router (1.6.1): with more it clears the index, and from then on
+has only what is stored later. A page has two objects for each tensor-parallel rank."""
+
+WARN_FRACTION: Final = 0.9
+"""Fraction of OBJECTS_MAX from which on the log has a warning."""
+
+REPEAT_S: Final = 600.0
+"""After this time a warning is written again, if its cause is still there."""
 
 
 def object_names(storage_config: Any, pool: Any) -> ObjectNames:
@@ -55,29 +63,30 @@ class ObjectEvents:
         connect: opens a connection to the home node.
         Raises ConfigError if the endpoint cannot be bound.
         """
-        self._log = log
         self._lock = threading.Lock()
         self._digest = b""
-        self._names: OrderedDict[bytes, str] = OrderedDict()
-        """The hash of each page, by its key, in the order of their last use."""
-        self._index = Index()
-        self._logged_problem = ""
-        self._is_closed = False
+        self._warn_once = WarnOnce(log, repeat_s=REPEAT_S)
+        self._objects_a_page = len(names.of(""))
+        self._pages_max = OBJECTS_MAX // self._objects_a_page
+        self._pages: HeldPages[str] = HeldPages(
+            connect,
+            self._publish,
+            names_max=NAMES_MAX,
+            held_max=self._pages_max,
+            restarted=self._resync,
+            failed=self._log_problem,
+            thread="peercache-object-events",
+        )
+        present, readers = self._pages.present, config.event_readers
         try:
             self._publisher = ObjectPublisher(
-                config.object_events, names, present=self._present, readers=config.event_readers
+                config.object_events, names, present=present, readers=readers
             )
         except ConfigError as error:
             raise ConfigError("event_readers", error.problem) from error
         except OSError as error:
             raise ConfigError("object_events", str(error)) from error
-        self._follower = ClusterFollower(
-            lambda _: connect(), lambda: (HOME,), failed=self._log_problem
-        )
-        self._thread = threading.Thread(
-            target=self._run, name="peercache-object-events", daemon=True
-        )
-        self._thread.start()
+        self._pages.start()
 
     @property
     def endpoint(self) -> str:
@@ -91,67 +100,41 @@ class ObjectEvents:
         began before `close` may arrive after it, and is ignored.
         """
         keys: list[bytes] = page_keys_of(hashes, (digest,))[0].tolist()
-        stored, removed = [], []
         with self._lock:
-            if self._is_closed:
-                return
             if digest != self._digest:
                 self._digest = digest
-                self._names.clear()
-                self._publisher.resync()
-            for key, page in zip(keys, hashes, strict=True):
-                if key in self._names:
-                    self._names.move_to_end(key)
-                    continue
-                self._names[key] = page
-                if self._index.holders(key):
-                    stored.append(page)
-            while len(self._names) > NAMES_MAX:
-                key, page = self._names.popitem(last=False)
-                if self._index.holders(key):
-                    removed.append(page)
-            if stored or removed:
-                self._publisher.publish(stored=stored, removed=removed)
+                self._pages.forget()
+            self._pages.name(keys, hashes)
+
+    def status(self) -> dict[str, int]:
+        """Return how many objects a router has of this engine, the limit, and pages left out."""
+        return {
+            "objects": len(self._pages) * self._objects_a_page,
+            "objects_max": OBJECTS_MAX,
+            "pages_left_out": self._pages.left_out,
+        }
 
     def close(self) -> None:
-        """End both threads; bounded, may be repeated."""
-        with self._lock:
-            self._is_closed = True
-        self._follower.close()
-        self._thread.join()
+        """End all threads; bounded, may be repeated."""
+        self._pages.close()
         self._publisher.close()
 
-    # --- the thread ---------------------------------------------------------------------------
+    # --- on the thread of `HeldPages`, or an engine's ---------------------------------------------
 
-    def _run(self) -> None:
-        for batch in self._follower:
-            self._take(batch)
+    def _publish(self, stored: Sequence[str], removed: Sequence[str]) -> None:
+        self._publisher.publish(stored=stored, removed=removed)
+        if stored and len(self._pages) >= self._pages_max * WARN_FRACTION:
+            self._warn_once(
+                "sglang.router_index_nearly_full",
+                "",
+                objects=len(self._pages) * self._objects_a_page,
+                pages_left_out=self._pages.left_out,
+                hint="Dynamo's router is not notified of pages above the limit, those used longest "
+                "ago: a larger --page-size makes fewer objects",
+            )
 
-    def _take(self, batch: NodeChanges) -> None:
-        keys, tiers = batch.changes["key"].tolist(), batch.changes["tier"].tolist()
-        with self._lock:
-            self._index.apply(batch)
-            # Only the last change of a page counts.
-            last = {
-                self._names[key]: tier != GONE
-                for key, tier in zip(keys, tiers, strict=True)
-                if key in self._names
-            }
-            stored = [page for page, is_stored in last.items() if is_stored]
-            removed = [page for page, is_stored in last.items() if not is_stored]
-            if batch.again:
-                # All that the home node reported before is void.
-                self._publisher.resync()
-            elif stored or removed:
-                self._publisher.publish(stored=stored, removed=removed)
-        self._logged_problem = ""
+    def _resync(self) -> None:
+        self._publisher.resync()
 
-    def _present(self) -> Iterable[str]:
-        with self._lock:
-            pages = self._index.pages(HOME)
-            return [page for key, page in self._names.items() if key in pages]
-
-    def _log_problem(self, _: str, problem: Exception) -> None:
-        if str(problem) != self._logged_problem:
-            self._logged_problem = str(problem)
-            self._log.warning("sglang.home_not_followed", why=str(problem))
+    def _log_problem(self, problem: Exception) -> None:
+        self._warn_once("sglang.home_not_followed", str(problem), why=str(problem))

@@ -362,7 +362,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Return the client's counts, and those of pages that never reached it, for operators."""
         none: dict[str, Any] = {}
         counted = self._answer("stats", (), none, lambda at: dict(at.client.stats()))
-        return {**counted, "refused": self._tally.snapshot()}
+        objects = {} if self._objects is None else {"object_events": self._objects.status()}
+        return {**counted, **objects, "refused": self._tally.snapshot()}
 
     def close(self) -> None:
         """Close the client. Later calls are misses; may be repeated."""

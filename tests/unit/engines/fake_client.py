@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from peercache.client.home import HomeState
 from peercache.client.report import add_moved
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace, PageKeys
+from peercache.model.prefix import Overlap
+from peercache.model.records import RESIDENT
 from peercache.model.runs import PageRuns
 
 
@@ -25,6 +29,7 @@ class FakeClient:
         self.config: Config | None = None
         self.registered: list[tuple[int, int]] = []
         self.touched: list[int] = []
+        self.retained: dict[bytes, float] = {}
         self.is_closed = False
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -81,6 +86,21 @@ class FakeClient:
     def remove(self, keys: PageKeys) -> int:
         """Drop pages; return how many there were."""
         return sum(self.pages.pop(key.tobytes(), None) is not None for key in keys)
+
+    def overlap(self, keys: PageKeys) -> Overlap:
+        """Return that one member holds the pages; of lost pages nothing is known."""
+        self._come_in()
+        if self.home_state.is_lost:
+            return Overlap.unknown(len(keys))
+        flags = [RESIDENT if key.tobytes() in self.pages else 0 for key in keys]
+        return Overlap((1,), np.array([flags], np.uint8), whole=True)
+
+    def retain(self, keys: PageKeys, seconds: float) -> int:
+        """Note for how long pages are retained; return how many of them are held."""
+        self._come_in()
+        held = [key.tobytes() for key in keys if key.tobytes() in self.pages]
+        self.retained.update(dict.fromkeys(held, seconds))
+        return len(held)
 
     def stats(self) -> dict[str, int]:
         """Return the figure that adapters read."""

@@ -39,6 +39,7 @@ class AdapterUsage:
 
     total_bytes_used: int
     total_capacity_bytes: int
+    bytes_by_cache_salt: Any = attrs.field(factory=dict)
 
 
 class L2AdapterInterface:
@@ -49,15 +50,20 @@ class L2AdapterInterface:
         self.stored: list[tuple[Any, int]] = []
         self.accessed: list[Any] = []
         self.deleted: list[Any] = []
+        self.sizes: dict[Any, int] = {}
+        """Of what is stored, by the notifications."""
 
     def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
         self.stored += zip(keys, sizes, strict=True)
+        self.sizes.update(zip(keys, sizes, strict=True))
 
     def _notify_keys_accessed(self, keys: list[Any]) -> None:
         self.accessed += keys
 
     def _notify_keys_deleted(self, keys: list[Any], sizes: list[int]) -> None:
         self.deleted += keys
+        for key, size in zip(keys, sizes, strict=True):
+            assert self.sizes.pop(key, 0) == size
 
 
 class Notifier:
@@ -89,6 +95,47 @@ class ObjectKey:
     kv_rank: int = 0x01000100
     object_group_id: int = 0
     cache_salt: str = ""
+
+    def to_encoded_object_key(self) -> EncodedObjectKey:
+        """Return the form that is written as JSON."""
+        rest = (self.model_name, self.kv_rank, self.object_group_id, self.cache_salt)
+        return EncodedObjectKey(self.chunk_hash.hex(), *rest)
+
+
+@attrs.frozen
+class EncodedObjectKey:
+    """A key as JSON has it."""
+
+    chunk_hash_hex: str
+    model_name: str
+    kv_rank: int
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+    def to_object_key(self) -> ObjectKey:
+        """Return the key."""
+        rest = (self.model_name, self.kv_rank, self.object_group_id, self.cache_salt)
+        return ObjectKey(bytes.fromhex(self.chunk_hash_hex), *rest)
+
+
+@attrs.frozen
+class KeyEntry:
+    """A key of a list, and its size."""
+
+    key: EncodedObjectKey
+    size_bytes: int
+
+
+@attrs.frozen
+class KeyListPage:
+    """A part of a list of keys."""
+
+    entries: tuple[KeyEntry, ...]
+    next_page_token: str | None
+
+
+class L2AdapterConfigBase:
+    """The base class of configurations."""
 
 
 class MemoryObject:
@@ -135,8 +182,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "lmcache.v1": {},
         "lmcache.v1.platform": {"create_event_notifier": Notifier},
         "lmcache.v1.distributed": {},
+        "lmcache.v1.distributed.api": {
+            "EncodedObjectKey": EncodedObjectKey,
+            "KeyEntry": KeyEntry,
+            "KeyListPage": KeyListPage,
+        },
         "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
         "lmcache.v1.distributed.l2_adapters": {},
+        "lmcache.v1.distributed.l2_adapters.config": {"L2AdapterConfigBase": L2AdapterConfigBase},
         "lmcache.v1.distributed.l2_adapters.base": {
             "L2AdapterInterface": L2AdapterInterface,
             "AdapterUsage": AdapterUsage,
@@ -146,5 +199,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("peercache.lmcache", "peercache.lmcache.adapter"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    forget()
+
+
+def forget() -> None:
+    """Have the next test import the adapter again."""
+    for name in [name for name in sys.modules if name.startswith("peercache.lmcache")]:
+        del sys.modules[name]

@@ -37,8 +37,7 @@ def adapter(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield adapter
     fake.may_answer.set()
     adapter.close()
-    for name in ("peercache.lmcache", "peercache.lmcache.adapter"):
-        sys.modules.pop(name, None)
+    fake_lmcache.forget()
 
 
 def store(adapter: Any, *pairs: tuple[ObjectKey, MemoryObject]) -> int:
@@ -133,6 +132,7 @@ def test_locks_are_counted(adapter: Any) -> None:
         "why": "",
         "type": "PeerCacheL2Adapter",
         "locked": 0,
+        "objects_known": 1,
         "stores_waiting": 0,
         "lookups_waiting": 0,
         "loads_waiting": 0,
@@ -230,8 +230,7 @@ def test_without_lmcache_the_import_says_what_to_install(monkeypatch: pytest.Mon
     """One clear error in place of a stack of theirs."""
     monkeypatch.setitem(sys.modules, "lmcache", None)
     monkeypatch.setitem(sys.modules, "lmcache.lmcache_native", None)
-    for name in ("peercache.lmcache", "peercache.lmcache.adapter"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    fake_lmcache.forget()
     with pytest.raises(ImportError, match=r"install lmcache 0\.5\.6 or later"):
         importlib.import_module("peercache.lmcache")
 
