@@ -77,6 +77,7 @@ peercache = LateGroup(
             "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
             "set": ("peercache.cli.operate.pages:set_command", "Store a page at this host's node."),
             "exists": ("peercache.cli.operate.pages:exists_command", "Check whether pages exist."),
+            "keys": ("peercache.cli.operate.keys:keys", "List the pages of a namespace."),
             "retain": (
                 "peercache.cli.operate.pages:retain_command",
                 "Keep pages in memory for a time.",

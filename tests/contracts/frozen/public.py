@@ -24,7 +24,7 @@ COMMANDS = (
     "demo", "bench", "bench disk", "bench serve", "bench drive", "bench replay", "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
     "status", "top", "members", "events", "drain", "slo", "size",
-    "get", "set", "exists", "retain", "rm", "clear",
+    "get", "set", "exists", "keys", "retain", "rm", "clear",
     "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
 
