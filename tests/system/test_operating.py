@@ -99,7 +99,7 @@ def completed(
 
 
 def test_the_command_line_shows_and_judges_the_cluster(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """0 while all is well, 1 beside a stopped node, 2 where none answers; JSON says the same."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -120,6 +120,26 @@ def test_the_command_line_shows_and_judges_the_cluster(
         assert completed(
             nodes[0], "drain", nodes[1].ready["control"][:-1], monkeypatch, capsys
         ) == [nodes[1].ready["control"]]
+
+        contexts = tmp_path / "peercache" / "contexts.toml"
+        contexts.parent.mkdir()
+        clusters = {"here": cluster.name, "gone": "another"}
+        contexts.write_text(
+            "".join(
+                f'[{name}]\nat = "{at[1]}"\ncluster = "{of}"\n' for name, of in clusters.items()
+            )
+        )
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        assert cli.main(["status", "--context", "here"]) == 0
+        capsys.readouterr()
+        assert completed(nodes[0], "status --context", "", monkeypatch, capsys) == ["gone", "here"]
+        monkeypatch.setenv("PEERCACHE_CONTEXT", "gone")
+        assert cli.main(["status"]) == 2
+        assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err
+        assert cli.main(["drain"]) == 2
+        assert "drains the node of the context gone: name it" in capsys.readouterr().err
+        assert cli.main(["status", "--context", "here"]) == 0
+        monkeypatch.setenv("PEERCACHE_CONTEXT", "")
 
         assert cli.main(["status", *at, "--cluster", "another"]) == 2
         assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import TypeVar, final
 
 import attrs
 
+from peercache.config.contexts import AT, context_named
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
 from peercache.config.settings import Config
 from peercache.errors import (
@@ -66,6 +67,7 @@ class Target:
     """The node to ask, and the identity to use.
 
     has_cluster: whether the user named the cluster; is_named: whether the user named the address.
+    context: the context that the address is from; "" if it is from elsewhere.
     """
 
     at: str
@@ -73,6 +75,7 @@ class Target:
     timeout_s: float
     has_cluster: bool
     is_named: bool = True
+    context: str = ""
 
     @classmethod
     def of(
@@ -81,17 +84,23 @@ class Target:
         at: str | None = None,
         timeout_s: float = TIMEOUT_S,
         config: str | None = None,
+        context: str | None = None,
         environment: Mapping[str, str] | None = None,
         **settings: str | None,
     ) -> Target:
         """Create a target from settings; raise ConfigError.
 
-        at:     a control address, or ipc://PATH of a home; None: a node of this host.
-        config: a TOML file; settings: such as cluster, tls_ca, tls_cert and tls_key.
+        at:      a control address, or ipc://PATH of a home; None: a node of this host.
+        config:  a TOML file; settings: such as cluster, tls_ca, tls_cert and tls_key.
+        context: the name of a context of this user, which all others override.
         """
         found = os.environ if environment is None else environment
-        loaded = Config.load(settings, file=config, environment=found)
+        named = context_named(context, found) if context else {}
+        of_context = named.pop(AT, None)
+        loaded = Config.load(settings, file=config, environment=found, context=named)
         default = Config.load({}).cluster
+        is_of_context = of_context is not None and not (at or loaded.home)
+        at = of_context if is_of_context else at
         address = _written(at) if at else loaded.home or _here(loaded)
         return cls(
             at=address,
@@ -99,6 +108,7 @@ class Target:
             timeout_s=timeout_s,
             has_cluster=loaded.cluster != default,
             is_named=bool(at or loaded.home),
+            context=context if context and is_of_context else "",
         )
 
     @property

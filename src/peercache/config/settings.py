@@ -673,9 +673,13 @@ class Config:
         *,
         file: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        context: Mapping[str, str] | None = None,
     ) -> Config:
-        """Merge file, environment and settings; raise ConfigError for the first wrong one."""
-        of_file = {} if file is None else read_toml(Path(file))
+        """Merge file, environment and settings; raise ConfigError for the first wrong one.
+
+        context: what the others override (`config.contexts`).
+        """
+        of_file = {**(context or {}), **({} if file is None else read_toml(Path(file)))}
         of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
         given = {name: value for name, value in (settings or {}).items() if value is not None}
         try:
@@ -685,6 +689,8 @@ class Config:
             if error.name in given or error.name not in {**of_file, **of_variables}:
                 raise
             source = environment_name(error.name) if error.name in of_variables else file
+            if source is None:
+                raise  # The context's values are valid one by one.
             raise ConfigError(error.name, f"{error.problem} (in {source})") from error
 
     @classmethod
