@@ -143,7 +143,7 @@ class NamespaceUse:
 class Shard:
     """The directory shard of a node.
 
-    share:     the fraction of all keys that it owns, 0 to 1.
+    share:     its part of the ring; those of all members add up to 1.
     authority: whether a key without a record is absent.
     """
 

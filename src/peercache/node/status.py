@@ -248,7 +248,7 @@ class NodeStatus:
     _started_at: float = attrs.field(factory=time.monotonic, init=False)
     _version: str = attrs.field(factory=version, init=False)
     _shares: dict[bytes, float] = attrs.field(factory=dict, init=False)
-    """The share of keys that this node owns on the newest ring, by its version."""
+    """This node's share of the newest ring, by its version."""
 
     def status(self, *, detail: bool = False) -> Status:
         """Return the current status of this node."""
@@ -385,13 +385,16 @@ class NodeStatus:
         )
 
     def _share(self) -> float:
-        """Return the fraction of keys that this node owns, estimated from SAMPLED keys."""
+        """Return the part of the ring that this node owns, estimated from SAMPLED keys.
+
+        Of a key with several owners each has a part, so the shares of all members add up to 1.
+        """
         ring = self.crew.ring.current
         if ring.version not in self._shares:
             self._shares.clear()
             owners = ring.owners(_SAMPLE)
-            mine = (owners == np.uint64(self.incarnation)).any(axis=1)
-            self._shares[ring.version] = float(mine.mean())
+            mine = owners == np.uint64(self.incarnation)
+            self._shares[ring.version] = float(mine.mean()) if mine.size else 0.0
         return self._shares[ring.version]
 
     def health(self) -> Health:
