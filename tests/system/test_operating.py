@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,39 @@ def test_objectives_are_judged_over_the_address_of_all_commands(
         wait_until(lambda: told()["objectives"][0]["calls"] >= 2)
         assert told()["nodes"] == 2
         assert told()["objectives"][0]["within_s"] == 0.001
+
+
+def test_slow_calls_are_shown_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of clients of every node, over any of them; a paused node's are missing."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        at = ["--at", nodes[1].ready["control"]]
+        keys = keys_of("slow", 8)
+        with cluster.client(nodes[0], namespace="chat") as client:
+            assert all(client.batch_set(keys[:6], pages_of(keys[:6])))
+            assert read(client, keys).count(False) == 2
+
+            def called() -> list[dict[str, Any]]:
+                assert cli.main(["slow", *at, "--operation", "get", "--json"]) == 0
+                found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["calls"]
+                return found
+
+            wait_until(called)
+            [call] = called()
+            assert (call["node"], call["pages"]) == (nodes[0].ready["control"], 8)
+            assert (call["tier"], call["outcome"], call["missed"]) == (
+                "home",
+                "some",
+                {"absent": 2},
+            )
+            assert (call["namespace"], call["pid"]) == ("chat", os.getpid())
+            assert 0 < call["seconds"] < TIMEOUT_S
+            assert cli.main(["slow", *at, "--limit", "1"]) == 0
+            assert len(capsys.readouterr().out.strip().splitlines()) == 3
+        nodes[0].pause()
+        wait_until(lambda: cli.main(["slow", *at]) == 1)
+        assert f"! {nodes[0].ready['control']} does not answer" in capsys.readouterr().err
+        nodes[0].resume()
 
 
 def test_a_node_that_was_killed_and_started_again_is_one_node(

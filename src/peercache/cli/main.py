@@ -60,6 +60,7 @@ peercache = LateGroup(
                 "peercache.cli.operate.events:events",
                 "Show which pages nodes store and drop, live.",
             ),
+            "slow": ("peercache.cli.operate.slow:slow", "Show the slowest calls of the last hour."),
             "slo": (
                 "peercache.cli.operate.slo:slo",
                 "Compare calls with their latency objectives.",

@@ -273,6 +273,7 @@ SILENT_WORKER_S = 60.0
 FULL = 0.95
 """A bar is red if its tier has a problem and is this full; a full pool alone is as it should be."""
 EVENTS_SHOWN = 8
+SLOW_SHOWN = 20
 SLICE_S = 0.002
 """After this long the page gives the loop back, as the node serves meanwhile."""
 
@@ -455,6 +456,7 @@ def templates() -> dict[str, Template]:
         silent_worker_s=SILENT_WORKER_S,
         named_max=NAMED_MAX,
         reasons_max=REASONS_MAX,
+        slow_max=SLOW_SHOWN,
         ranges={name: label for name, (label, _) in RANGES.items()},
         sorts=_SORTS,
         search_max=SEARCH_MAX,

@@ -686,6 +686,6 @@ class Node:
             self._revocations.take(message)
         if isinstance(message, Counted):
             self._status.workers.note(sender.identity, message, time.monotonic())
-            ignored = absorb(self.metrics, message)
+            ignored = absorb(self.metrics, message, name_of(sender.identity))
             self.metrics.messages_dropped.labels("malformed").inc(ignored)
         return None

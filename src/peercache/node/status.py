@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -284,8 +284,17 @@ class NodeStatus:
             spilled=self._spilled(counters),
             copied=self._copied(),
             reuse=self._reuse(),
-            detail=details(self.config) if detail else Detail(),
+            detail=self._detail(attached, now) if detail else Detail(),
         )  # fmt: skip
+
+    def _detail(self, attached: Sequence[tuple[int, str, int]], now: float) -> Detail:
+        clients = {name_of(client): (namespace, pid) for client, namespace, pid in attached}
+        slow = [
+            attrs.evolve(call, namespace=namespace, pid=pid)
+            for call in self.metrics.slow.listed(now)
+            for namespace, pid in [clients.get(call.client, ("", 0))]
+        ]
+        return attrs.evolve(details(self.config), slow=tuple(slow))
 
     def _spilled(self, counters: Mapping[str, float]) -> Spilled:
         placement = self.crew.placement

@@ -23,7 +23,7 @@ REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
     "demo", "bench", "bench disk", "bench serve", "bench drive", "bench replay", "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
-    "status", "top", "members", "events", "drain", "slo", "size",
+    "status", "top", "members", "events", "drain", "slow", "slo", "size",
     "get", "set", "exists", "keys", "retain", "rm", "clear",
     "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip

@@ -35,6 +35,7 @@ from peercache.model.status import (
     MovedPages,
     PeerStatus,
     Reuse,
+    SlowCall,
     Spilled,
     Status,
     Thread,
@@ -244,6 +245,7 @@ async def test_node_page_shows_one_node_and_its_process() -> None:
         threads=(Thread(name="tcp-serving", cpu_s=12.5, state="R"),),
         environment={"PEERCACHE_POOL": "1GiB"},
         settings={"http_token_file": "/etc/token", "secret": "(masked)"},
+        slow=(SlowCall(operation="get", tier="tcp", seconds=0.34, pages=64, missed={"absent": 9}),),
     )
     members = [with_status(member(0, 2), detail=detail), member(1, 2)]
 
@@ -258,6 +260,8 @@ async def test_node_page_shows_one_node_and_its_process() -> None:
         "(masked)",
         "wire 2–3",
         "with authority",
+        "Slowest calls of the last hour",
+        "340 ms 0 s get tcp 64 absent 9",
     ):
         assert wanted in shown, wanted
         assert wanted not in whole
@@ -301,6 +305,7 @@ async def test_texts_of_peers_are_shown_and_never_run() -> None:
         counters={HOSTILE: 5.0, f"pages_missed/{HOSTILE}": 9.0},
         latency={HOSTILE: latencies(9, 0.1)},
         detail=Detail(
+            slow=(SlowCall(operation=HOSTILE, client=HOSTILE, missed={HOSTILE: 1.0}),),
             threads=(Thread(name=HOSTILE),), settings={HOSTILE: HOSTILE}, environment={"A": HOSTILE}
         ),
     )  # fmt: skip
