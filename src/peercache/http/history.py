@@ -168,7 +168,7 @@ class History:
             if name not in before:
                 what = "joined" if state == OK else what
             elif state == OK:
-                what = "restarted" if before[name][1] != incarnation else "serves again"
+                what = "restarted" if before[name][1] != incarnation else "began to serve"
             elif before[name][0] == state:
                 what = ""
             if what:
