@@ -139,7 +139,7 @@ class ClientParts:
             log=self.log,
             tables=self._tables,
         )
-        self.report = ClientReport(self.metrics, self._fabric_of_peers)
+        self.report = ClientReport(self.metrics, self._fabric_of_peers, name_of(self.identity))
         self._logged_opened = 0
         self.home = self._home_at(self._url)
         self.bridge.renew = self.home.renew

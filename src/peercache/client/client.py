@@ -38,6 +38,7 @@ from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.observability.log import current
+from peercache.observability.slow import CallNote
 from peercache.paths.mirror import MirrorHome
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
@@ -491,6 +492,7 @@ class Client:
             add_missed(Counter(whys))
         run = len(known) if known.all() else int(np.argmin(known))
         current.series = series_of("exists", tier, run, len(known))
+        current.missed = whys
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
@@ -590,7 +592,7 @@ class Client:
                 return miss
             self._calls_in_flight += 1
         outer, current.number = current.number, next(self._numbers)
-        current.series = PLACES[operation, "", ""]
+        current.series, current.missed = PLACES[operation, "", ""], ()
         try:
             return call(started + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10))
         except UnusableBuffers as error:
@@ -609,6 +611,10 @@ class Client:
             self._wiring.report.calls.append((current.series, took_s))
             if (of_page := PAGE_OF.get(current.series)) is not None and pages:
                 self._wiring.report.calls.append((of_page, took_s / pages))
+            if took_s > self._wiring.report.slowest.floor:
+                number, missed = current.number, current.missed
+                note = CallNote.of(current.series, took_s, pages, number, missed)
+                self._wiring.report.slowest.add(note)
             if took_s > timeout_s:
                 self.metrics.deadlines_overrun.inc()
             if current_call.report is not None:
@@ -623,6 +629,7 @@ class Client:
 
     def _count(self, operation: str, pages_by_reason: Mapping[str, int]) -> None:
         """Count the pages that a call did not serve; reason "" means no failure."""
+        current.missed = pages_by_reason
         if current_call.report is not None:
             add_missed(pages_by_reason)
         counters = {"get": self.metrics.pages_missed, "set": self.metrics.sets_refused}

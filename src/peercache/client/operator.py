@@ -15,6 +15,7 @@ from typing import TypeVar, final
 
 import attrs
 
+from peercache.config.contexts import AT, context_named
 from peercache.config.home import default_home, nearest_home
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
 from peercache.config.settings import Config
@@ -68,6 +69,7 @@ class Target:
     timeout_s:   how long it may take to answer, in seconds.
     has_cluster: whether the user named the cluster.
     is_named:    whether the user named the address.
+    context:     the context that the address is from; "" if it is from elsewhere.
     """
 
     at: str
@@ -75,6 +77,7 @@ class Target:
     timeout_s: float
     has_cluster: bool
     is_named: bool = True
+    context: str = ""
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class Target:
         at: str | None = None,
         timeout_s: float = TIMEOUT_S,
         config: str | None = None,
+        context: str | None = None,
         environment: Mapping[str, str] | None = None,
         **settings: str | None,
     ) -> Target:
@@ -92,13 +96,18 @@ class Target:
         timeout_s: how long the node may take to answer, in seconds.
         config:    the path of a TOML file with settings.
         environment: variables with settings (`PEERCACHE_…`); None: those of this process.
+        context:   the name of a context of this user, which all others override.
         settings:  override both: cluster, tls_ca, tls_cert, tls_key, insecure …
 
         Raises ConfigError for an unknown name, and for a value that cannot be used.
         """
         found = os.environ if environment is None else environment
-        loaded = Config.load(settings, file=config, environment=found)
+        named = context_named(context, found) if context else {}
+        of_context = named.pop(AT, None)
+        loaded = Config.load(settings, file=config, environment=found, context=named)
         default = Config.load({}).cluster
+        is_of_context = of_context is not None and not (at or loaded.home)
+        at = of_context if is_of_context else at
         address = _written(at) if at else loaded.home or _here()
         return cls(
             at=address,
@@ -106,6 +115,7 @@ class Target:
             timeout_s=timeout_s,
             has_cluster=loaded.cluster != default,
             is_named=bool(at or loaded.home),
+            context=context if context and is_of_context else "",
         )
 
     @property

@@ -698,16 +698,18 @@ class Config:
         *,
         file: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        context: Mapping[str, str] | None = None,
     ) -> Config:
         """Merge file, environment and settings: the later override the earlier.
 
         settings:    values by name, as texts ("64GiB", "90s") or in the setting's own type.
         file:        the path of a TOML file.
         environment: variables, of which those with the prefix `PEERCACHE_` count; None: none.
+        context:     what the others override, by name (`config.contexts`).
 
         Raises ConfigError for the first unknown name, or value that cannot be used.
         """
-        of_file = {} if file is None else read_toml(Path(file))
+        of_file = {**(context or {}), **({} if file is None else read_toml(Path(file)))}
         of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
         given = {name: value for name, value in (settings or {}).items() if value is not None}
         try:
@@ -717,6 +719,8 @@ class Config:
             if error.name in given or error.name not in {**of_file, **of_variables}:
                 raise
             source = environment_name(error.name) if error.name in of_variables else file
+            if source is None:
+                raise  # The context's values are valid one by one.
             raise ConfigError(error.name, f"{error.problem} (in {source})") from error
 
     @classmethod

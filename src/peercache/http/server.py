@@ -59,7 +59,7 @@ Header: TypeAlias = tuple[bytes, bytes]
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 """A page loads nothing but this node's own files, and runs no script that stands in a page."""
 

@@ -143,7 +143,7 @@ class NamespaceUse:
 class Shard:
     """The directory shard of a node.
 
-    share:     the fraction of all keys that it owns, 0 to 1.
+    share:     its part of the ring; those of all members add up to 1.
     authority: whether a key without a record is absent.
     """
 
@@ -275,9 +275,37 @@ class Thread:
 
 
 @attrs.frozen(kw_only=True)
-class Detail:
-    """Details for an operator who inspects one node. Secrets are masked."""
+class SlowCall:
+    """A call that was among the slowest of the last hour.
 
+    operation, tier, outcome: as in the labels of `peercache_latency_seconds`.
+    age_s:  seconds since its client has reported it, at most a second after its end.
+    call:   its number, as in the log lines of its client.
+    namespace, pid: of its client; "" and 0 once that has gone.
+    missed: pages that it did not serve, by reason.
+    """
+
+    operation: str = ""
+    tier: str = ""
+    outcome: str = ""
+    seconds: float = 0.0
+    pages: int = 0
+    call: int = 0
+    age_s: float = 0.0
+    client: str = ""
+    namespace: str = ""
+    pid: int = 0
+    missed: dict[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class Detail:
+    """Details for an operator who inspects one node. Secrets are masked.
+
+    slow: the slowest calls of its clients, the slowest first.
+    """
+
+    slow: tuple[SlowCall, ...] = ()
     threads: tuple[Thread, ...] = ()
     environment: dict[str, str] = attrs.field(factory=dict)
     settings: dict[str, str] = attrs.field(factory=dict)
@@ -497,6 +525,7 @@ _CLASSES: dict[str, type[Any]] = {
         Copied,
         Reuse,
         Thread,
+        SlowCall,
         Detail,
         Status,
     )

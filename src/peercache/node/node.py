@@ -55,7 +55,7 @@ from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_setting
 from peercache.node.drain import Drainer, Puller
 from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep
 from peercache.node.memory import Source, populate, publish, table_file
-from peercache.node.questions import Gathering, MemberBroker, Overlaps
+from peercache.node.questions import Gathering, MemberBroker, Overlaps, Scans
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard, links_that_fit
@@ -68,7 +68,7 @@ from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import RequestOverlap
+from peercache.wire.messages.directory import RequestKeys, RequestOverlap
 from peercache.wire.messages.membership import (
     CancelDrain,
     DrainNode,
@@ -358,6 +358,12 @@ class Node:
             shard=crew.directory,
             ring=lambda: crew.ring.current,
             member_of=crew.membership.member,
+            broker=self.broker,
+        )
+        self.scans = Scans(
+            own=self.incarnation,
+            pages=crew.pool.pages,
+            disk=lambda: crew.disk.index,
             broker=self.broker,
         )
         nursery.start_soon(keep, "broker", self.broker.run, self.log)
@@ -671,12 +677,14 @@ class Node:
             return self.gathering.ask(sender, message)
         if isinstance(message, RequestOverlap):
             return self.overlaps.ask(sender, message)
+        if isinstance(message, RequestKeys):
+            return self.scans.ask(sender, message)
         if isinstance(message, (DrainNode, CancelDrain, RequestDrainState)):
             return ReportDrainState(message.request, self._draining.answer(message))
         if isinstance(message, ReportRevocations) and self._revocations is not None:
             self._revocations.take(message)
         if isinstance(message, Counted):
             self._status.workers.note(sender.identity, message, time.monotonic())
-            ignored = absorb(self.metrics, message)
+            ignored = absorb(self.metrics, message, name_of(sender.identity))
             self.metrics.messages_dropped.labels("malformed").inc(ignored)
         return None

@@ -72,7 +72,7 @@ from peercache.trust.rights import INVENTED, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from peercache.wire.messages.declared import Message, Receiver, Role
-from peercache.wire.messages.directory import ReportOverlap
+from peercache.wire.messages.directory import ReportKeys, ReportOverlap
 from peercache.wire.messages.membership import (
     Heartbeat,
     Join,
@@ -633,7 +633,7 @@ class Links:
             self._welcomed(address, dialled, message.member)
         elif isinstance(message, ReportDrainState):
             self._mailboxes.placement.put(Origin(envelope.sender), message)
-        elif isinstance(message, (ReportStatus, ReportOverlap)):
+        elif isinstance(message, (ReportStatus, ReportOverlap, ReportKeys)):
             self._on_answer(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, TypeGuard, final
@@ -31,6 +32,13 @@ from peercache.observability.reasons import (
     RDMA_FAILURES,
     TABLE_FAILURES,
     TAKE_FAILURES,
+)
+from peercache.observability.slow import (
+    REPORTED_MAX,
+    SLOW_CALL,
+    CallNote,
+    SlowestCalls,
+    SlowLog,
 )
 from peercache.wire.messages.session import Counted
 
@@ -152,6 +160,8 @@ class Metrics:
 
     def _make_latency(self, registry: CollectorRegistry) -> None:
         """Create the histograms of calls."""
+        self.slow = SlowLog()
+        """The slowest calls of clients: no series, as each call has facts of its own."""
         self.latency_s = Latency(
             "peercache_latency_seconds",
             "Time of one batch call; the tier is the farthest that it read, or that answered it.",
@@ -381,12 +391,17 @@ class ClientReport:
     """The counts that one client has not reported yet. Calls are added from any thread."""
 
     def __init__(
-        self, metrics: Metrics, fabric_of_peers: Callable[[], Mapping[str, str]] = dict
+        self,
+        metrics: Metrics,
+        fabric_of_peers: Callable[[], Mapping[str, str]] = dict,
+        name: str = "",
     ) -> None:
         """Report the increases of `metrics` from now on, and the fabric of each peer.
 
-        fabric_of_peers: returns the fabric by the name of the peer.
+        fabric_of_peers: returns the fabric by the name of the peer. name: of this client.
         """
+        self._name = name
+        self.slowest = SlowestCalls()
         self._metrics = metrics
         self._fabric_of_peers = fabric_of_peers
         self._fabrics_reported: dict[str, str] = {}
@@ -407,6 +422,9 @@ class ClientReport:
                     counts[path] = total - self._reported.get(path, 0.0)
                     self._reported[path] = total
         counts |= self._take_fabrics()
+        counts |= {
+            f"{SLOW_CALL}/{place}": str(note) for place, note in enumerate(self.slowest.take())
+        }
         calls = self._take_calls()
         if not counts and not calls:
             return None
@@ -429,6 +447,8 @@ class ClientReport:
         """Add the calls to the own metrics, for a client with a node in this process."""
         if calls := self._take_calls():
             observe_calls(self._metrics.latency_s, self._metrics.page_s, packed(calls))
+        for note in self.slowest.take():
+            self._metrics.slow.add(self._name, note, time.monotonic())
 
     def _take_calls(self) -> list[tuple[int, float]]:
         return [self.calls.popleft() for _ in range(len(self.calls))]
@@ -439,11 +459,16 @@ def is_increase(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and 0 <= value <= INCREASE_MAX
 
 
-def absorb(metrics: Metrics, counted: Counted) -> int:
-    """Add a client's report; return the number of invalid items."""
-    ignored = 0
+def absorb(metrics: Metrics, counted: Counted, client: str = "") -> int:
+    """Add the report of a client of this name; return the number of invalid items."""
+    ignored = noted = 0
     for path, increase in counted.counts.items():
         name, _, value = path.partition("/")
+        note = CallNote.read(increase) if name == SLOW_CALL and noted < REPORTED_MAX else None
+        if note is not None:
+            metrics.slow.add(client, note, time.monotonic())
+            noted += 1
+            continue
         if name == PEER_FABRIC and increase in FABRICS:
             continue  # Not a metric: it is part of the node's status.
         labels = CLIENT_COUNTERS.get(name)

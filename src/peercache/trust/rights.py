@@ -94,6 +94,10 @@ _RULES: dict[Rule, tuple[Callable[[Session, Any], bool], str]] = {
         lambda session, sent: is_among(sent.namespace, session.changes),
         NAMESPACE,
     ),
+    Rule.READABLE_NAMESPACE: (
+        lambda session, sent: is_among(sent.namespace, session.reads),
+        NAMESPACE,
+    ),
     Rule.ALL_NAMESPACES: (lambda session, _: session.reads is None, NAMESPACE),
 }
 """By rule: whether a message obeys it, and the reason of the refusal if not."""

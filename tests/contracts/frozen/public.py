@@ -23,8 +23,8 @@ REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
     "demo", "bench", "bench disk", "bench serve", "bench drive", "bench replay", "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
-    "status", "top", "members", "events", "drain", "slo", "size",
-    "get", "set", "exists", "retain", "rm", "clear",
+    "status", "top", "members", "events", "drain", "slow", "slo", "size",
+    "get", "set", "exists", "keys", "retain", "rm", "clear",
     "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.directory import Put, Repair, RequestChanges
+from peercache.wire.messages.directory import Put, Repair, RequestChanges, RequestKeys
 from peercache.wire.messages.membership import Heartbeat, Join, OfferPages, OfferSpill
 from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
@@ -102,6 +102,8 @@ TABLE = {
     "CopiesEvicted":          (True,  False, False, False),
     "RequestOverlap":      (True,  True,  True,  True),
     "ReportOverlap":       (False, False, False, False),
+    "RequestKeys":         (True,  False, False, True),
+    "ReportKeys":          (False, False, False, False),
     "RequestChanges":      (False, True,  True,  True),
     "ReportChanges":       (False, False, False, False),
 }  # fmt: skip
@@ -201,6 +203,15 @@ def test_names_that_agree_in_32_bits_have_rights_of_their_own() -> None:
                     assert refusal(writer, about) == refusal(node, about) == reason
                 for about in (Reserve(1, 1, tag, b"", b""), ReserveMirror(1, 1, tag, b"", b"")):
                     assert refusal(writer, about) == reason
+
+
+def test_an_operator_lists_the_namespaces_of_its_certificate() -> None:
+    """Geometries of one name are one namespace here too."""
+    ours_only = session(Role.OPERATOR, reads=frozenset({OURS.space_tag()}))
+
+    for tag, reason in ((OURS.tag(), ""), (OURS.space_tag(), ""), (THEIRS.tag(), NAMESPACE)):
+        assert refusal(ours_only, RequestKeys(1, tag, 0, 0, 0, 1)) == reason
+        assert refusal(session(Role.OPERATOR), RequestKeys(1, tag, 0, 0, 0, 1)) == ""
 
 
 def test_a_nodes_certificate_says_what_it_may_clear() -> None:
