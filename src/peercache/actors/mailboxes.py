@@ -56,6 +56,7 @@ from peercache.wire.messages.pool import (
     Clear,
     Commit,
     Committed,
+    Demote,
     Granted,
     LiveReservations,
     Promote,
@@ -147,7 +148,7 @@ RingMessage: TypeAlias = ViewChanged | RingBuilt
 
 # --- removal --------------------------------------------------------------------------------------
 
-RemovalMessage: TypeAlias = Remove | Clear | Removed | Retain | Retained | ViewChanged
+RemovalMessage: TypeAlias = Remove | Clear | Removed | Retain | Demote | Retained | ViewChanged
 
 
 # --- directory shard ------------------------------------------------------------------------------
@@ -455,7 +456,7 @@ class PromoteAnswered:
 
 PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
-    | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
+    | Retain | Demote | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
     | PagesGiven | RequestRoom | RemovalDone
