@@ -25,6 +25,8 @@ class FakeClient:
         self.config: Config | None = None
         self.registered: list[tuple[int, int]] = []
         self.touched: list[int] = []
+        self.hints: list[tuple[str, float, list[bytes]]] = []
+        """The hints that it was given: which, for how long, and which of their pages it holds."""
         self.is_closed = False
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -81,6 +83,28 @@ class FakeClient:
     def remove(self, keys: PageKeys) -> int:
         """Drop pages; return how many there were."""
         return sum(self.pages.pop(key.tobytes(), None) is not None for key in keys)
+
+    def retain(self, keys: PageKeys, seconds: float) -> int:
+        """Note a hint; return how many pages there are."""
+        return self._hinted("retain", keys, seconds)
+
+    def demote(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("demote", keys)
+
+    def prefetch(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("prefetch", keys)
+
+    def share(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("share", keys)
+
+    def _hinted(self, hint: str, keys: PageKeys, seconds: float = 0.0) -> int:
+        self._come_in()
+        held = [key.tobytes() for key in keys if key.tobytes() in self.pages]
+        self.hints.append((hint, seconds, held))
+        return len(held)
 
     def stats(self) -> dict[str, int]:
         """Return the figure that adapters read."""
