@@ -58,7 +58,8 @@ CLAIM_S: Final = 60.0
 """How long a page that a hint has named may be stored after its request has ended."""
 
 BLOCKS_MAX: Final = 65536
-"""Blocks that a router may name by 64 bits of their hash, the last ones that were seen."""
+"""Blocks that a router may name by 64 bits of their hash: the last ones that were seen, since the
+first hint."""
 
 WAITING_MAX: Final = 256
 """Actions that wait for the client."""
@@ -233,6 +234,8 @@ class RequestHints:
         self._lock = threading.Lock()
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self._blocks: OrderedDict[int, Name] = OrderedDict()
+        self._has_hints = False
+        """Whether a request had hints: until then nothing is remembered of pages."""
         self._claims: OrderedDict[Name, tuple[Hint, float]] = OrderedDict()
         self.refused: Counter[str] = Counter()
         """Actions that were not obeyed, by reason."""
@@ -242,6 +245,7 @@ class RequestHints:
         """Take the hints of a request; None: it has none."""
         if envelope is None:
             return
+        self._has_hints = True
         hints: list[Hint] = []
         actions = _field(envelope, "actions") or []
         if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
@@ -263,6 +267,8 @@ class RequestHints:
     @harmless(lambda: None)
     def saw(self, names: Iterable[Name], request: str | None = None) -> None:
         """Note pages that were looked up, loaded or stored, perhaps for a request."""
+        if not self._has_hints:
+            return
         names = list(names)
         with self._lock:
             for name in names:

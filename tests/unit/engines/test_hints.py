@@ -74,6 +74,7 @@ class Rig:
         self.hints = RequestHints(
             "test", NAMING, lambda: self.client, get_logger(), lambda: self.now
         )
+        self.hints.begin("first", {})
 
     def begin(self, *actions: Any, request: str = "r") -> None:
         envelope = SimpleNamespace(protocol_version="0.1", message_id="m", actions=list(actions))
@@ -235,6 +236,21 @@ def test_what_is_not_obeyed_is_a_counted_reason_and_does_not_stop_the_others(
     assert rig.client is not None
     shown = totals_of(rig.client.metrics.hints_refused)
     assert {name: value for name, value in shown.items() if value} == {reason: 1}
+
+
+def test_pages_cost_nothing_before_the_first_hint() -> None:
+    """Engines that pass on no hints look up thousands of pages a second."""
+
+    def fail(_: Any) -> int:
+        raise AssertionError
+
+    naming = Naming(number=fail, named=fail, keys=fail)
+    hints = RequestHints("test", naming, lambda: None, get_logger())
+    hints.begin("r", None)
+
+    hints.saw(map(fail, [1]), "r")
+    hints.stored(map(fail, [1]))
+    hints.end("r")
 
 
 def test_a_longer_time_than_any_is_left_to_the_client(rig: Rig) -> None:

@@ -76,6 +76,7 @@ def test_other_chunks_are_demoted_and_prefetched_by_their_blocks(
     tier: Any, fake: FakeClient
 ) -> None:
     """By 64 bits of a hash that was seen here, or by a whole one."""
+    tier.on_new_request(request("first", "kv.prefetch"))
     tier.submit_store(job(1, KEYS[:3], [0, 1, 2]))
     results(tier, 1)
 
@@ -113,6 +114,7 @@ def test_a_request_without_hints_and_an_older_vllm_cost_nothing(
 
 def test_hints_do_not_wait_for_a_client_that_hangs(tier: Any, fake: FakeClient) -> None:
     """The scheduler goes on; of the hints that wait some are dropped."""
+    tier.on_new_request(request("first", "kv.prefetch"))
     fake.may_answer.clear()
     tier.submit_store(job(1, KEYS, [0, 1, 2, 3]))
     for number in range(400):
