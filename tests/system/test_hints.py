@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from peercache import Client
 from peercache.model.keys import Namespace
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -194,3 +197,62 @@ def test_agents_find_their_retained_pages_after_each_pause() -> None:
         assert read(quiet, calm) == [True] * len(calm)
         name = 'peercache_namespace_pages_evicted_total{namespace="quiet",tier="pool"}'
         assert counted(node, name) == 0
+
+
+def ask(node: NodeProcess, by: str, **question: Any) -> tuple[int, Any]:
+    """Send a hint over HTTP; return the status and the answer."""
+    asked = urllib.request.Request(
+        f"http://{node.ready['http']}/api/v1/hints/{by}",
+        json.dumps(question).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, json.load(refusal)
+
+
+def test_hints_over_http_do_what_those_of_clients_do(tmp_path: Path) -> None:
+    """On all nodes for retain and demote; a prefetch concerns the disk of the node itself."""
+    with LocalCluster() as cluster:
+        disk = ("--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "256MiB")
+        node = cluster.start(pool="8MiB", flags=(*disk, "--metrics-port", free_port()))
+        other = cluster.start(pool="8MiB", flags=("--metrics-port", free_port()))
+        cluster.wait_for_members(node, 2)
+        client, elsewhere = cluster.client(node), cluster.client(other)
+        keys, flood, far = keys_of("prompt", 16), keys_of("flood", 128), keys_of("far", 4)
+        put(client, keys)
+        put(elsewhere, far)
+        wait_until(lambda: client.stats()["home_disk_pages"] >= 16)
+        put(client, flood)
+
+        def hint(kind: str, *pages: str, seconds: float = 0.0, at: NodeProcess = node) -> Any:
+            status, answer = ask(at, "hashes", hint=kind, hashes=pages, seconds=seconds)
+            assert status == 200, answer
+            assert answer["pages"] == len(pages)
+            return answer["outcomes"]
+
+        wait_until(lambda: hint("share", *keys, *far, "nowhere") == {"already": 20, "missing": 1})
+        found = hint("prefetch", *keys, *far, flood[-1], "nowhere")
+        assert found == {"done": 16, "refused": 4, "already": 1, "missing": 1}
+        assert read(client, keys) == [True] * 16
+        assert hint("retain", *keys[:8], *far, seconds=60) == {"done": 12}
+        assert hint("demote", *keys, at=other) == {"done": 8, "refused": 8}
+        name = 'peercache_hint_pages_total{hint="retain",outcome="done"}'
+        assert counted(node, name) == 12
+
+        wait_until(lambda: "prefetch done: 16" in node.page(f"/nodes/{node.ready['control']}"))
+
+        many = keys_of("many", 8192)
+        assert hint("retain", *many, seconds=1e9) == {"missing": 8192}
+        assert ask(node, "hashes", hint="retain", hashes=[*many, "more"])[0] == 422
+        assert ask(node, "hashes", hint="retain", hashes=keys, seconds=1e10)[0] == 422
+        assert ask(node, "hashes", hint="forget", hashes=keys)[0] == 422
+        foreign = {"name": "another"}
+        status, answer = ask(node, "hashes", hint="demote", hashes=keys, namespace=foreign)
+        assert (status, answer["outcomes"]) == (200, {"missing": 16})
+        prompt = {"tokens": list(range(64)), "model": "m", "dtype": "bf16", "page_tokens": 16}
+        assert ask(node, "tokens", hint="retain", seconds=1, **prompt) == (
+            200, {"pages": 4, "outcomes": {"missing": 4}},
+        )  # fmt: skip

@@ -266,6 +266,10 @@ TAKER = Origin(1)
 """The placement actor as a client of its node's pool; clients choose larger numbers by chance."""
 
 
+ITSELF = Origin(2)
+"""The node as a client of its own actors."""
+
+
 @attrs.frozen(eq=False)
 class SpilledPages:
     """Pages that their holder offers before it evicts them, coldest first.
