@@ -38,7 +38,7 @@ from peercache.node.runner import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.lookup import LocationCache, Locator
-from peercache.paths.mirror import OFF, Mirrorer
+from peercache.paths.mirror import OFF, PREFETCH, Mirrorer
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.write import Writer
 from peercache.rdma.fabric import RdmaFabric
@@ -112,6 +112,7 @@ class ClientParts:
         self._segment_folders = _segment_folders(config)
         self._tables = self._make_tables()
         self.reader = self._make_reader()
+        self.prefetcher = self._mirrorer(PREFETCH)
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
@@ -183,11 +184,9 @@ class ClientParts:
 
         return end
 
-    def _mirrorer(self) -> Mirrorer | None:
-        if self._config.mirror_pulls == OFF:
-            return None
+    def _mirrorer(self, pulls: str) -> Mirrorer:
         return Mirrorer(
-            pulls=self._config.mirror_pulls,
+            pulls=pulls,
             cache=self.cache,
             breakers=self.breakers,
             namespace_tag=self._namespace.tag(),
@@ -207,6 +206,7 @@ class ClientParts:
         )
 
     def _make_reader(self) -> Reader:
+        pulls = self._config.mirror_pulls
         loads = HolderLoad(salt=self.identity, clock=self.clock)
         locator = Locator(
             cache=self.cache,
@@ -218,8 +218,8 @@ class ClientParts:
         )
         return Reader(
             locator=locator, cache=self.cache, verify=self._config.verify,
-            space=self._namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(),
-            loads=loads,
+            space=self._namespace.space_tag(), clock=self.clock, loads=loads,
+            mirrorer=None if pulls == OFF else self._mirrorer(pulls),
         )  # fmt: skip
 
     def _make_asker(self) -> Asker:

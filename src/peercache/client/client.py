@@ -34,16 +34,30 @@ from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
 from peercache.model.prefix import Overlap
 from peercache.model.process import ForkGuard
-from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
+from peercache.model.records import RESIDENT
+from peercache.model.runs import U64, PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.observability.log import current
 from peercache.observability.slow import CallNote
-from peercache.paths.mirror import MirrorHome
+from peercache.paths.cluster import Cluster
+from peercache.paths.lookup import Mask, Whereabouts
+from peercache.paths.mirror import FAR, PAGES_MAX, MirrorHome
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
-from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retain, Retained
-from peercache.wire.messages.session import ReportStats, RequestStats
+from peercache.wire.messages.pool import (
+    NOT_HERE,
+    OVER_QUOTA,
+    RETAIN_MAX_S,
+    RETAINED,
+    Clear,
+    Demote,
+    Remove,
+    Removed,
+    Retain,
+    Retained,
+)
+from peercache.wire.messages.session import Refused, ReportStats, RequestStats
 
 RETURN_MARGIN_S = 0.01
 """Subtracted from every deadline, for the work between the last wait and the return."""
@@ -54,8 +68,14 @@ CLOSE_S = 5.0
 REMOVE_KEYS_MAX = 8192
 """Keys of one Remove: 128 KiB, and a millisecond of a holder's loop."""
 
-RETAIN_KEYS_MAX = 1024
-"""Keys of one Retain: each costs a holder's loop a few microseconds."""
+HINT_KEYS_MAX = 1024
+"""Keys of one Retain or Demote: each costs a holder's loop a few microseconds."""
+
+PREFETCH_PAGES = PAGES_MAX
+PREFETCH_BYTES = 32 * 2**20
+"""What a prefetch reads from other hosts at once: memory that it takes meanwhile."""
+
+_HINT_STATES = {NOT_HERE: reasons.MISSING, OVER_QUOTA: reasons.FORBIDDEN, RETAINED: reasons.DONE}
 
 HOME_TIMEOUT_FRACTION = 0.8
 """The fraction of the remaining time that the home node may wait for other members."""
@@ -289,24 +309,61 @@ class Client:
 
         Pages that are in the memory of a holder stay there, the first ones of the keys first, up to
         the quota of the namespace; namespaces without a quota share a quarter of a node's pool.
-        Pages that are only on disk do not count. The longest time applies; 0 seconds end the
-        protection. `remove` and `clear` remove retained pages, and a node that is drained or
-        stopped forgets the time.
+        Pages that are only on disk do not count. The longest time applies, of 30 days at most; 0
+        seconds, or what is no time, end the protection. `remove` and `clear` remove retained pages,
+        and a node that is drained or stopped forgets the time.
+        """
+        tag = self.namespace.tag()
+
+        def message(part: bytes, timeout_s: float) -> Retain:
+            # No number that a caller may give is too large for a message.
+            time_s = float(min(seconds, RETAIN_MAX_S)) if seconds > 0 else 0.0
+            return Retain(0, tag, part, time_s, timeout_s)
+
+        return self._hint(reasons.RETAIN, keys, message)
+
+    def demote(self, keys: Keys) -> int:
+        """Have these pages evicted before others; return how many at least one holder demotes.
+
+        They leave memory when their namespace needs room, the last ones of the keys first; a page
+        on a holder's disk is read from there afterwards. A page that is read before that stays like
+        any other, and a retained one stays anyway.
+        """
+        tag = self.namespace.tag()
+        return self._hint(
+            reasons.DEMOTE, keys, lambda part, timeout_s: Demote(0, tag, part, timeout_s)
+        )
+
+    def prefetch(self, keys: Keys) -> int:
+        """Bring these pages into the memory of this host; return how many are there now.
+
+        Holders load pages from their disks, and the home node keeps copies of pages of other hosts,
+        which take at most its `mirror_share`, and no place of pages that were used recently. The
+        call reads what it copies, and ends by its deadline with what there is by then.
+        """
+        return self._call("stats", 0, 0, lambda until: self._prefetch(self._names(keys), until))
+
+    def share(self, keys: Keys) -> int:
+        """Return how many of these pages other hosts can read.
+
+        Nothing is left to do for that: a page that is set is published before the set returns.
         """
 
         def ask(until: float) -> int:
-            attached, names = self._tie.attached, self._names(keys)
-            if attached is None:
-                return 0
-            tag, timeout_s = self.namespace.tag(), self._timeout_s(until)
-            parts = [
-                names[begin : begin + RETAIN_KEYS_MAX].tobytes()
-                for begin in range(0, len(names), RETAIN_KEYS_MAX)
-            ]
-            asked = [Retain(0, tag, part, float(seconds), timeout_s) for part in parts]
-            replies = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
-            answers = [answer for answer in replies if isinstance(answer, Retained)]
-            return sum(answer.states.count(RETAINED) for answer in answers)
+            names = self._names(keys)
+            path = self._wiring.reader.exists(names, self._tie.cluster, until)
+            known, whys, _ = self._bridge.run(path)
+            found = int(np.count_nonzero(known))
+            missing = whys.count(reasons.ABSENT)
+            self._count_hint(
+                reasons.SHARE,
+                {
+                    reasons.ALREADY: found,
+                    reasons.MISSING: missing,
+                    reasons.UNANSWERED: len(names) - found - missing,
+                },
+            )
+            return found
 
         return self._call("stats", 0, 0, ask)
 
@@ -475,6 +532,81 @@ class Client:
             lambda until: self._leading(keys, until, touch=touch),
             timeout_s=self.config.exists_timeout_s,
         )
+
+    def _hint(self, hint: str, keys: Keys, message: Callable[[bytes, float], Message]) -> int:
+        """Have every holder of these pages do something; return of how many one has done it."""
+
+        def ask(until: float) -> int:
+            attached, names = self._tie.attached, self._names(keys)
+            if attached is None:
+                self._count_hint(hint, {reasons.UNANSWERED: len(names)})
+                return 0
+            timeout_s, step = self._timeout_s(until), HINT_KEYS_MAX
+            asked = [
+                message(names[begin : begin + step].tobytes(), timeout_s)
+                for begin in range(0, len(names), step)
+            ]
+            home = attached.incarnation
+            replies = self._wiring.asker.ask([(home, one) for one in asked], until)
+            states = b"".join([one.states for one in replies if isinstance(one, Retained)])
+            named = {outcome: states.count(state) for state, outcome in _HINT_STATES.items()}
+            rest = max(len(names) - len(states), 0)
+            forbidden = any(isinstance(one, Refused) for one in replies)
+            why = reasons.FORBIDDEN if forbidden else reasons.UNANSWERED
+            named[why] = named.get(why, 0) + rest
+            self._count_hint(hint, named)
+            return named[reasons.DONE]
+
+        return self._call("stats", 0, 0, ask)
+
+    def _prefetch(self, names: PageKeys, until: float) -> int:
+        loads = self._wiring.reader.load(names, self._tie.cluster, until)
+        where, loaded, cluster = self._bridge.run(loads)
+        near = _near(where, cluster)
+        far = where.known & ~near & ((where.records["flags"] & RESIDENT) != 0)
+        self._copy_here(names[far], where.records["length"][far], until)
+        copied, _, cluster = self._bridge.run(self._wiring.reader.load(names[far], cluster, until))
+        done = int((near & loaded).sum() + _near(copied, cluster).sum())
+        here = int(near.sum() + _near(copied, cluster).sum())
+        refused = int(near.sum() + far.sum()) - here
+        missing = sum(
+            where.reasons[at] in {"", reasons.ABSENT} for at in (~where.known).nonzero()[0]
+        )
+        self._count_hint(
+            reasons.PREFETCH,
+            {
+                reasons.DONE: done,
+                reasons.ALREADY: here - done,
+                reasons.FORBIDDEN: refused,
+                reasons.MISSING: missing,
+                reasons.UNANSWERED: len(names) - here - refused - missing,
+            },
+        )
+        return here
+
+    def _copy_here(self, names: PageKeys, lengths: U64, until: float) -> None:
+        """Read pages of other hosts, and have the home node keep copies of them."""
+        attached, prefetcher = self._tie.attached, self._wiring.prefetcher
+        begin = 0
+        while begin < len(names) and self._clock() < until and not prefetcher.is_paused:
+            sizes = lengths[begin : begin + PREFETCH_PAGES].astype(np.uint64)
+            ends = np.cumsum(sizes)
+            sizes = sizes[: max(1, int(np.searchsorted(ends, PREFETCH_BYTES, "right")))]
+            begin, part = begin + len(sizes), names[begin : begin + len(sizes)]
+            memory = np.empty(int(sizes.sum()), np.uint8)
+            first = np.uint64(memory.__array_interface__["data"][0])
+            runs = PageRuns.regular(first + ends[: len(sizes)] - sizes, sizes, len(sizes))
+            if attached is None:
+                return
+            home = MirrorHome(attached.incarnation, attached.reservations)
+            path = self._wiring.reader.get(part, runs, self._tie.cluster, until, home, prefetcher)
+            outcome = self._bridge.run(path, attached.memory)
+            self.metrics.pages_mirrored.inc(outcome.mirrored)
+
+    def _count_hint(self, hint: str, pages_by_outcome: Mapping[str, int]) -> None:
+        for outcome, pages in pages_by_outcome.items():
+            if pages:
+                self.metrics.hint_pages.labels(hint, outcome).inc(pages)
 
     def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
         return self._call(
@@ -652,6 +784,16 @@ class Client:
                     name = sample.name.removeprefix("peercache_").removesuffix("_total")
                     figures.setdefault(name + labels, sample.value)
         return figures
+
+
+def _near(where: Whereabouts, cluster: Cluster) -> Mask:
+    """Return which pages are in the memory of a node of this host, (n,) bool."""
+    near: Mask = where.known & ((where.records["flags"] & RESIDENT) != 0)
+    holders = where.records["holder"]
+    for holder in dict.fromkeys(holders[near].tolist()):
+        if holder not in cluster.members or cluster.distance(holder) >= FAR:
+            near &= holders != holder
+    return near
 
 
 def series_of(operation: str, tier: str, served: int, asked: int) -> int:

@@ -34,6 +34,7 @@ from peercache.errors import InvalidRequest
 from peercache.model.keys import PageKeys
 from peercache.model.process import ForkGuard
 from peercache.model.runs import I64, U64, PageRuns
+from peercache.observability import reasons
 from peercache.observability.log import WarnOnce, get_logger
 
 BUFFERS_MAX = 4096
@@ -186,6 +187,9 @@ CLOSE_S = 10.0
 """How long `close` waits for calls of the store; a client's own deadline is usually shorter."""
 
 WARN_S = 60.0
+HINT_PAGES = 1024
+"""Pages of one call for a hint."""
+
 LOOKUPS_MAX = 1024
 """Waiting lookups of queues: each counts as one page of its lane."""
 
@@ -417,6 +421,21 @@ class Core:
         is_taken = self.sets.add(transfer)
         return transfer.future, (span.end if is_taken else span.first) * self.page_tokens
 
+    def hint(
+        self, req_id: str, hint: str, time_s: float, ids: TokenIds, chain: Chain, timeout_s: float
+    ) -> Future[int]:
+        """Have the store obey a hint for a prompt; return the tokens for which it has."""
+        keys = self.keys(self.prefixes.digests(req_id, chain, ids))
+        obey = getattr(self.store, "hint", None)
+
+        def move(begin: int, end: int) -> int:
+            return obey(hint, keys[begin:end], time_s) if obey is not None else 0
+
+        until, size = self.clock() + timeout_s, self.page_tokens
+        transfer = QueuedTransfer(req_id, move, len(keys), HINT_PAGES, until, size)
+        (self.gets if hint == reasons.PREFETCH else self.sets).add(transfer)
+        return transfer.future
+
     def end(self, req_id: str) -> None:
         """End the running operations of a request, and forget it. InvalidRequest: no such id."""
         if self._fork.is_child:
@@ -587,6 +606,26 @@ class RemoteKVConnector:
         (pages,) = core.agree([pages]) or [0]
         reached = (local_pages + pages) * core.page_tokens
         return max(0, reached - num_local_computed_tokens)
+
+    def hint_kv_async(
+        self, req_id: str, hint: str, tokens_list: Tokens, seconds: float = 0.0, **kw: Any
+    ) -> Future[int]:
+        """Retain, demote, prefetch or share the pages of a prompt; return a Future.
+
+        hint:    "retain", for `seconds` from now on; "demote", to be evicted first; "prefetch",
+                 into the memory of this host; "share", which only counts what other hosts read.
+        The result is the number of tokens in pages for which it is done. A store without hints, as
+        a folder, does nothing.
+        """
+        core = self.core
+        core.check_open()
+        chain, timeout_s = self._options(kw)
+        ids = checked(req_id, tokens_list)
+        if hint not in reasons.HINT_OUTCOMES:
+            raise InvalidRequest(f"{hint!r:.40} is no hint: {', '.join(reasons.HINT_OUTCOMES)} are")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise InvalidRequest(f"seconds are a number, not {seconds!r:.40}")
+        return core.hint(req_id, hint, seconds, ids, chain, timeout_s)
 
     def finish_req(self, req_id: str) -> None:
         """End the running operations of this request, and forget its tokens; may be repeated.

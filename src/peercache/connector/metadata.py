@@ -13,6 +13,7 @@ from peercache.content.chain import Chain, Digests, TokenIds, is_whole_number
 from peercache.errors import InvalidRequest
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
 from peercache.model.runs import PageRuns
+from peercache.observability import reasons
 
 
 class PageStore(Protocol):
@@ -20,7 +21,7 @@ class PageStore(Protocol):
 
     A get that reports a hit has read exactly the page that was set under that key; everything else
     is a miss, after which the content of the page's runs is undefined. Nothing accesses the runs
-    after the return.
+    after the return. A store may also have `hint`, as `ClientPages` has it.
     """
 
     def exists(self, keys: PageKeys, page_bytes: int) -> int:
@@ -49,7 +50,7 @@ OpenStore: TypeAlias = Callable[[Namespace], PageStore]
 
 @final
 class ClientPages:
-    """PeerCache as a page store: the batch calls of one client."""
+    """PeerCache as a page store: the batch calls of one client, and its hints."""
 
     def __init__(self, client: Client) -> None:
         """Take over the client: `close` closes it."""
@@ -66,6 +67,17 @@ class ClientPages:
         # Known from the lookup before: it needs no further request.
         fits = [length == page_bytes for length in self._client.lengths(keys[:run])]
         return fits.index(False) if False in fits else run
+
+    def hint(self, hint: str, keys: PageKeys, seconds: float) -> int:
+        """Obey a hint; return for how many of the pages it is done. Other stores may lack it."""
+        if hint == reasons.RETAIN:
+            return self._client.retain(keys, seconds)
+        calls = {
+            reasons.DEMOTE: self._client.demote,
+            reasons.PREFETCH: self._client.prefetch,
+            reasons.SHARE: self._client.share,
+        }
+        return calls[hint](keys)
 
     def register(self, address: int, length: int) -> Callable[[], None]:
         """Register memory for reads, in the background; return a function that ends that."""

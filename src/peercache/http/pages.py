@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from peercache.http.dashboard import (
 from peercache.http.history import Watching
 from peercache.http.server import Application
 from peercache.manager.gpu_blocks import GpuBlocks
-from peercache.model.keys import PageKeys
+from peercache.model.keys import PageKeys, Tag
 from peercache.model.prefix import Overlap
 from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
@@ -70,6 +70,7 @@ class IndexParts:
     overlap: Callable[[PageKeys], Awaitable[Overlap]]
     named: Callable[[int], str]
     gpu: GpuBlocks
+    hint: Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -127,7 +128,10 @@ class Pages:
 
             return (Route("/api/v1/prefix/{what}", _not_installed, methods=["GET", "POST"]),)
         index = self.index
-        return PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu).routes()
+        found = PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu)
+        if index.hint is not None:
+            found = attrs.evolve(found, hint=index.hint)
+        return found.routes()
 
     async def _measured(self, request: Request) -> Response:
         """Answer with the samples of this node; the Accept header chooses the exposition format."""

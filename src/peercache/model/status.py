@@ -364,6 +364,15 @@ class Status:
         within = f"{counter}/"
         return sum(v for k, v in self.counters.items() if k == counter or k.startswith(within))
 
+    def hints(self) -> dict[str, float]:
+        """Return the pages of hints, by hint and outcome."""
+        within = "hint_pages/"
+        return {
+            name.removeprefix(within).replace("/", " "): pages
+            for name, pages in sorted(self.counters.items())
+            if name.startswith(within)
+        }
+
     def hit_share(self) -> float:
         """Return the fraction of requested pages that get returned; NaN if none was requested."""
         hits = self.total("pages_hit")

@@ -35,7 +35,8 @@ from peercache.config.settings import Config
 from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
-from peercache.http.pages import Health
+from peercache.http.pages import Health, IndexParts
+from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.kernel import serving_at
 from peercache.memory.layout import boot_id
@@ -53,6 +54,7 @@ from peercache.node.addresses import RESOLVE_S, Advertising, Reach, resolved
 from peercache.node.admission import Admission
 from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_settings_unused, flush_disk
 from peercache.node.drain import Drainer, Puller
+from peercache.node.hints import NodeHints
 from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep
 from peercache.node.memory import Source, populate, publish, table_file
 from peercache.node.questions import Gathering, MemberBroker, Overlaps, Scans
@@ -78,6 +80,7 @@ from peercache.wire.messages.membership import (
     RequestDrainState,
     RequestStatus,
 )
+from peercache.wire.messages.pool import Demote, Promote, Retain
 from peercache.wire.messages.session import Counted, ReportRevocations, ReportStats, RequestStats
 
 
@@ -322,6 +325,7 @@ class Node:
             gate=gate,
             member_of=crew.membership.member,
             perform_local=self._perform_local,
+            take_answer=self._take_answer,
         )
 
     def _look_after(
@@ -365,6 +369,9 @@ class Node:
             pages=crew.pool.pages,
             disk=lambda: crew.disk.index,
             broker=self.broker,
+        )
+        self.hints = NodeHints(
+            self._ask_actor, self.overlaps.overlap, self.incarnation, self.metrics
         )
         nursery.start_soon(keep, "broker", self.broker.run, self.log)
 
@@ -611,8 +618,12 @@ class Node:
             health=self.health,
             own=lambda: self._crew.membership.me.control,
             gathering=self.gathering,
-            overlap=self.overlaps.overlap,
-            named=self._named,
+            index=IndexParts(
+                self.overlaps.overlap,
+                self._named,
+                GpuBlocks(engine.name for engine in self.config.engine_events),
+                self.hints.hint,
+            ),
         )
         return await web.serve(nursery, address, self._shares().http)
 
@@ -622,6 +633,17 @@ class Node:
     def _named(self, incarnation: int) -> str:
         member = self._crew.membership.member(incarnation)
         return "" if member is None else member.control
+
+    def _take_answer(self, answer: Message) -> None:
+        self.hints.take(answer)
+
+    def _ask_actor(self, sender: Origin, question: Retain | Demote | Promote) -> None:
+        """Have an actor of this node answer the node itself."""
+        boxes = self._crew.mailboxes
+        if isinstance(question, Promote):
+            boxes.promote.put(sender, question)
+        else:
+            boxes.removal.put(sender, question)
 
     def _pool_grew(self, usable_bytes: int) -> None:
         self._crew.mailboxes.pool.put(SELF, PoolGrew(usable_bytes))

@@ -39,6 +39,7 @@ from peercache.actors.effects import (
     SendTo,
 )
 from peercache.actors.mailboxes import (
+    ITSELF,
     DirectoryMessage,
     DiskMessage,
     MembershipMessage,
@@ -703,6 +704,7 @@ class Switchboard:
     """Performs the effects of actors, and ends connections in both directions.
 
     perform_local: performs effects on this node's memory, disk and devices.
+    take_answer: takes the answers to what the node itself asks its actors.
     in_thread: runs a function in a thread; a simulation runs it in its own time.
     """
 
@@ -714,6 +716,7 @@ class Switchboard:
     _gate: Gate
     _member_of: Callable[[int], Member | None]
     _perform_local: Callable[[LocalEffect], None]
+    _take_answer: Callable[[Message], None] = lambda _: None
     _in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync
 
     def deliver(self, wanted: Notify) -> None:
@@ -734,6 +737,9 @@ class Switchboard:
             self._perform_local(effect)
 
     def _send(self, to: int | Origin, message: Message) -> None:
+        if to == ITSELF:
+            self._take_answer(message)
+            return
         if isinstance(to, Origin) and to.pipe:
             self._inbound.reply(to.pipe, to.identity, message)
             return

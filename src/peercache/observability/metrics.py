@@ -27,6 +27,8 @@ from peercache.observability.latency import (
 )
 from peercache.observability.reasons import (
     FABRICS,
+    HINT_OUTCOMES,
+    HINT_REFUSALS,
     MISS_REASONS,
     OFFER_FAILURES,
     RDMA_FAILURES,
@@ -61,8 +63,12 @@ CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "home_attached": (),
     "breakers_opened": (),
     "tables_unusable": TABLE_FAILURES,
+    "hint_pages": tuple(
+        f"{hint}/{outcome}" for hint, outcomes in HINT_OUTCOMES.items() for outcome in outcomes
+    ),
+    "hints_refused": HINT_REFUSALS,
 }
-"""The counters of a client, and the allowed values of their label."""
+"""The counters of a client, and the allowed values of their label; a slash between those of two."""
 
 STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: values for name, values in CLIENT_COUNTERS.items() if values},
@@ -130,6 +136,7 @@ class Metrics:
         self.rdma_channels_failed = counter(
             "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
         )
+        self._make_hints(counter)
         # --- node
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
@@ -182,6 +189,15 @@ class Metrics:
         )
         self.pool_bytes_mirrored = gauge(
             "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
+        )
+
+    def _make_hints(self, counter: Callable[..., Counter]) -> None:
+        """Create the metrics of hints: of engines, and of calls of the client."""
+        self.hint_pages = counter(
+            "hint_pages", "Pages that hints named, by what became of them.", "hint", "outcome"
+        )
+        self.hints_refused = counter(
+            "hints_refused", "Hints of engines that were not obeyed.", "reason"
         )
 
     def _make_namespaces(
@@ -289,7 +305,7 @@ class Metrics:
         # For an alert rule, a counter that appears with its first increase has never increased.
         for name, values in STARTED.items():
             for value in values:
-                getattr(self, name).labels(value)
+                getattr(self, name).labels(*value.split("/"))
         if not self._describes_process:
             ProcessCollector(registry=self.registry)
             self._describes_process = True
@@ -363,9 +379,9 @@ class Metrics:
 
 
 def totals_of(counter: Counter) -> dict[str, float]:
-    """Return the totals of a counter, by the value of its label; "" if it has no label."""
+    """Return the totals of a counter, by the values of its labels; "" if it has no label."""
     return {
-        "".join(sample.labels.values()): sample.value
+        "/".join(sample.labels.values()): sample.value
         for metric in counter.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")
@@ -477,7 +493,7 @@ def absorb(metrics: Metrics, counted: Counted, client: str = "") -> int:
             ignored += 1
             continue
         counter = getattr(metrics, name)
-        (counter.labels(value) if value else counter).inc(increase)
+        (counter.labels(*value.split("/")) if value else counter).inc(increase)
     times = np.frombuffer(counted.calls, CALL)[:CALLS_MAX]
     ignored += observe_calls(metrics.latency_s, metrics.page_s, times)
     return ignored

@@ -322,15 +322,16 @@ class Reader:
         cluster: Cluster,
         until: float,
         home: MirrorHome | None = None,
+        mirrorer: Mirrorer | None = None,
     ) -> Generator[Step, Any, ReadOutcome]:
         """Fill the runs of every page that verifies by `until`.
 
-        home: where pages of other hosts may be mirrored, if this reader has a mirrorer.
+        home: where pages of other hosts may be mirrored, by this mirrorer or that of the reader.
         """
-        batch = _Batch(keys, runs)
-        if self.mirrorer is None or home is None:
+        batch, mirrorer = _Batch(keys, runs), mirrorer or self.mirrorer
+        if mirrorer is None or home is None:
             return (yield from self._get(batch, cluster, until))
-        mirrored = batch.mirrored = MirroredBatch(self.mirrorer, home, keys, runs)
+        mirrored = batch.mirrored = MirroredBatch(mirrorer, home, keys, runs)
         try:
             outcome = yield from self._get(batch, cluster, until)
             yield from mirrored.keep(outcome.hits, until)
@@ -338,6 +339,32 @@ class Reader:
             mirrored.end()
         outcome.mirrored = mirrored.kept
         return outcome
+
+    def load(
+        self, keys: PageKeys, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, tuple[Whereabouts, Mask, Cluster]]:
+        """Have holders load pages from their disks; return where all of them are by `until`.
+
+        And which of them were loaded for that, (n,) bool. Nothing is read. A page that is still
+        only on a disk is known, and not resident.
+        """
+        epoch = self._cache.epoch
+        # A cached record may name memory that the page has left.
+        where, cluster = yield from self._locate(keys, cluster, until, cached_since=np.inf)
+        chosen = np.flatnonzero(where.known & ((where.records["flags"] & RESIDENT) == 0))
+        awaited = Awaited(chosen, where.records[chosen], where.fresh[chosen])
+        loaded: Mask = np.zeros(len(keys), np.bool_)
+        while len(awaited.places) and self._clock() < until:
+            for holder in awaited.holders():
+                if not self._locator.may_ask(holder):
+                    awaited.give_up(holder)
+            arrived, lost = yield from self._ask_to_load(awaited, until)
+            where.records[arrived.places] = arrived.records
+            loaded[arrived.places] = True
+            self._cache.store(arrived.records, self._clock(), epoch=epoch)
+            where.known[lost.places] = False
+            self._cache.drop(lost.records)
+        return where, loaded, cluster
 
     def _get(
         self, batch: _Batch, cluster: Cluster, until: float
@@ -418,7 +445,7 @@ class Reader:
     ) -> Generator[Step, Any, None]:
         """Have holders load pages from disk, and read each portion before the next is loaded."""
         epoch = self._cache.epoch
-        while (now := self._clock()) < until:
+        while self._clock() < until:
             if batch.mirrored is not None:
                 # The home node may have to load a page, too, and needs the room for it.
                 yield from batch.mirrored.keep(batch.hits, until)
@@ -426,13 +453,9 @@ class Reader:
                 if not self._locator.may_ask(holder):
                     batch.fail(awaited.give_up(holder), reasons.PEER_UNREACHABLE)
                     batch.avoid.add(holder)
-            asked = awaited.questions(min(PROMOTE_TIMEOUT_S, until - now))
-            if not asked:
+            if not len(awaited.places):
                 break
-            # A second silence opens the breaker of the holder.
-            silence_s = PROMOTE_TIMEOUT_S + self._locator.stall_s / 2
-            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
-            arrived, lost = awaited.take(answers)
+            arrived, lost = yield from self._ask_to_load(awaited, until)
             if len(lost.places):
                 batch.fail(lost.places, reasons.EVICTED)
                 batch.failed.update(names_of_records(lost.records))
@@ -445,6 +468,19 @@ class Reader:
                     batch, cluster, until, arrived.places, arrived.records, arrived.fresh
                 )
         batch.reasons_at(awaited.places, reasons.NOT_PROMOTED)
+
+    def _ask_to_load(
+        self, awaited: Awaited, until: float
+    ) -> Generator[Step, Any, tuple[Found, Found]]:
+        """Have holders load a portion; return what is in memory now, and what is lost."""
+        now = self._clock()
+        asked = awaited.questions(min(PROMOTE_TIMEOUT_S, max(until - now, 0.0)))
+        if not asked:
+            return awaited.take(())
+        # A second silence opens the breaker of the holder.
+        silence_s = PROMOTE_TIMEOUT_S + self._locator.stall_s / 2
+        answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
+        return awaited.take(answers)
 
     def _fetch(
         self,

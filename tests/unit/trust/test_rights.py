@@ -28,7 +28,7 @@ from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
 from peercache.wire.messages.directory import Put, Repair, RequestChanges, RequestKeys
 from peercache.wire.messages.membership import Heartbeat, Join, OfferPages, OfferSpill
-from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
+from peercache.wire.messages.pool import Clear, Demote, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
 from tests.certificates import ALIKE
 from tests.contracts.frozen.record import sample
@@ -70,6 +70,7 @@ TABLE = {
     "Remove":              (True,  False, True,  True),
     "Clear":               (True,  False, True,  True),
     "Retain":              (True,  False, True,  True),
+    "Demote":              (True,  False, True,  True),
     "Retained":            (True,  False, False, False),
     "Removed":             (True,  False, False, False),
     "RequestStats":        (False, True,  True,  True),
@@ -175,10 +176,11 @@ def test_a_node_joins_and_beats_as_itself_only(changed: dict[str, Any]) -> None:
         lambda tag: Clear(1, tag),
         lambda tag: Remove(1, tag, b""),
         lambda tag: Retain(1, tag, b"", 1.0),
+        lambda tag: Demote(1, tag, b""),
         lambda tag: Reserve(1, 1, tag, b"", b""),
         lambda tag: ReserveMirror(1, 1, tag, b"", b""),
     ],
-    ids=["Clear", "Remove", "Retain", "Reserve", "ReserveMirror"],
+    ids=["Clear", "Remove", "Retain", "Demote", "Reserve", "ReserveMirror"],
 )
 def test_a_writer_changes_its_own_namespace_only(concerning: Any) -> None:
     """Geometries and ranks of one name are one namespace to rights; another name is not."""

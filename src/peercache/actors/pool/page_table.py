@@ -53,6 +53,7 @@ from peercache.wire.messages.pool import (
     REFUSED_TOO_LARGE,
     REPEATED,
     RESERVED,
+    RETAIN_MAX_S,
     RETAINED,
 )
 
@@ -332,9 +333,6 @@ class PageTable:
         assert by_key == by_slot, f"{by_key} pages, {by_slot} slots with one"
         assert self.stored_bytes >= by_key, f"{by_key} pages of {self.stored_bytes} bytes"
 
-
-RETAIN_MAX_S: Final = 30 * 86_400.0
-"""Longest time that a page is retained for by one message; it may be renewed."""
 
 LAPSES_MAX: Final = 4096
 """Pages that lapse in one tick: some milliseconds."""

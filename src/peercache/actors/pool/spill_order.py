@@ -190,9 +190,7 @@ class SpillOrder:
         self._begun = begun
         return named
 
-    def _ages(
-        self, pages: list[Page], now: float, *, is_lacking: bool
-    ) -> npt.NDArray[np.float64]:
+    def _ages(self, pages: list[Page], now: float, *, is_lacking: bool) -> npt.NDArray[np.float64]:
         """Return how old pages are, negative where nothing is to be evicted for them elsewhere.
 
         What is on disk is not lost with its place in memory. And where no room is lacking, more
