@@ -310,7 +310,8 @@ class History:
         if member != EVERY_MEMBER:
             track = self._tracks.get(member)
             rows = _unknown() if track is None or track.rates is None else track.rates
-        return np.roll(rows[:, columns], -(self._steps % POINTS), axis=0)
+        found: npt.NDArray[np.float32] = rows[:, columns]
+        return np.roll(found, -(self._steps % POINTS), axis=0)
 
 
 def _unknown() -> npt.NDArray[np.float32]:

@@ -108,6 +108,22 @@ def test_page_is_found_once_it_is_written() -> None:
     assert rows["written"].tolist() == [101, 101]
 
 
+def test_a_scan_lists_what_a_namespace_holds_and_ends() -> None:
+    """By entries, which keep their numbers: neither pages being written, nor other names'."""
+    driven = Driven()
+    driven.add([1, 2, 3])
+    theirs = driven.begin([4], [5000], namespace=2)
+    driven.index.finish(theirs.entries)
+    driven.begin([5], [5000])
+
+    first, at = driven.index.scan(0, 1, count=2)
+    rest, end = driven.index.scan(at, 1, count=100)
+
+    assert driven.index.keys(first) + driven.index.keys(rest) == keys_of([1, 2, 3])
+    assert (at, end) == (2, driven.index.end)
+    assert driven.index.scan(10**6, 1, count=1)[1] == end
+
+
 def test_page_larger_than_a_slab_is_refused() -> None:
     """It gets no place, and no page is evicted for it."""
     driven = Driven()

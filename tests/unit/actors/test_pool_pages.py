@@ -41,6 +41,22 @@ def test_batch_larger_than_the_free_part_gets_what_fits() -> None:
     assert granted.states == bytes((RESERVED,) * 4 + (REFUSED_FULL,) * 2)
 
 
+def test_a_scan_goes_by_slots_in_steps_that_are_bounded() -> None:
+    """So many pages, or so many granules; what is reserved and not committed is no page."""
+    world = World(granules=32)
+    world.store(ALICE, [1, 2, 3], PAGE)
+    world.reserve(BOB, [4], PAGE)
+    table = world.pool.pages
+
+    first, at = table.scan(0, 1, pages_max=2, granules_max=32)
+    rest, end = table.scan(at, 1, pages_max=2, granules_max=32)
+
+    assert sorted(page.key for page in first + rest) == [key(1), key(2), key(3)]
+    assert end == table.granules == 32
+    assert table.scan(0, 1, pages_max=9, granules_max=1)[1] == 1
+    assert table.scan(0, 2, pages_max=9, granules_max=32) == ([], 32)
+
+
 def test_page_that_was_here_and_went_before_the_commit_is_not_named() -> None:
     """The commit of the other page goes on."""
     world = World(granules=16)
