@@ -135,6 +135,20 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
 
 
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    """A wheel or a checkout is named by its path; no page leaves an address to be guessed."""
+    sources = (ROOT / "src").rglob("*.py")
+    others = (ROOT / "integrations").rglob("*.md")
+    wrong = re.compile(r"pip install [^\n`]*\bpeercache-kv\b|<this repository>")
+
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in (*TEXTS, *sources, *others)
+        for match in wrong.finditer(path.read_text())
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"node", "doctor", "health"}))
 def test_every_flag_of_a_command_is_on_the_page(name: str) -> None:
     """`node`, `doctor` and `health` take every setting, which configuration.md lists."""

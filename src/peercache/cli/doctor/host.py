@@ -45,7 +45,7 @@ from peercache.config.entries import (
     hosts_to_ask,
     sources_of,
 )
-from peercache.config.home import default_home
+from peercache.config.home import nearest_home
 from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.discovery.kubernetes import ApiServer
@@ -275,7 +275,7 @@ def look_at_disk(config: Config) -> DiskFact | None:
 
 def look_at_home(config: Config) -> HomeFact:
     """Return whether a node, or a client of one, of this user can use the home address."""
-    home = config.home or default_home()
+    home = config.home or nearest_home()
     path = Path(home.removeprefix("ipc://"))
     sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
     try:
