@@ -12,13 +12,15 @@
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
 #   make peers     compares PeerCache with other stores, and writes what docs/ shows of it
 #   make docs      writes the pages of docs/ that are made from the code
-#   make docs-site builds the documentation site in site/, strictly
+#   make docs-site builds the documentation site in site/, strictly, and tries it in a browser
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
 #   make wheels    builds what a release uploads in dist/: the sdist, wheels for x86-64 and aarch64
 #   make format    formats the sources
 PYTHON ?= python3
 VENV := .venv
 SIMS_SEEDS ?= 250
+# Where the project is published, for the links of the documentation site: no address is built in.
+PROJECT_URL ?=
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 # Two more than cores: many tests wait for a process or a deadline.
@@ -171,9 +173,10 @@ docs: $(STAMP)
 	$(BIN)/python -m tests.house.reference_pages
 
 docs-site: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PEERCACHE_PROJECT_URL=$(PROJECT_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PEERCACHE_TEST_SITE=site $(PYTEST) -q tests/system/test_site.py
 
-$(VENV)/.docs: $(STAMP)
+$(VENV)/.docs: $(STAMP) pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 

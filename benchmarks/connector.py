@@ -148,7 +148,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
         Client.open(
-            pool_size="1GiB", listen="127.0.0.1:0", shm_dir=folder, op_timeout_s=60.0
+            embedded=True, pool_size="1GiB", listen="127.0.0.1:0", shm_dir=folder, op_timeout_s=60.0
         ) as client,
     ):
         figures = measured(client)

@@ -89,7 +89,7 @@ def measure(layer_num: int) -> dict[str, dict[str, float]]:
         config = SimpleNamespace(
             tp_rank=0, tp_size=1, is_mla_model=False, is_page_first_layout=True, model_name="bench",
             extra_config={
-                "pool_size": "1GiB", "shm_dir": folder, "listen": "127.0.0.1:0",
+                "embedded": True, "pool_size": "1GiB", "shm_dir": folder, "listen": "127.0.0.1:0",
                 "op_timeout_s": 30.0, "exists_timeout_s": 5.0, "cluster": Path(folder).name,
             },
         )  # fmt: skip

@@ -112,8 +112,8 @@ def _measure(work: WorkingSet, seconds: float, shape: str, cores: list[int]) -> 
             shared["exists_timeout_s"] = 5.0
             mine: dict[str, Any] = {"home": node.home}
             if shape == "embedded":
-                mine = {"discovery_addr": node.ready["control"], "listen": "127.0.0.1:0"}
-                mine |= {"advertise": "127.0.0.1", "pool_size": pool_bytes}
+                mine = {"embedded": True, "discovery_addr": node.ready["control"]}
+                mine |= {"listen": "127.0.0.1:0", "advertise": "127.0.0.1", "pool_size": pool_bytes}
             engine.do("open", name="engine", settings={**shared, **mine})
             engine.do("store", client="engine")
             reader.do("open", name="tcp", settings={**shared, "home": node.home, "fabric": "tcp"})

@@ -1,9 +1,9 @@
 """A scheduler loop that prefetches waiting requests and stores what it has computed.
 
-    python -m peercache.node --insecure trial --home ipc:///tmp/trial.ipc &
-    python examples/connector_scheduler.py ipc:///tmp/trial.ipc insecure=trial
+    peercache node --insecure trial &
+    python examples/connector_scheduler.py insecure=trial
 
-Further arguments are settings of PeerCache, here those for a node without certificates.
+The arguments are settings of PeerCache, here those for a node without certificates.
 
 The model is a function that fills a page from its tokens, so that every byte can be checked. The
 lines with `prefetches` and `stores` are what a scheduler has to do for the connector.
@@ -133,9 +133,9 @@ class Scheduler:
             self.pool.release(new)
 
 
-def main(home: str, **settings: str) -> None:
+def main(**settings: str) -> None:
     """Run the same prompts twice."""
-    store = cluster_store(home=home, **settings)
+    store = cluster_store(**settings)
     metadata = ConnectorMetadata(
         model="example", dtype="bfloat16", page_tokens=PAGE_TOKENS, store=store
     )
@@ -157,6 +157,6 @@ def main(home: str, **settings: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not all("=" in argument for argument in sys.argv[2:]):
-        sys.exit("usage: python examples/connector_scheduler.py HOME [SETTING=VALUE …]")
-    main(sys.argv[1], **dict(argument.split("=", 1) for argument in sys.argv[2:]))
+    if not all("=" in argument for argument in sys.argv[1:]):
+        sys.exit("usage: python examples/connector_scheduler.py [SETTING=VALUE …]")
+    main(**dict(argument.split("=", 1) for argument in sys.argv[1:]))

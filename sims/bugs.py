@@ -33,6 +33,7 @@ from peercache.model.seal import ODD
 from peercache.net.link import Outbox
 from peercache.net.requests import Conversation
 from peercache.node import switchboard
+from peercache.observability import reasons
 from peercache.paths import home_tie, lookup, mirror, read, write
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
@@ -409,6 +410,41 @@ def _nothing_is_void(_: Any) -> Any:
 
 
 REMOVED_COMES_BACK: Patches = ((reservations.Mirrors, "is_void", _nothing_is_void),)
+
+
+def _for_50_ms(right: Any) -> Any:
+    asked: dict[tuple[int, bytes], float] = {}
+
+    def leading(self: Any, keys: Any, cluster: Any, until: float, *, touch: bool = False) -> Any:
+        batch = id(self), keys.tobytes()
+        before = self._run_ends.pages_before(keys)
+        if before is not None and self._clock() - asked.get(batch, -1.0) < 0.05:
+            return read.Leading(before, reasons.ABSENT, "known", is_again=True)
+        asked[batch] = self._clock()
+        return (yield from right(self, keys, cluster, until, touch=touch))
+
+    return leading
+
+
+MISSING_PAGE_REMEMBERED: Patches = ((read.Reader, "leading", _for_50_ms),)
+
+
+def _whatever_is_answered(right: Any) -> Any:
+    missed: dict[tuple[int, bytes], float] = {}
+
+    def leading(self: Any, keys: Any, cluster: Any, until: float, *, touch: bool = False) -> Any:
+        batch, now = (id(self), keys.tobytes()), self._clock()
+        before = self._run_ends.pages_before(keys)
+        found = yield from right(self, keys, cluster, until, touch=touch)
+        if before is not None and now - missed.get(batch, -1.0) < 0.05:
+            return read.Leading(before, reasons.ABSENT, found.tier, is_again=True)
+        missed[batch] = now
+        return found
+
+    return leading
+
+
+MISSING_PAGE_KEPT: Patches = ((read.Reader, "leading", _whatever_is_answered),)
 
 
 SET_ORDER: Patches = ((lookup.Search, "next_owners", _in_order_of_a_set),)

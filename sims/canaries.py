@@ -31,6 +31,7 @@ from sims import (
 from sims.canary import Canary
 from sims.doubting import doubt
 from sims.play import play
+from sims.queueing import queue
 from sims.racing import race, race_drains, race_spills
 from sims.rewriting import rewrite
 from sims.swarm import (
@@ -488,6 +489,20 @@ CANARIES: tuple[Canary, ...] = (
     *bugs_placement.CANARIES,
     *bugs_copies.CANARIES,
     *bugs_following.CANARIES,
+    Canary(
+        "missing-page-remembered",
+        "the page that was missing counts as absent for 50 ms, without a question",
+        5,
+        patches=bugs.MISSING_PAGE_REMEMBERED,
+        story=queue,
+    ),
+    Canary(
+        "missing-page-kept",
+        "the page that was missing counts as absent for 50 ms, whatever its owners answer",
+        5,
+        patches=bugs.MISSING_PAGE_KEPT,
+        story=queue,
+    ),
     Canary(
         SET_ORDER,
         "owners are asked in the order of a set of strings",

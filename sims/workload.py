@@ -222,6 +222,24 @@ class Calls:
         self._ended(client, "exists", started, timeout_s, known, reasons)
         return reasons
 
+    async def leading(self, client: SimClient, places: Sequence[int], stored: int) -> None:
+        """Ask how many leading pages are held: at least those that were stored before the call."""
+        keys = self.library.keys[list(places)]
+        timeout_s = client.config.exists_timeout_s
+        started = trio.current_time()
+        cluster, until = client.cluster, _until(client, timeout_s)
+        answers = Answers(tuple(cluster.members))
+        path = client.reader.leading(keys, cluster, until)
+        found = await client.drive(path, None, answers)
+        if found.run < stored:
+            detail = f"{client.place.name}: {found.run} pages of {stored} that were stored before"
+            raise Violation("run-not-found", detail)
+        if found.run < len(keys):
+            clusters, has_time = (cluster, client.cluster), client.place.now() < until
+            end = keys[found.run : found.run + 1]
+            check_absent(clusters, end, [found.why], answers, has_time=has_time)
+        self._ended(client, "exists", started, timeout_s, np.array([not found.why]), [found.why])
+
     async def prefix(self, client: SimClient, places: Sequence[int], rng: random.Random) -> None:
         """Ask how far a prefix reaches in two pools, and read it; missing pages are counted.
 

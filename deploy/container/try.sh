@@ -60,7 +60,7 @@ files=$(ulimit -Hn)
     --tmpfs /run/peercache:rw,mode=1777 \
     --env PEERCACHE_POOL_SIZE=64MiB --env PEERCACHE_LISTEN=127.0.0.1:0 \
     --env PEERCACHE_METRICS_PORT="${PORT:-31987}" \
-    --env PEERCACHE_HOME=ipc:///run/peercache/home.ipc localhost/peercache >/dev/null
+    localhost/peercache >/dev/null
 for _ in $(seq 60); do
     answer=$("${podman[@]}" exec $name peercache health 2>&1) && break
     sleep 0.5
@@ -72,7 +72,7 @@ echo "uid: $uid"
 [ "$uid" = 65532 ]
 "${podman[@]}" exec $name python3 -c '
 from peercache import Client
-with Client.open(home="ipc:///run/peercache/home.ipc") as cache:
+with Client.open() as cache:
     buffer = bytearray(65536)
     assert cache.batch_set(["a"], [b"p" * 65536]) == [True]
     assert cache.batch_get(["a"], [buffer]) == [True] and buffer == b"p" * 65536

@@ -20,7 +20,11 @@ PAGE = 200_000
 
 KINDS: dict[str, Callable[[Path], OpenStore]] = {
     "peercache": lambda path: cluster_store(
-        pool_size="32MiB", listen="127.0.0.1:0", shm_dir=str(path), op_timeout_s=TIMEOUT_S
+        embedded=True,
+        pool_size="32MiB",
+        listen="127.0.0.1:0",
+        shm_dir=str(path),
+        op_timeout_s=TIMEOUT_S,
     ),
     "folder": lambda path: folder_store(path / "pages", "32MiB"),
     "folder, zstd": lambda path: folder_store(path / "pages", "32MiB", zstd_level=1),

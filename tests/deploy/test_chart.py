@@ -41,6 +41,7 @@ pytestmark = [
 SECURE = {"tls.kind": "secret", "tls.secret": "peercache-node"}
 VALUES: dict[str, dict[str, str]] = {
     "trial": {"tls.kind": "insecure", "tls.cluster": "trial"},
+    "README": dict(re.findall(r"--set (\S+)=(\S+)", (ROOT / "README.md").read_text())),
     "certificates": SECURE,
     "cert-manager": {"tls.kind": "certManager", "tls.certManager.issuerRef.name": "ours"},
     "disk": {**SECURE, "disk.enabled": "true", "disk.size": "2Ti"},

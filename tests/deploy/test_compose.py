@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from peercache.cli.main import peercache
+from peercache.config.home import SYSTEM_FOLDER
 from peercache.config.quantities import parse_size
 from peercache.config.settings import Config
 from peercache.trust.certificates import certificates_in, facts_of
@@ -54,7 +55,8 @@ def test_settings_of_a_node_are_right(name: str) -> None:
     assert config.pool_size < parse_size(service["shm_size"].replace("m", "MiB"))
     assert float(service["stop_grace_period"].rstrip("s")) > config.disk_flush_s + 10
     assert str(Path(config.tls_key).parent) in mounts
-    assert str(Path(config.home.removeprefix("ipc://")).parent) in mounts
+    assert not config.home
+    assert str(SYSTEM_FOLDER) in mounts
     assert config.disk_path in mounts
 
 

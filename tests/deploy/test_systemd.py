@@ -17,6 +17,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from peercache.cli.main import EXIT_WRONG_USAGE
+from peercache.config.home import SYSTEM_FOLDER
 from peercache.config.settings import Config
 from peercache.node.runner import READY, STOPPING, notify
 from tests.pace import TIMEOUT_S
@@ -60,8 +61,11 @@ def test_settings_beside_the_unit_are_right(tmp_path: Path) -> None:
     config = Config.load({}, file=str(SYSTEMD / "node.toml"), environment=environment)
     service = section("Service")
 
-    assert len(environment) == 4
-    assert config.home == f"ipc:///run/{service['RuntimeDirectory']}/home.ipc"
+    assert len(environment) == 3
+    # The node's user may write to this folder, so the default is in it.
+    assert not config.home
+    assert str(SYSTEM_FOLDER) == f"/run/{service['RuntimeDirectory']}"
+    assert config.disk_enabled
     assert config.disk_path == f"/var/lib/{service['StateDirectory']}"
     assert config.share_group == service["Group"]
     assert str(config.shm_dir) in service["ReadWritePaths"].split()

@@ -19,6 +19,7 @@ from peercache.wire.messages.pool import (
     Abort,
     Clear,
     Commit,
+    Demote,
     LiveReservations,
     Remove,
     Reserve,
@@ -32,7 +33,7 @@ from tests.hostile.test_live_node import HARMLESS, _empty, assert_well
 from tests.pace import wait_until
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
-NAMED = (Reserve, Remove, Clear, Retain)
+NAMED = (Reserve, Remove, Clear, Retain, Demote)
 WRITING = (*NAMED, Commit, Abort, LiveReservations)
 
 

@@ -310,7 +310,8 @@ ALERTS = (
         "warning",
         "{{ $labels.instance }}: calls of its engines end after their deadline",
         "A call took longer than `op_timeout_s` or `exists_timeout_s`: its thread was blocked.",
-        "Whether the host is out of processor time or swaps; `peercache_latency_seconds` by tier.",
+        "`peercache slow` lists the calls. Whether the host is out of processor time or swaps; "
+        "`peercache_latency_seconds` by tier.",
         "Leave the engine's threads a core; smaller batches or a larger `op_timeout_s`.",
         (Series(f"peercache_deadlines_overrun_total{{{INSTANCE}}}", 0, 60, grows=True),),
         10,

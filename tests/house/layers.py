@@ -55,7 +55,8 @@ LAYERS: dict[str, str] = {
     "fabric.tcp rdma http discovery manager",
     "client": "trust model config wire wire.messages observability paths memory net events fabric "
     "fabric.tcp rdma node",
-    "": "client",
+    # The names that programs import from the package itself.
+    "": "model config content events client",
     # What people and engines start.
     "engines": "model config observability client",
     "sglang": "model config observability events client engines",
@@ -85,6 +86,7 @@ HOMES: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
     "cryptography": frozenset({"trust"}),
     "msgspec": frozenset({"events", "http"}),
+    "opentelemetry": frozenset({"client"}),
     "zmq": frozenset({"events", "manager"}),
     "h11": frozenset({"discovery", "http"}),
     "jinja2": frozenset({"http"}),

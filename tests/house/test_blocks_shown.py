@@ -48,7 +48,7 @@ ELSEWHERE = {
         "an environment or another project is built; tests/release/check.sh does so with ours"
     ),
     "vllm lmcache": "servers of other projects: tests/integration/ starts them where they are",
-    "cat cd df eval source sleep grep …": "they come with every shell",
+    "cat cd df eval source sleep grep head kill sha256sum …": "they come with every shell",
 }
 """Programs of the shell blocks that are not run here, and why."""
 

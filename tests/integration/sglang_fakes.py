@@ -30,6 +30,8 @@ class FakeCluster:
     opened: list[FakeClient] = attrs.field(factory=list)
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     refuse_to_open: Exception | None = None
+    hints: list[tuple[str, float, list[bytes]]] = attrs.field(factory=list)
+    """Hints: which, for how long, and which of their pages are held."""
 
     def open(self, config: Any = None, *, namespace: Namespace, **settings: Any) -> FakeClient:
         """Stand in for `Client.open`."""
@@ -76,6 +78,23 @@ class FakeClient:
         flags = [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
         return self._told(flags, runs, flags)
 
+    def retain(self, keys: Any, seconds: float) -> int:
+        """Note a hint."""
+        return self._hinted("retain", keys, seconds)
+
+    def demote(self, keys: Any) -> int:
+        """Note a hint."""
+        return self._hinted("demote", keys)
+
+    def prefetch(self, keys: Any) -> int:
+        """Note a hint."""
+        return self._hinted("prefetch", keys)
+
+    def _hinted(self, hint: str, keys: Any, seconds: float = 0.0) -> int:
+        held = [name for name in self._names(keys) if name in self.cluster.pages]
+        self.cluster.hints.append((hint, seconds, held))
+        return len(held)
+
     def touch(self, keys: Any) -> list[bool]:
         """Return one bool a key."""
         self.touched.append(len(keys))
@@ -83,6 +102,11 @@ class FakeClient:
             found = [name in self.cluster.pages for name in self._names(keys)]
         add_missed({ABSENT: found.count(False)})
         return found
+
+    def batch_touch(self, keys: Any) -> int:
+        """Return the length of the leading run."""
+        found = self.touch(keys)
+        return found.index(False) if False in found else len(found)
 
     def remove(self, keys: Sequence[str]) -> int:
         """Remove pages; return how many there were."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peercache import Client
+from peercache.sglang import plugin
 from tests.integration.engine_process import LINKER, PAGE_TOKENS
 from tests.integration.engines import (
     DYNAMIC,
@@ -112,3 +116,36 @@ def test_an_engine_without_a_host_tier_answers_from_what_it_stored(engines: Engi
     for reply in (answered, elsewhere):
         assert reply["tokens"] == computed["tokens"]
         assert reply["logprobs"] == pytest.approx(computed["logprobs"], abs=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec(plugin.HINTS) is None, reason="has no kv_hints")
+@pytest.mark.parametrize("backend", ["peercache", f"{LINKER}peercache"])
+def test_pages_of_a_hinted_request_are_retained(backend: str, tmp_path: Path) -> None:
+    """By an engine with and one without a host tier; the answer is the one without hints."""
+    model = write_tiny_llama(tmp_path / "tiny-llama")
+    named = {"PYTHONPATH_FIRST": str(installed(tmp_path / "installed"))}
+    ids = a_prompt(7, PROMPT_TOKENS)
+    action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0"}
+    payload = {"include_current_request": True, "execute_at": "request_completion"}
+    hints = {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [{**action, "payload": {**payload, "ttl_seconds": 600}}],
+    }
+    with (
+        StandaloneNode(tmp_path) as node,
+        start_engine(model, node, {}, backend=backend, **named) as engine,
+        Client.open(home=node.home) as client,
+    ):
+        wait_for(engine)
+        hinted = engine.ask({"input_ids": ids, "more": {"kv_hints": hints}})
+        wait_until(lambda: int(client.stats()["home_pool_bytes_retained"]) > 0)
+        wait_until(
+            lambda: (
+                client.stats()["home_pool_bytes_retained"] == client.stats()["home_pool_bytes_used"]
+            )
+        )
+        plain = engine.ask({"input_ids": ids, "flush": True})
+
+    assert plain["tokens"] == hinted["tokens"]
+    assert plain["logprobs"] == pytest.approx(hinted["logprobs"], abs=1e-5)

@@ -132,6 +132,7 @@ def test_an_sglang_without_plugins_or_linkers_keeps_working(
     registry = Registry()
     monkeypatch.setattr(hook_registry, "HookRegistry", registry)
     monkeypatch.setattr(plugin, "LINKERS", "sglang.srt.no_such_folder.linker_factory")
+    monkeypatch.setattr(plugin, "HINTS", "sglang.srt.managers.no_such_module")
     plugin.register()
     assert set(registry.hooks) == {plugin.ARGUMENTS, plugin.ATTACH}
 

@@ -91,9 +91,9 @@ def test_pages_travel_between_processes_bit_for_bit(
 
 
 def test_engines_that_embed_their_nodes_find_each_other(writer: Child) -> None:
-    """Without a home node each process embeds one, and discovery_addr joins them."""
+    """With `embedded` each process runs one, and discovery_addr joins them."""
     port = free_port()
-    common = {"pool_size": "64MiB", "metrics_port": 0}
+    common = {"embedded": True, "pool_size": "64MiB", "metrics_port": 0}
     homes = (
         {**common, "listen": f"127.0.0.1:{port}"},
         {**common, "listen": "127.0.0.1:0", "discovery_addr": f"127.0.0.1:{port}"},

@@ -45,6 +45,7 @@ def test_rdma_is_used_only_where_its_network_is_trusted(
     monkeypatch.setattr("peercache.rdma.serving.open_rails", rails_of("node"))
     monkeypatch.setattr("peercache.client.assembly.open_rails", rails_of("client"))
     where = {
+        "embedded": True,
         "cluster": "tests",
         "pool_size": "1MiB",
         "listen": "127.0.0.1:0",

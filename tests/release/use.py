@@ -15,7 +15,7 @@ assert "site-packages" in package.parts, package
 (library,) = package.rglob("libpeercache_tls*.so")
 assert b"libssl.so" not in library.read_bytes(), f"{library} wants the host's OpenSSL"
 page, buffer = bytes(range(256)) * 256, bytearray(65536)
-with Client.open(pool_size="64MiB", listen="127.0.0.1:0") as cache:
+with Client.open(embedded=True, pool_size="64MiB", listen="127.0.0.1:0") as cache:
     assert cache.batch_set(["a"], [page]) == [True]
     assert cache.batch_get(["a"], [buffer]) == [True]
 assert buffer == page

@@ -12,6 +12,7 @@ from sims.copying import copy
 from sims.doubting import doubt
 from sims.following import follow
 from sims.play import play
+from sims.queueing import queue
 from sims.racing import race, race_copies, race_drains, race_spills
 from sims.rewriting import rewrite
 from sims.spilling import CASES, SEEDS_OF_ALL, cases, spill
@@ -40,6 +41,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
     [
         turn,
         doubt,
+        queue,
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(race_spills, marks=pytest.mark.slow),
@@ -75,6 +77,8 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
         ("uncounted-not-sent", {"followed"}),
         ("drops-not-sent", {"followed"}),
         ("dead-node-stays", {"followed-dead"}),
+        ("missing-page-remembered", {"absent-on-trust"}),
+        ("missing-page-kept", {"run-not-found"}),
         ("gap-not-doubted", {"stored-found"}),
         ("own-stall-unnoticed", {"stored-found"}),
         ("summary-of-before-counts", {"stored-found"}),

@@ -1,7 +1,7 @@
 """A client in a process of its own, on whichever host it is started; the test talks over its pipes.
 
-Arguments: the settings as JSON. In: {"ask": "set" | "get" | "clear" | "exists" | "stats",
-"name": …, "count": n} a line. Out: {"ready": true}, then an answer a line.
+Arguments: the settings as JSON. In: {"ask": "set" | "get" | "prefetch" | "clear" | "exists" |
+"stats", "name": …, "count": n} a line. Out: {"ready": true}, then an answer a line.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def main() -> None:
                     tell({"done": sum(client.batch_set(keys, pages_of(keys)))})
                 case "get":
                     tell({"done": sum(read(client, keys))})
+                case "prefetch":
+                    tell({"done": client.prefetch(keys)})
                 case "exists":
                     tell({"done": client.batch_exists(keys)})
                 case "clear":

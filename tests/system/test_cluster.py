@@ -217,8 +217,9 @@ def test_a_client_that_does_not_fit_is_refused_with_the_reason(three: LocalClust
 def test_a_node_serves_with_as_many_threads_as_configured() -> None:
     """The setting comes through; its default goes by the machine."""
     client = Client.open(
-        cluster="threads", listen="127.0.0.1:0", pool_size="1MiB", tcp_serving_threads=3
-    )
+        embedded=True, cluster="threads", listen="127.0.0.1:0", pool_size="1MiB",
+        tcp_serving_threads=3,
+    )  # fmt: skip
     names = [thread.name for thread in threading.enumerate()]
     client.close()
 

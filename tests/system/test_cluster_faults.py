@@ -295,7 +295,7 @@ def test_a_client_that_is_stopped_while_it_copies_spoils_no_page() -> None:
 FORKS = """
 import os, sys
 from peercache import Client
-client = Client.open(pool_size="4MiB", listen="127.0.0.1:0", shm_dir=sys.argv[1])
+client = Client.open(embedded=True, pool_size="4MiB", listen="127.0.0.1:0", shm_dir=sys.argv[1])
 child = os.fork()
 if child:
     _, status = os.waitpid(child, 0)
@@ -326,7 +326,7 @@ def test_two_embedded_engines_share_pages_and_collide_in_nothing(
     """Two engines on one host, default ports and all: each finds its own."""
     caplog.set_level(logging.INFO, logger="peercache")
     timeouts = {"exists_timeout_s": CALL_S, "op_timeout_s": CALL_S}
-    common = {"pool_size": "8MiB", "cluster": "two-engines", **timeouts}
+    common = {"embedded": True, "pool_size": "8MiB", "cluster": "two-engines", **timeouts}
     with Client.open(**common) as one:
         ready = next(line for line in caplog.messages if "event=node.ready" in line)
         port = re.search(r" control=\S*:(\d+)", ready)

@@ -176,6 +176,13 @@ def _refresh(page: Any) -> None:
     wait_until(is_gone, "fresh figures")
 
 
+def _refresh_is_left_out(page: Any) -> None:
+    """Renew the page, which must not happen while its reader types."""
+    shown = page.locator("main > *").first.element_handle()
+    page.evaluate("refresh()")
+    assert shown.evaluate("each => each.isConnected")
+
+
 def _renew_until(page: Any, what: Any, count: int) -> None:
     """Let the page renew its figures until something is there so often.
 
@@ -214,6 +221,39 @@ async def test_states_are_shown_dark_and_light_on_desk_and_phone(tmp_path: Path)
                 assert wanted in page.locator("main").inner_text()
                 page.screenshot(path=tmp_path / f"{state}-{width}-{scheme}.png", full_page=True)
 
+    def choose(reader: Reader, address: str) -> None:
+        """Point at a chart, choose another time, search and sort."""
+        with reader.at(f"http://{address}/") as page:
+            figure = page.locator("#chart-hits")
+            box = figure.locator("svg").bounding_box()
+            assert figure.locator(".to").inner_text() == "now"
+            page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 20)
+            assert figure.locator(".to").inner_text() == "1.5 min ago"
+            assert 93 < float(figure.locator(".legend b").inner_text().removesuffix(" %")) < 96
+            reads = page.locator("#chart-reads")
+            reads.locator("svg").hover()
+            assert figure.locator(".to").inner_text() == "now"
+            median = reads.locator(".legend b").first.inner_text()
+            assert 4 < float(median.removesuffix(" ms")) < 5
+            page.locator("#chart-bytes").scroll_into_view_if_needed()
+            mark = page.locator("#chart-bytes .event").bounding_box()
+            page.mouse.move(mark["x"], mark["y"] + 20)
+            assert "stopped answering" in page.locator("#chart-bytes .to").inner_text()
+            page.screenshot(path=tmp_path / "hover.png", full_page=True)
+            page.mouse.move(1, 1)
+
+            page.get_by_role("link", name="5 min", exact=True).click()
+            expect(page.locator("#chart-hits .from")).to_have_text("5 min ago")
+            page.locator("#search").fill("gpu-001")
+            _refresh_is_left_out(page)
+            page.keyboard.press("Enter")
+            expect(page.locator(".nodes tbody tr")).to_have_count(1)
+            assert "range=5m" in page.url
+            page.locator(".nodes th a", has_text="Memory").click()
+            expect(page.locator("th[aria-sort=descending]")).to_have_text("Memory")
+            page.evaluate("refresh()")
+            assert page.locator("#search").input_value() == "gpu-001"
+
     def look_at_all(addresses: dict[str, str]) -> None:
         with browsing() as reader:
             for state, address in addresses.items():
@@ -221,12 +261,16 @@ async def test_states_are_shown_dark_and_light_on_desk_and_phone(tmp_path: Path)
                 make, wanted = STATES[state]
                 now = make(200)
                 look(reader, address, state, wanted)
+                if state == "dead":
+                    choose(reader, address)
 
     async with AsyncExitStack() as stack:
         addresses = {}
         for state, (make, _) in STATES.items():
             watching = Watching(gather)
             for step in range(100):
-                watching.history.take(step * STEP_S, make(100 + step))
+                # The first half of the time was a good one.
+                lively = cluster(2, step=100 + step) if state == "dead" else make(100 + step)
+                watching.take(step * STEP_S, lively if step < 50 else make(100 + step))
             addresses[state] = await stack.enter_async_context(served(watching=watching))
         await trio.to_thread.run_sync(look_at_all, addresses)

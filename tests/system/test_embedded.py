@@ -68,7 +68,7 @@ def fault(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> Fault:
 def engine(fault: Fault) -> Iterator[Client]:
     """A client with a node of its own."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as folder:
-        settings: dict[str, Any] = {"shm_dir": folder, "pool_size": "16MiB", "metrics_port": 0}
+        settings: dict[str, Any] = {"embedded": True, "shm_dir": folder, "pool_size": "16MiB"}
         with Client.open(insecure=f"embedded-{os.getpid()}", **settings) as client:
             yield client
 

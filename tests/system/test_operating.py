@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
             for reader, expected in ((far, "tcp"), (near, "shm+tcp")):
                 assert all(read(reader, keys))
                 wait_until(lambda wanted=expected: fabric_of(cluster, nodes) == wanted)  # type: ignore[misc]
-        assert 0 < home.shard.share <= 1
+        assert sum(each.status.shard.share for each in found.values()) == pytest.approx(1.0)
 
         nodes[2].pause()
         wait_until(lambda: _state(cluster, nodes, 2) == NO_ANSWER)
@@ -99,7 +100,7 @@ def completed(
 
 
 def test_the_command_line_shows_and_judges_the_cluster(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """0 while all is well, 1 beside a stopped node, 2 where none answers; JSON says the same."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -120,6 +121,26 @@ def test_the_command_line_shows_and_judges_the_cluster(
         assert completed(
             nodes[0], "drain", nodes[1].ready["control"][:-1], monkeypatch, capsys
         ) == [nodes[1].ready["control"]]
+
+        contexts = tmp_path / "peercache" / "contexts.toml"
+        contexts.parent.mkdir()
+        clusters = {"here": cluster.name, "gone": "another"}
+        contexts.write_text(
+            "".join(
+                f'[{name}]\nat = "{at[1]}"\ncluster = "{of}"\n' for name, of in clusters.items()
+            )
+        )
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        assert cli.main(["status", "--context", "here"]) == 0
+        capsys.readouterr()
+        assert completed(nodes[0], "status --context", "", monkeypatch, capsys) == ["gone", "here"]
+        monkeypatch.setenv("PEERCACHE_CONTEXT", "gone")
+        assert cli.main(["status"]) == 2
+        assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err
+        assert cli.main(["drain"]) == 2
+        assert "drains the node of the context gone: name it" in capsys.readouterr().err
+        assert cli.main(["status", "--context", "here"]) == 0
+        monkeypatch.setenv("PEERCACHE_CONTEXT", "")
 
         assert cli.main(["status", *at, "--cluster", "another"]) == 2
         assert f"is of the cluster '{cluster.name}'" in capsys.readouterr().err
@@ -157,6 +178,39 @@ def test_objectives_are_judged_over_the_address_of_all_commands(
         wait_until(lambda: told()["objectives"][0]["calls"] >= 2)
         assert told()["nodes"] == 2
         assert told()["objectives"][0]["within_s"] == 0.001
+
+
+def test_slow_calls_are_shown_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of clients of every node, over any of them; a paused node's are missing."""
+    with LocalCluster() as cluster:
+        nodes = cluster.start_many(2)
+        at = ["--at", nodes[1].ready["control"]]
+        keys = keys_of("slow", 8)
+        with cluster.client(nodes[0], namespace="chat") as client:
+            assert all(client.batch_set(keys[:6], pages_of(keys[:6])))
+            assert read(client, keys).count(False) == 2
+
+            def called() -> list[dict[str, Any]]:
+                assert cli.main(["slow", *at, "--operation", "get", "--json"]) == 0
+                found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["calls"]
+                return found
+
+            wait_until(called)
+            [call] = called()
+            assert (call["node"], call["pages"]) == (nodes[0].ready["control"], 8)
+            assert (call["tier"], call["outcome"], call["missed"]) == (
+                "home",
+                "some",
+                {"absent": 2},
+            )
+            assert (call["namespace"], call["pid"]) == ("chat", os.getpid())
+            assert 0 < call["seconds"] < TIMEOUT_S
+            assert cli.main(["slow", *at, "--limit", "1"]) == 0
+            assert len(capsys.readouterr().out.strip().splitlines()) == 3
+        nodes[0].pause()
+        wait_until(lambda: cli.main(["slow", *at]) == 1)
+        assert f"! {nodes[0].ready['control']} does not answer" in capsys.readouterr().err
+        nodes[0].resume()
 
 
 def test_a_node_that_was_killed_and_started_again_is_one_node(

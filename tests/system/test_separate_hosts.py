@@ -176,6 +176,36 @@ def test_copies_of_a_prompt_outlive_the_host_that_produced_it() -> None:
         assert "pages_mirrored" not in late.ask("stats")
 
 
+def test_a_prefetched_prompt_is_read_from_the_own_host() -> None:
+    """Within the share of mirrored pages; what is here already is not copied again."""
+    with separate_hosts("host-a", "host-b") as ((a, b), _):
+        (command,) = lines("trial")
+        start_node(a, command)
+        # A share of half the pages: the others stay where they are.
+        start_node(b, command, "--discovery", "host-a:31998", "--mirror-share", "0.0625")
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        producer, reader = (open_client(host, **home) for host in (a, b))
+        for client in (producer, reader):
+            members_at(client, 2)
+        assert producer.ask("set", "prompt", PAGES) == PAGES
+
+        assert reader.ask("prefetch", "prompt", PAGES // 4) == PAGES // 4
+        first = reader.ask("stats")
+        assert first["hint_pages_prefetch_done"] == first["pages_mirrored"] == PAGES // 4
+        assert reader.ask("prefetch", "prompt", PAGES) == PAGES // 2
+        assert reader.ask("prefetch", "nowhere", 3) == 0
+
+        second = reader.ask("stats")
+        assert second["hint_pages_prefetch_refused"] == PAGES // 2
+        assert second["hint_pages_prefetch_already"] == PAGES // 4
+        assert second["hint_pages_prefetch_missing"] == 3
+        assert second["home_pool_bytes_mirrored"] == PAGES // 2 * 128 * 1024
+        assert reader.ask("get", "prompt", PAGES) == PAGES
+        third = reader.ask("stats")
+        assert third["pages_hit_shm"] == PAGES // 2
+        assert third["pages_hit_tcp"] == PAGES // 2
+
+
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[list[Host], str, Path]]:
     """Three hosts, secured and started by the commands of the page; the folder has `pki`."""
@@ -249,7 +279,7 @@ def test_strangers_are_refused_on_control_and_data(
         assert "SSL routines" not in admitted.stderr, (port, admitted)
 
     plain = open_client(b, insecure="prod", discovery_addr="host-a:31998", listen="0.0.0.0:0",
-                        pool_size="16MiB", metrics_port=0)  # fmt: skip
+                        embedded=True, pool_size="16MiB", metrics_port=0)  # fmt: skip
     assert plain.first == {"ready": True}, "a node that finds no peer starts alone"
     assert plain.ask("stats").get("home_members_alive") == 1
     assert ready.ask("stats").get("home_members_alive") == 3

@@ -24,9 +24,7 @@ RUNNABLE = re.compile(r"<!-- runnable -->\n+```python\n(.*?)```", re.DOTALL)
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 STATED = re.compile(r"#\s*(\[[^\]]*\]|\d+|True|False)(?=:|$)")
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-TRIAL = re.compile(r', insecure="\w+"')
-GIVEN = {"page": bytes(range(256)) * 256, "buffer": bytearray(65536)}
-"""Names that a block may use without making them."""
+TRIAL = re.compile(r'(, )?insecure="\w+"')
 PATIENT = f"op_timeout_s={CALL_S}, exists_timeout_s={CALL_S}"
 
 
@@ -64,8 +62,8 @@ def run(block: str, names: dict[str, Any]) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("block", runnable_blocks())
-def test_example_gives_what_its_comments_state(block: str) -> None:
-    """Two nodes stand at the addresses that the pages name; a block opens clients there."""
+def test_example_gives_what_its_comments_state(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes are at the addresses that the pages name, the first one at the default address."""
     with LocalCluster() as cluster:
         nodes = [cluster.start("a"), cluster.start("b")]
         for node in nodes:
@@ -76,7 +74,11 @@ def test_example_gives_what_its_comments_state(block: str) -> None:
             patient = f'"{home}", cluster="{cluster.name}", {PATIENT}'
             block = block.replace(f'"{name}"', patient)
         block = TRIAL.sub("", block)  # These nodes have a cluster of their own.
-        names = dict(GIVEN)
+        monkeypatch.setenv("PEERCACHE_HOME", homes[0])
+        monkeypatch.setenv("PEERCACHE_CLUSTER", cluster.name)
+        for timeout in ("OP_TIMEOUT_S", "EXISTS_TIMEOUT_S"):
+            monkeypatch.setenv(f"PEERCACHE_{timeout}", str(CALL_S))
+        names: dict[str, Any] = {}
 
         results = run(block, names)
         for value in names.values():
@@ -96,18 +98,20 @@ def test_stated_value_that_is_wrong_is_found() -> None:
 
 
 def refused_clients(text: str) -> list[str]:
-    """Return the homes of a page that its Python names without the `insecure` of their nodes."""
+    """Return the homes of clients in a page's Python without the `insecure` of their nodes.
+
+    The default home is "".
+    """
     trials = {}
     for line in "\n".join(SHELL.findall(text)).replace("\\\n", " ").splitlines():
-        home = re.search(r"--home (ipc://\S+)", line)
-        trial = re.search(r"--insecure (\w+)", line)
-        if home and trial:
-            trials[home[1]] = trial[1]
-    opened = [
-        (home, arguments)
-        for block in PYTHON.findall(text)
-        for home, arguments in re.findall(r'home="(ipc://[^"]+)"([^)]*)\)', block)
-    ]
+        if trial := re.search(r"peercache.node .*--insecure (\w+)", line):
+            home = re.search(r"--home (ipc://\S+)", line)
+            trials[home[1] if home else ""] = trial[1]
+    opened = []
+    for block in PYTHON.findall(text):
+        for arguments in re.findall(r"Client\.open\(([^)]*)\)", block):
+            home = re.search(r'home="(ipc://[^"]+)"', arguments)
+            opened.append((home[1] if home else "", arguments))
     return [
         home
         for home, arguments in opened
@@ -128,6 +132,9 @@ def test_a_client_that_its_node_refuses_is_found() -> None:
     assert refused_clients(node + client) == ["ipc:///a.ipc"]
     assert not refused_clients(node + client.replace("fabric", "insecure").replace("tcp", "t"))
     assert not refused_clients(client)
+    node, client = node.replace("  --home ipc:///a.ipc", ""), "```python\nClient.open()\n```\n"
+    assert refused_clients(node + client) == [""]
+    assert not refused_clients(node + client.replace("()", '(insecure="t")'))
 
 
 def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:

@@ -56,6 +56,7 @@ from peercache.wire.messages.pool import (
     Clear,
     Commit,
     Committed,
+    Demote,
     Granted,
     LiveReservations,
     Promote,
@@ -147,7 +148,7 @@ RingMessage: TypeAlias = ViewChanged | RingBuilt
 
 # --- removal --------------------------------------------------------------------------------------
 
-RemovalMessage: TypeAlias = Remove | Clear | Removed | Retain | Retained | ViewChanged
+RemovalMessage: TypeAlias = Remove | Clear | Removed | Retain | Demote | Retained | ViewChanged
 
 
 # --- directory shard ------------------------------------------------------------------------------
@@ -263,6 +264,10 @@ PROMOTER = Origin(0)
 
 TAKER = Origin(1)
 """The placement actor as a client of its node's pool; clients choose larger numbers by chance."""
+
+
+ITSELF = Origin(2)
+"""The node as a client of its own actors."""
 
 
 @attrs.frozen(eq=False)
@@ -455,7 +460,7 @@ class PromoteAnswered:
 
 PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
-    | Retain | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
+    | Retain | Demote | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
     | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
     | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
     | PagesGiven | RequestRoom | RemovalDone

@@ -60,6 +60,7 @@ peercache = LateGroup(
                 "peercache.cli.operate.events:events",
                 "Show which pages nodes store and drop, live.",
             ),
+            "slow": ("peercache.cli.operate.slow:slow", "Show the slowest calls of the last hour."),
             "slo": (
                 "peercache.cli.operate.slo:slo",
                 "Compare calls with their latency objectives.",
@@ -77,6 +78,7 @@ peercache = LateGroup(
             "get": ("peercache.cli.operate.pages:get_command", "Read a page."),
             "set": ("peercache.cli.operate.pages:set_command", "Store a page at this host's node."),
             "exists": ("peercache.cli.operate.pages:exists_command", "Check whether pages exist."),
+            "keys": ("peercache.cli.operate.keys:keys", "List the pages of a namespace."),
             "retain": (
                 "peercache.cli.operate.pages:retain_command",
                 "Keep pages in memory for a time.",

@@ -7,20 +7,23 @@ only pages of its namespaces. It writes its home node's memory, so that is mappe
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from peercache.client.bridge import Bridge, Tables
 from peercache.client.home import Home
+from peercache.config.home import nearest_home
 from peercache.config.settings import Config
 from peercache.errors import ConfigError, Rejected
 from peercache.fabric.port import Fabric, RegistersMemory
 from peercache.fabric.shm import ShmFabric
 from peercache.fabric.tcp.client import TcpFabric
-from peercache.memory.client_lock import ClientLock
+from peercache.memory.client_lock import ClientLock, remove_folder
 from peercache.memory.kernel import hugetlbfs_folders
 from peercache.memory.layout import boot_id
 from peercache.model.ids import name_of, new_client_id
@@ -30,11 +33,12 @@ from peercache.model.reads import Fetched, PeerRead
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate
 from peercache.net.requests import Asker
+from peercache.net.sockets import local_path
 from peercache.node.runner import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths.lookup import LocationCache, Locator
-from peercache.paths.mirror import OFF, Mirrorer
+from peercache.paths.mirror import OFF, PREFETCH, Mirrorer
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.write import Writer
 from peercache.rdma.fabric import RdmaFabric
@@ -75,8 +79,8 @@ class ClientParts:
     """The parts of one client: home node, bridge, paths and fabrics."""
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
-        """Create every part; embed a node if `config.home` is empty."""
-        self.tls = LiveTls.open(config, is_node=not config.home, log=get_logger())
+        """Create every part; a node, too, with `config.embedded`."""
+        self.tls = LiveTls.open(config, is_node=config.embedded, log=get_logger())
         files = None if self.tls is None else self.tls.files
         self._control_tls = None if files is None else ControlTls(files)
         self._is_restricted = files is not None and spaces_of(files.identity) is not None
@@ -94,20 +98,21 @@ class ClientParts:
         self._node: EmbeddedNode | None = None
         self._lock: ClientLock | None = None
         self._sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
-        if config.home:
-            url = config.home
-            self._check_home()
-            self._lock = ClientLock(url, self.identity, self._sharing)
-            self._lock_name, self._secret = self._lock.name, self._lock.secret
-        else:
+        if config.embedded:
             self._node = EmbeddedNode(config, metrics=self.metrics)
-            url = self._node.ready.home
+            self._url = self._node.ready.home
             self._lock_name, self._secret = "", self._node.ready.local_secret
+        else:
+            self._url = config.home or nearest_home()
+            self._check_home()
+            self._lock = ClientLock(self._url, self.identity, self._sharing)
+            self._lock_name, self._secret = self._lock.name, self._lock.secret
         self.breakers = Breakers(op_timeout_s=config.op_timeout_s)
         self.cache = LocationCache(entries_max=config.location_cache_entries)
         self._segment_folders = _segment_folders(config)
         self._tables = self._make_tables()
         self.reader = self._make_reader()
+        self.prefetcher = self._mirrorer(PREFETCH)
         self.writer = Writer(
             cache=self.cache,
             breakers=self.breakers,
@@ -135,9 +140,9 @@ class ClientParts:
             log=self.log,
             tables=self._tables,
         )
-        self.report = ClientReport(self.metrics, self._fabric_of_peers)
+        self.report = ClientReport(self.metrics, self._fabric_of_peers, name_of(self.identity))
         self._logged_opened = 0
-        self.home = self._home_at(url)
+        self.home = self._home_at(self._url)
         self.bridge.renew = self.home.renew
 
     def close(self, *, is_quiet: bool) -> None:
@@ -154,6 +159,9 @@ class ClientParts:
         if self._lock is not None and is_quiet:
             # While a copy is in progress the lock must stay: it reserves the slots for this client.
             self._lock.release()
+        if self.home.has_no_node:
+            # A node of another user, which may start later, must make this folder.
+            remove_folder(self._url)
         if self._node is not None:
             self._node.close()
         self.log.info("client.closed")
@@ -176,11 +184,9 @@ class ClientParts:
 
         return end
 
-    def _mirrorer(self) -> Mirrorer | None:
-        if self._config.mirror_pulls == OFF:
-            return None
+    def _mirrorer(self, pulls: str) -> Mirrorer:
         return Mirrorer(
-            pulls=self._config.mirror_pulls,
+            pulls=pulls,
             cache=self.cache,
             breakers=self.breakers,
             namespace_tag=self._namespace.tag(),
@@ -200,6 +206,7 @@ class ClientParts:
         )
 
     def _make_reader(self) -> Reader:
+        pulls = self._config.mirror_pulls
         loads = HolderLoad(salt=self.identity, clock=self.clock)
         locator = Locator(
             cache=self.cache,
@@ -211,8 +218,8 @@ class ClientParts:
         )
         return Reader(
             locator=locator, cache=self.cache, verify=self._config.verify,
-            space=self._namespace.space_tag(), clock=self.clock, mirrorer=self._mirrorer(),
-            loads=loads,
+            space=self._namespace.space_tag(), clock=self.clock, loads=loads,
+            mirrorer=None if pulls == OFF else self._mirrorer(pulls),
         )  # fmt: skip
 
     def _make_asker(self) -> Asker:
@@ -231,9 +238,16 @@ class ClientParts:
         )
 
     def _check_home(self) -> None:
-        """Raise ConfigError if the process at the home address has another uid."""
+        """Raise ConfigError if the home address is of another uid."""
+        path = Path(local_path(self._url))
         try:
-            self._sharing.check_listener(self._config.home.removeprefix("ipc://"))
+            self._sharing.check_listener(str(path))
+            if not self._config.home:
+                # The default may be in /tmp, where every user may create a folder or a link.
+                with suppress(FileNotFoundError):
+                    os.close(self._sharing.open_folder(path.parent, follow=False))
+        except OSError as error:
+            raise ConfigError("home", f"cannot use {path}: {error.strerror}") from error
         except Rejected as refusal:
             raise ConfigError("home", refusal.detail) from refusal
 
@@ -345,14 +359,14 @@ class ClientParts:
 
     def renew_lock(self) -> None:
         """Lock a new file; raise ConfigError if that fails; it may be called again."""
-        if not self._config.home:
+        if self._config.embedded:
             return
         # The old lock is dropped before anything can fail: releasing it twice would close a
         # descriptor that belongs to another object by then.
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
-        self._lock = ClientLock(self._config.home, self.identity, self._sharing)
+        self._lock = ClientLock(self._url, self.identity, self._sharing)
         self._secret = self._lock.secret
 
     def _url_of(self, peer: int) -> str | None:

@@ -1,6 +1,6 @@
 """The blocking client, for any engine.
 
-    with Client.open(home="ipc:///run/peercache/node.ipc") as cache:
+    with Client.open() as cache:
         stored = cache.batch_set(["prompt-1"], [page])
         found = cache.batch_get(["prompt-1"], [buffer])
 
@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from peercache.client import tracing
 from peercache.client.assembly import ClientParts
 from peercache.client.home import HomeState
 from peercache.client.report import add_missed, add_moved
@@ -33,15 +34,30 @@ from peercache.model.ids import name_of
 from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
 from peercache.model.prefix import Overlap
 from peercache.model.process import ForkGuard
-from peercache.model.runs import PageRuns, UnusableBuffers, runs_of_buffers
+from peercache.model.records import RESIDENT
+from peercache.model.runs import U64, PageRuns, UnusableBuffers, runs_of_buffers
 from peercache.observability import reasons
 from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SOME
 from peercache.observability.log import current
-from peercache.paths.mirror import MirrorHome
+from peercache.observability.slow import CallNote
+from peercache.paths.cluster import Cluster
+from peercache.paths.lookup import Mask, Whereabouts
+from peercache.paths.mirror import FAR, PAGES_MAX, MirrorHome
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
-from peercache.wire.messages.pool import RETAINED, Clear, Remove, Removed, Retain, Retained
-from peercache.wire.messages.session import ReportStats, RequestStats
+from peercache.wire.messages.pool import (
+    NOT_HERE,
+    OVER_QUOTA,
+    RETAIN_MAX_S,
+    RETAINED,
+    Clear,
+    Demote,
+    Remove,
+    Removed,
+    Retain,
+    Retained,
+)
+from peercache.wire.messages.session import Refused, ReportStats, RequestStats
 
 RETURN_MARGIN_S = 0.01
 """Subtracted from every deadline, for the work between the last wait and the return."""
@@ -52,8 +68,14 @@ CLOSE_S = 5.0
 REMOVE_KEYS_MAX = 8192
 """Keys of one Remove: 128 KiB, and a millisecond of a holder's loop."""
 
-RETAIN_KEYS_MAX = 1024
-"""Keys of one Retain: each costs a holder's loop a few microseconds."""
+HINT_KEYS_MAX = 1024
+"""Keys of one Retain or Demote: each costs a holder's loop a few microseconds."""
+
+PREFETCH_PAGES = PAGES_MAX
+PREFETCH_BYTES = 32 * 2**20
+"""What a prefetch reads from other hosts at once: memory that it takes meanwhile."""
+
+_HINT_STATES = {NOT_HERE: reasons.MISSING, OVER_QUOTA: reasons.FORBIDDEN, RETAINED: reasons.DONE}
 
 HOME_TIMEOUT_FRACTION = 0.8
 """The fraction of the remaining time that the home node may wait for other members."""
@@ -74,12 +96,23 @@ def _close_all() -> None:
 
 @final
 class Client:
-    """A cache client: reads from every node of the cluster, writes through its home node."""
+    """A cache client: reads from every node of the cluster, writes through its home node.
+
+    Every call may be made from several threads at once, returns within its deadline, and raises no
+    exception because of the cluster: a failure is a miss, or 0. After `close`, and in a forked
+    child, every call is a miss. The deadline is `op_timeout_s` (2 s), of calls that only look pages
+    up `exists_timeout_s` (0.1 s).
+
+    keys: texts or bytes; most calls also take page keys, (n,) V16, which are not hashed again.
+    config, namespace: the settings and the namespace of this client.
+    metrics: its counters.
+    """
 
     def __init__(self, config: Config, namespace: Namespace) -> None:
-        """Use `Client.open`."""
+        """Use `Client.open`, which also attaches to a node."""
         self.config = config
         self.namespace = namespace
+        tracer = tracing.tracer() if config.otel_traces else None
         self._wiring = wiring = ClientParts(config, namespace)
         self.metrics = wiring.metrics
         self._pages_copied = wiring.metrics.pages_set.labels("copied")
@@ -96,6 +129,10 @@ class Client:
         self._calls = Condition(self._lock)
         self._calls_in_flight = 0
         self._is_closed = False
+        if tracer is not None:
+            # Of this client alone: without the setting a call has no code for it.
+            call = tracing.traced(self._call, tracer, namespace.name, self._log)
+            setattr(self, "_call", call)  # noqa: B010 - a method
 
     @classmethod
     def open(
@@ -105,12 +142,12 @@ class Client:
         namespace: Namespace | str | None = None,
         **settings: Any,
     ) -> Client:
-        """Attach to the home node, or embed one; return a client that serves.
+        """Attach to the node of this host, or embed one; return a client that serves.
 
         namespace: of the pages, or its name; None: the one in the settings.
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
-        With `home` (the address in a node's ready line) the client writes into that node's pool;
-        without it a node runs in this process.
+        The client writes into the pool of the node at `home`, by default the one of this host.
+        With `embedded` a node with a pool of its own runs in this process instead.
         Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable, DeadlineExceeded.
         """
         if config is None:
@@ -135,29 +172,35 @@ class Client:
     def batch_set(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
         """Store one page for each key; return for each whether the home node holds it now.
 
-        buffers: objects with the buffer protocol, C-contiguous, one for each key. True means
-        committed in the home pool by this call or before it; the buffer is not read after the
-        return.
+        buffers: objects with the buffer protocol, C-contiguous, one for each key.
+
+        True means committed in the home pool, by this call or before it; the buffer is not read
+        after the return. All are False if there are not as many buffers as keys, or if one of them
+        is not contiguous.
         """
         return self._with_buffers(keys, buffers, self.batch_set_from, writable=False)
 
     def batch_get(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[bool]:
         """Fill one buffer for each key; return for each whether it now holds exactly that page.
 
-        buffers: writable objects with the buffer protocol, C-contiguous, one for each key. A buffer
-        with another size than the page is a miss, and stays untouched; after any other miss its
-        content is undefined. Nothing writes to a buffer after the return.
+        buffers: writable objects with the buffer protocol, C-contiguous, one for each key.
+
+        A buffer with another size than the page is a miss, and stays untouched; after any other
+        miss its content is undefined. Nothing writes to a buffer after the return. All are False if
+        there are not as many buffers as keys, or if one of them is read-only or not contiguous.
         """
         return self._with_buffers(keys, buffers, self.batch_get_into, writable=True)
 
     def batch_set_from(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Store one page for each key, gathered from (address, bytes) segments, in their order.
+        """Store one page for each key, from memory at addresses; return as `batch_set`.
 
         keys: names of this namespace, or page keys, (n,) V16: keys of several namespaces with the
               same name may be in one batch, and `clear` removes them together. The same holds for
               all calls below.
+        segments: for each key its pieces (address, bytes), which are joined in their order; or
+                  `PageRuns`. Nothing checks that they are the caller's memory.
         """
         return self._call(
             "set", len(keys), [False] * len(keys), lambda until: self._set(keys, segments, until)
@@ -166,7 +209,11 @@ class Client:
     def batch_get_into(
         self, keys: Keys, segments: Sequence[Sequence[tuple[int, int]]] | PageRuns
     ) -> list[bool]:
-        """Scatter one page for each key into (address, bytes) segments, in their order."""
+        """Read one page for each key into memory at addresses; return as `batch_get`.
+
+        segments: for each key its pieces (address, bytes), which are filled in their order; or
+                  `PageRuns`. Nothing checks that they are the caller's memory.
+        """
         return self._call(
             "get", len(keys), [False] * len(keys), lambda until: self._get(keys, segments, until)
         )
@@ -174,19 +221,26 @@ class Client:
     def batch_exists(self, keys: Keys) -> int:
         """Return the length of the leading run of keys that have a holder: a hint.
 
-        Has the short deadline `exists_timeout_s`.
+        0 also without an answer. Only a get shows whether a page can be read. Has the short
+        deadline `exists_timeout_s`.
         """
-        found = self.contains(keys)
-        return found.index(False) if False in found else len(found)
+        return self._run(keys, touch=False)
+
+    def batch_touch(self, keys: Keys) -> int:
+        """Return the same as `batch_exists`, and have the holders evict that run last (`touch`)."""
+        return self._run(keys, touch=True)
 
     def contains(self, keys: Keys) -> list[bool]:
-        """Return for each key whether it has a holder: a hint, like `batch_exists`."""
+        """Return for each key whether it has a holder: a hint, like `batch_exists`.
+
+        False also without an answer. Has the short deadline `exists_timeout_s`.
+        """
         return self._exists(keys, touch=False)
 
     def lengths(self, keys: Keys) -> list[int]:
         """Return the size of each page in bytes, to allocate buffers; 0 if no node holds it.
 
-        A hint: the page may be gone when it is read.
+        A hint: the page may be gone when it is read. Has the short deadline `exists_timeout_s`.
         """
         path = self._wiring.reader.lengths
         return self._call(
@@ -202,7 +256,7 @@ class Client:
 
         For a caller that will read what this returns. It pins nothing: each holder gets one message
         a call, which may be lost, and treats these pages as just read. A batch that was touched
-        within the last second is not sent again.
+        within the last second is not sent again. Has the short deadline `exists_timeout_s`.
         """
         return self._exists(keys, touch=True)
 
@@ -210,7 +264,9 @@ class Client:
         """Remove these pages at every live holder; return how many were removed.
 
         No get finds them afterwards; but if a node is killed while a slow disk still deletes them
-        (longer than a tenth of a second), it may have them again after its restart.
+        (longer than a tenth of a second), it may have them again after its restart. Members that do
+        not answer within `op_timeout_s` keep their pages: the log then has
+        `client.removal_incomplete`. A page counts once for each holder.
         """
 
         def ask(until: float) -> int:
@@ -231,7 +287,10 @@ class Client:
         return self._call("remove", len(keys), 0, ask)
 
     def clear(self) -> int:
-        """Drop every page of this namespace on every live node; return how many were removed."""
+        """Drop every page of this namespace on every live node; return how many were removed.
+
+        Members that do not answer within `op_timeout_s` keep their pages, as with `remove`.
+        """
 
         def ask(until: float) -> int:
             message = Clear(0, self.namespace.tag(), self._timeout_s(until))
@@ -246,26 +305,65 @@ class Client:
     def retain(self, keys: Keys, seconds: float) -> int:
         """Protect these pages from eviction for a time; return how many at least one holder keeps.
 
+        seconds: from now on; 0 or more, and at most 30 days.
+
         Pages that are in the memory of a holder stay there, the first ones of the keys first, up to
         the quota of the namespace; namespaces without a quota share a quarter of a node's pool.
-        Pages that are only on disk do not count. The longest time applies; 0 seconds end the
-        protection. `remove` and `clear` remove retained pages, and a node that is drained or
-        stopped forgets the time.
+        Pages that are only on disk do not count. The longest time applies, of 30 days at most; 0
+        seconds, or what is no time, end the protection. `remove` and `clear` remove retained pages,
+        and a node that is drained or stopped forgets the time.
+        """
+        tag = self.namespace.tag()
+
+        def message(part: bytes, timeout_s: float) -> Retain:
+            # No number that a caller may give is too large for a message.
+            time_s = float(min(seconds, RETAIN_MAX_S)) if seconds > 0 else 0.0
+            return Retain(0, tag, part, time_s, timeout_s)
+
+        return self._hint(reasons.RETAIN, keys, message)
+
+    def demote(self, keys: Keys) -> int:
+        """Have these pages evicted before others; return how many at least one holder demotes.
+
+        They leave memory when their namespace needs room, the last ones of the keys first; a page
+        on a holder's disk is read from there afterwards. A page that is read before that stays like
+        any other, and a retained one stays anyway.
+        """
+        tag = self.namespace.tag()
+        return self._hint(
+            reasons.DEMOTE, keys, lambda part, timeout_s: Demote(0, tag, part, timeout_s)
+        )
+
+    def prefetch(self, keys: Keys) -> int:
+        """Bring these pages into the memory of this host; return how many are there now.
+
+        Holders load pages from their disks, and the home node keeps copies of pages of other hosts,
+        which take at most its `mirror_share`, and no place of pages that were used recently. The
+        call reads what it copies, and ends by its deadline with what there is by then.
+        """
+        return self._call("stats", 0, 0, lambda until: self._prefetch(self._names(keys), until))
+
+    def share(self, keys: Keys) -> int:
+        """Return how many of these pages other hosts can read.
+
+        Nothing is left to do for that: a page that is set is published before the set returns.
         """
 
         def ask(until: float) -> int:
-            attached, names = self._tie.attached, self._names(keys)
-            if attached is None:
-                return 0
-            tag, timeout_s = self.namespace.tag(), self._timeout_s(until)
-            parts = [
-                names[begin : begin + RETAIN_KEYS_MAX].tobytes()
-                for begin in range(0, len(names), RETAIN_KEYS_MAX)
-            ]
-            asked = [Retain(0, tag, part, float(seconds), timeout_s) for part in parts]
-            replies = self._wiring.asker.ask([(attached.incarnation, one) for one in asked], until)
-            answers = [answer for answer in replies if isinstance(answer, Retained)]
-            return sum(answer.states.count(RETAINED) for answer in answers)
+            names = self._names(keys)
+            path = self._wiring.reader.exists(names, self._tie.cluster, until)
+            known, whys, _ = self._bridge.run(path)
+            found = int(np.count_nonzero(known))
+            missing = whys.count(reasons.ABSENT)
+            self._count_hint(
+                reasons.SHARE,
+                {
+                    reasons.ALREADY: found,
+                    reasons.MISSING: missing,
+                    reasons.UNANSWERED: len(names) - found - missing,
+                },
+            )
+            return found
 
         return self._call("stats", 0, 0, ask)
 
@@ -301,19 +399,29 @@ class Client:
         return self._home.state
 
     def member_addresses(self) -> dict[int, str]:
-        """Return HOST:PORT of each live member, by incarnation."""
+        """Return HOST:PORT of each live member, by its incarnation (the number of one start of it).
+
+        As of the last second; sends no request. `Overlap.holders` has the same numbers.
+        """
         return {number: member.control for number, member in self._tie.cluster.members.items()}
 
     def register_memory(self, address: int, length: int, owner: Any = None) -> Callable[[], None]:
         """Register memory for reads, in the background; return a function that ends that.
 
-        For long-lived buffers: reads into other memory may need a copy. owner: kept alive until the
-        end, because a device would continue to write to freed memory.
+        For long-lived buffers: reads into other memory may need a copy. Does nothing without RDMA.
+
+        address, length: of the memory, in bytes.
+        owner: kept alive until the end, because a device would continue to write to freed memory.
         """
         return self._wiring.register_memory(address, length, owner)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Return figures of this client and of its home node, for operators and tests."""
+        """Return figures of this client and of its home node, for operators and tests.
+
+        Totals since the start, by the metric's name without `peercache_` and `_total`, with the
+        value of its label: `pages_hit_shm`. Names that begin with `home_` are the home node's; they
+        are missing if it does not answer within `exists_timeout_s`.
+        """
         if self._fork.is_child:
             # In a forked child a lock of the metrics may be held forever.
             return {}
@@ -325,7 +433,10 @@ class Client:
     # --- lifetime ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End calls, connections and mappings, and leave the cluster; bounded, may be repeated."""
+        """End calls, connections and mappings, and leave the cluster; may be repeated.
+
+        Waits for calls of other threads, at most 5 s. An embedded node's pages are gone afterwards.
+        """
         if self._fork.is_child:
             return
         with self._calls:
@@ -401,7 +512,7 @@ class Client:
             self.metrics.pages_hit.labels(fabric).inc(pages)
             self.metrics.bytes_read.labels(fabric).inc(outcome.bytes_by_fabric[fabric])
             if current_call.report is not None:
-                add_moved(pages, outcome.bytes_by_fabric[fabric])
+                add_moved(pages, outcome.bytes_by_fabric[fabric], fabric)
         self._count("get", Counter(outcome.reasons))
         if reasons.VERIFY_FAILED in outcome.reasons:
             # Never expected: memory, a device or a bug has changed bytes while the generation word
@@ -412,6 +523,90 @@ class Client:
             )
         hits: list[bool] = outcome.hits.tolist()
         return hits
+
+    def _run(self, keys: Keys, *, touch: bool) -> int:
+        return self._call(
+            "exists",
+            len(keys),
+            0,
+            lambda until: self._leading(keys, until, touch=touch),
+            timeout_s=self.config.exists_timeout_s,
+        )
+
+    def _hint(self, hint: str, keys: Keys, message: Callable[[bytes, float], Message]) -> int:
+        """Have every holder of these pages do something; return of how many one has done it."""
+
+        def ask(until: float) -> int:
+            attached, names = self._tie.attached, self._names(keys)
+            if attached is None:
+                self._count_hint(hint, {reasons.UNANSWERED: len(names)})
+                return 0
+            timeout_s, step = self._timeout_s(until), HINT_KEYS_MAX
+            asked = [
+                message(names[begin : begin + step].tobytes(), timeout_s)
+                for begin in range(0, len(names), step)
+            ]
+            home = attached.incarnation
+            replies = self._wiring.asker.ask([(home, one) for one in asked], until)
+            states = b"".join([one.states for one in replies if isinstance(one, Retained)])
+            named = {outcome: states.count(state) for state, outcome in _HINT_STATES.items()}
+            rest = max(len(names) - len(states), 0)
+            forbidden = any(isinstance(one, Refused) for one in replies)
+            why = reasons.FORBIDDEN if forbidden else reasons.UNANSWERED
+            named[why] = named.get(why, 0) + rest
+            self._count_hint(hint, named)
+            return named[reasons.DONE]
+
+        return self._call("stats", 0, 0, ask)
+
+    def _prefetch(self, names: PageKeys, until: float) -> int:
+        loads = self._wiring.reader.load(names, self._tie.cluster, until)
+        where, loaded, cluster = self._bridge.run(loads)
+        near = _near(where, cluster)
+        far = where.known & ~near & ((where.records["flags"] & RESIDENT) != 0)
+        self._copy_here(names[far], where.records["length"][far], until)
+        copied, _, cluster = self._bridge.run(self._wiring.reader.load(names[far], cluster, until))
+        done = int((near & loaded).sum() + _near(copied, cluster).sum())
+        here = int(near.sum() + _near(copied, cluster).sum())
+        refused = int(near.sum() + far.sum()) - here
+        missing = sum(
+            where.reasons[at] in {"", reasons.ABSENT} for at in (~where.known).nonzero()[0]
+        )
+        self._count_hint(
+            reasons.PREFETCH,
+            {
+                reasons.DONE: done,
+                reasons.ALREADY: here - done,
+                reasons.FORBIDDEN: refused,
+                reasons.MISSING: missing,
+                reasons.UNANSWERED: len(names) - here - refused - missing,
+            },
+        )
+        return here
+
+    def _copy_here(self, names: PageKeys, lengths: U64, until: float) -> None:
+        """Read pages of other hosts, and have the home node keep copies of them."""
+        attached, prefetcher = self._tie.attached, self._wiring.prefetcher
+        begin = 0
+        while begin < len(names) and self._clock() < until and not prefetcher.is_paused:
+            sizes = lengths[begin : begin + PREFETCH_PAGES].astype(np.uint64)
+            ends = np.cumsum(sizes)
+            sizes = sizes[: max(1, int(np.searchsorted(ends, PREFETCH_BYTES, "right")))]
+            begin, part = begin + len(sizes), names[begin : begin + len(sizes)]
+            memory = np.empty(int(sizes.sum()), np.uint8)
+            first = np.uint64(memory.__array_interface__["data"][0])
+            runs = PageRuns.regular(first + ends[: len(sizes)] - sizes, sizes, len(sizes))
+            if attached is None:
+                return
+            home = MirrorHome(attached.incarnation, attached.reservations)
+            path = self._wiring.reader.get(part, runs, self._tie.cluster, until, home, prefetcher)
+            outcome = self._bridge.run(path, attached.memory)
+            self.metrics.pages_mirrored.inc(outcome.mirrored)
+
+    def _count_hint(self, hint: str, pages_by_outcome: Mapping[str, int]) -> None:
+        for outcome, pages in pages_by_outcome.items():
+            if pages:
+                self.metrics.hint_pages.labels(hint, outcome).inc(pages)
 
     def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
         return self._call(
@@ -429,10 +624,23 @@ class Client:
             add_missed(Counter(whys))
         run = len(known) if known.all() else int(np.argmin(known))
         current.series = series_of("exists", tier, run, len(known))
+        current.missed = whys
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(run)
         found: list[bool] = known.tolist()
         return found
+
+    def _leading(self, keys: Keys, until: float, *, touch: bool) -> int:
+        path = self._wiring.reader.leading(self._names(keys), self._tie.cluster, until, touch=touch)
+        found = self._bridge.run(path)
+        if (report := current_call.report) is not None and report.is_detailed:
+            add_missed({found.why: len(keys) - found.run})
+        current.series = series_of("exists", found.tier, found.run, len(keys))
+        self.metrics.exists_asked.inc(len(keys))
+        self.metrics.exists_found.inc(found.run)
+        if found.is_again:
+            self.metrics.exists_asked_again.inc(len(keys))
+        return found.run
 
     def _names(self, keys: Keys) -> PageKeys:
         return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)
@@ -516,7 +724,7 @@ class Client:
                 return miss
             self._calls_in_flight += 1
         outer, current.number = current.number, next(self._numbers)
-        current.series = PLACES[operation, "", ""]
+        current.series, current.missed = PLACES[operation, "", ""], ()
         try:
             return call(started + timeout_s - min(RETURN_MARGIN_S, timeout_s / 10))
         except UnusableBuffers as error:
@@ -535,6 +743,10 @@ class Client:
             self._wiring.report.calls.append((current.series, took_s))
             if (of_page := PAGE_OF.get(current.series)) is not None and pages:
                 self._wiring.report.calls.append((of_page, took_s / pages))
+            if took_s > self._wiring.report.slowest.floor:
+                number, missed = current.number, current.missed
+                note = CallNote.of(current.series, took_s, pages, number, missed)
+                self._wiring.report.slowest.add(note)
             if took_s > timeout_s:
                 self.metrics.deadlines_overrun.inc()
             if current_call.report is not None:
@@ -549,6 +761,7 @@ class Client:
 
     def _count(self, operation: str, pages_by_reason: Mapping[str, int]) -> None:
         """Count the pages that a call did not serve; reason "" means no failure."""
+        current.missed = pages_by_reason
         if current_call.report is not None:
             add_missed(pages_by_reason)
         counters = {"get": self.metrics.pages_missed, "set": self.metrics.sets_refused}
@@ -571,6 +784,16 @@ class Client:
                     name = sample.name.removeprefix("peercache_").removesuffix("_total")
                     figures.setdefault(name + labels, sample.value)
         return figures
+
+
+def _near(where: Whereabouts, cluster: Cluster) -> Mask:
+    """Return which pages are in the memory of a node of this host, (n,) bool."""
+    near: Mask = where.known & ((where.records["flags"] & RESIDENT) != 0)
+    holders = where.records["holder"]
+    for holder in dict.fromkeys(holders[near].tolist()):
+        if holder not in cluster.members or cluster.distance(holder) >= FAR:
+            near &= holders != holder
+    return near
 
 
 def series_of(operation: str, tier: str, served: int, asked: int) -> int:

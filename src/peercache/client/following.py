@@ -26,9 +26,16 @@ def follow_cluster(
 ) -> Iterator[ClusterFollower]:
     """Follow the members that the target's node knows of, as long as the context lasts.
 
-    nodes:  the control addresses of the members to follow; none: every member, also later ones.
-    failed: called, on threads of the follower, for a node that could not be asked; it is retried.
-    Raises PeerUnreachable, Rejected or DeadlineExceeded if the target's node does not answer.
+    A context manager; its value is a `ClusterFollower`, with a thread and a connection for each
+    node. If the target's node ends, another member is asked for the list of members.
+
+    target: the node to ask first, and the identity to use.
+    nodes:  HOST:PORT of the members to follow; none: every member, also later ones.
+    failed: called with HOST:PORT and the error, on threads of the follower, for a node that could
+            not be asked; it is retried every second.
+
+    Raises PeerUnreachable, Rejected or DeadlineExceeded if the target's node does not answer at the
+    start; later errors are passed to `failed`.
     """
     members = _Members(target, nodes)
     try:

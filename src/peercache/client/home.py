@@ -25,6 +25,7 @@ from peercache.model.ids import Incarnation, name_of
 from peercache.model.member import Member
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, control_url
+from peercache.net.sockets import reached
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster
@@ -34,6 +35,9 @@ from peercache.trust.sharing import Sharing
 
 ATTACH_S = 5.0
 """How long `Client.open` waits for the home node."""
+
+PROBE_S = 0.2
+"""How long to wait for a listener at a home address at which no node has answered."""
 
 UNMAP_S = 5.0
 """How long to wait for the last copy in the old segment; otherwise its last user unmaps it."""
@@ -57,14 +61,25 @@ class HomeState:
     """The state of a client's home node.
 
     is_lost:    it does not answer, or refuses this client: nothing is stored, and reads miss.
-    answered_s: when it answered last, by the clock of `time.monotonic`.
-    reason:     NO_ANSWER or REFUSED; why: the same as a sentence. Both are "" while it is not lost.
+    answered_s: when it answered last, in seconds of `time.monotonic`.
+    reason:     "no_answer" or "refused"; "" while it is not lost.
+    why:        the same as a sentence.
     """
 
     is_lost: bool
     answered_s: float
     reason: str = ""
     why: str = ""
+
+
+def no_node(url: str, config: Config) -> PeerUnreachable:
+    """Return the error of a client at whose home address nothing listens, and what to do."""
+    flags = {"insecure": config.insecure, "home": config.home}
+    command = " ".join(["peercache node", *(f"--{k} {v}" for k, v in flags.items() if v)])
+    return PeerUnreachable(
+        f"a node at {url}: start one with `{command}`, name the address of another one in home, "
+        "or set embedded = true for a node in this process"
+    )
 
 
 @final
@@ -111,7 +126,10 @@ class Home:
         """How many beats have begun, and how many have ended."""
         self._closing = threading.Event()
         self._logged_problem = ""
-        self._problem: PeerCacheError = PeerUnreachable(f"the home node at {url}")
+        self._config = config
+        self._problem: PeerCacheError | None = None
+        self.has_no_node = False
+        """Whether nothing listened at the address for as long as `open` waits."""
         self._thread: threading.Thread | None = None
         self._unanswered = 0
         self._refusal = ""
@@ -150,13 +168,21 @@ class Home:
         until = time.monotonic() + ATTACH_S
         while not self._bridge.run(self.tie.attach(until)):
             if time.monotonic() >= until:
-                raise self._problem
+                raise self._unanswered_problem()
             time.sleep(LOST_BEAT_S / 5)
         while not self.tie.has_view and time.monotonic() < until:
             self._bridge.run(self.tie.ask_view())
         self.state = HomeState(is_lost=False, answered_s=time.monotonic())
         self._thread = threading.Thread(target=self._main, name="peercache-home", daemon=True)
         self._thread.start()
+
+    def _unanswered_problem(self) -> PeerCacheError:
+        if self._problem is not None:
+            return self._problem
+        self.has_no_node = not self._config.embedded and reached(self._url, PROBE_S) is False
+        if self.has_no_node:
+            return no_node(self._url, self._config)
+        return PeerUnreachable(f"the home node at {self._url}")
 
     def look_now(self) -> None:
         """Start a beat now: a call has found that the home node is gone."""

@@ -10,12 +10,13 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, final
 
 import attrs
 
+from peercache.config.contexts import AT, context_named
+from peercache.config.home import default_home, nearest_home
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, parse_address
 from peercache.config.settings import Config
 from peercache.errors import (
@@ -31,7 +32,6 @@ from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, Gate, control_url
 from peercache.net.requests import Asker
 from peercache.net.sockets import local_path, reached
-from peercache.node.addresses import home_folder, home_prefix
 from peercache.observability.log import get_logger
 from peercache.trust.files import LiveTls, TlsFiles, with_cluster
 from peercache.trust.sharing import Sharing
@@ -65,7 +65,11 @@ Kind = TypeVar("Kind")
 class Target:
     """The node to ask, and the identity to use.
 
-    has_cluster: whether the user named the cluster; is_named: whether the user named the address.
+    at:          HOST:PORT of its control plane, or ipc://PATH of its home.
+    timeout_s:   how long it may take to answer, in seconds.
+    has_cluster: whether the user named the cluster.
+    is_named:    whether the user named the address.
+    context:     the context that the address is from; "" if it is from elsewhere.
     """
 
     at: str
@@ -73,6 +77,7 @@ class Target:
     timeout_s: float
     has_cluster: bool
     is_named: bool = True
+    context: str = ""
 
     @classmethod
     def of(
@@ -81,24 +86,36 @@ class Target:
         at: str | None = None,
         timeout_s: float = TIMEOUT_S,
         config: str | None = None,
+        context: str | None = None,
         environment: Mapping[str, str] | None = None,
         **settings: str | None,
     ) -> Target:
-        """Create a target from settings; raise ConfigError.
+        """Create a target from settings.
 
-        at:     a control address, or ipc://PATH of a home; None: a node of this host.
-        config: a TOML file; settings: such as cluster, tls_ca, tls_cert and tls_key.
+        at:        HOST:PORT of a control plane, or ipc://PATH of a home; None: a node of this host.
+        timeout_s: how long the node may take to answer, in seconds.
+        config:    the path of a TOML file with settings.
+        environment: variables with settings (`PEERCACHE_…`); None: those of this process.
+        context:   the name of a context of this user, which all others override.
+        settings:  override both: cluster, tls_ca, tls_cert, tls_key, insecure …
+
+        Raises ConfigError for an unknown name, and for a value that cannot be used.
         """
         found = os.environ if environment is None else environment
-        loaded = Config.load(settings, file=config, environment=found)
+        named = context_named(context, found) if context else {}
+        of_context = named.pop(AT, None)
+        loaded = Config.load(settings, file=config, environment=found, context=named)
         default = Config.load({}).cluster
-        address = _written(at) if at else loaded.home or _here(loaded)
+        is_of_context = of_context is not None and not (at or loaded.home)
+        at = of_context if is_of_context else at
+        address = _written(at) if at else loaded.home or _here()
         return cls(
             at=address,
             config=loaded,
             timeout_s=timeout_s,
             has_cluster=loaded.cluster != default,
             is_named=bool(at or loaded.home),
+            context=context if context and is_of_context else "",
         )
 
     @property
@@ -116,6 +133,7 @@ class Target:
         return attrs.evolve(
             self.config,
             home=self.at,
+            embedded=False,
             cluster=cluster,
             op_timeout_s=self.timeout_s,
             exists_timeout_s=self.timeout_s,
@@ -134,21 +152,25 @@ def _written(at: str) -> str:
 
 
 def homes_here() -> list[str]:
-    """Return the home addresses of this user's nodes on this host that answer."""
-    sockets = sorted(home_folder().glob("peercache-*.ipc"))
-    return [f"ipc://{path}" for path in sockets if reached(f"ipc://{path}", CONNECT_S)]
+    """Return the default home addresses of this host at which a node answers, this user's first."""
+    homes = dict.fromkeys((default_home(), nearest_home()))
+    return [home for home in homes if reached(home, CONNECT_S)]
 
 
-def _here(config: Config) -> str:
+def _here() -> str:
     """Return the address of a node of this host; the default port if none has a home address."""
-    homes = homes_here()
-    named = [home for home in homes if Path(home).name.startswith(home_prefix(config.cluster))]
-    return next(iter(named or homes), f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
+    return next(iter(homes_here()), f"127.0.0.1:{DEFAULT_CONTROL_PORT}")
 
 
 @final
 class Operator:
-    """A connection to one node, as an operator; a context manager."""
+    """A connection to one node, as an operator; a context manager.
+
+    Entering it connects; raises PeerUnreachable, Rejected or DeadlineExceeded. If the connection
+    ends, the next call connects again. For one thread at a time.
+
+    cluster: the name of the node's cluster, once it is connected.
+    """
 
     def __init__(self, target: Target) -> None:
         """Load the certificates; raise ConfigError for wrong ones."""
@@ -194,12 +216,24 @@ class Operator:
         self._asker.close()
 
     def status(self, *, detail: bool = False) -> Status:
-        """Return the status of the node."""
+        """Return the status of the node.
+
+        detail: with its threads, environment and settings; secrets are masked.
+
+        Raises Rejected, PeerUnreachable, DeadlineExceeded or RemoteProtocolError.
+        """
         reply = self.ask(RequestStatus(0, detail), ReportStatus)
         return _read(decoded_status, reply.status)
 
     def statuses(self, *, detail: bool = False) -> list[MemberStatus]:
-        """Return the status of every member, as the node collects it, sorted by name."""
+        """Return the status of every member, as the node collects it, sorted by name.
+
+        A member that does not answer the node within a second is listed without its status.
+
+        detail: as with `status`, of every member.
+
+        Raises Rejected, PeerUnreachable, DeadlineExceeded or RemoteProtocolError.
+        """
         found: list[MemberStatus] = []
         after, more = 0, True
         while more:
@@ -332,8 +366,8 @@ class Operator:
                 )
             if not self._target.is_named:
                 return PeerUnreachable(
-                    f"no node of this host: none has a home address in {home_folder()}, and "
-                    f"nothing listens at {at}, the default port; {_HINT_HERE}"
+                    f"a node of this host: nothing listens at {nearest_home()}, the default home, "
+                    f"and at {at}, the default port; {_HINT_HERE}"
                 )
             return PeerUnreachable(f"{at}: nothing listens there; {_HINT}")
         hint = (

@@ -25,16 +25,27 @@ class CallReport:
     """What the calls of one block did.
 
     pages, bytes: read and verified, or copied into the pool; pages that were stored already do not
-                  count. misses: pages that were not served, by miss reason. is_detailed: whether
-                  calls also report reasons that they do not count for the metrics. call: the number
-                  of the last call, which is in its log lines.
+                  count. fabrics: pages that were read, by fabric. misses: pages that were not
+                  served, by miss reason. is_detailed: whether calls also report reasons that they
+                  do not count for the metrics. call: the number of the last call, which is in its
+                  log lines.
     """
 
     is_detailed: bool = False
     pages: int = 0
     bytes: int = 0
+    fabrics: Counter[str] = attrs.field(factory=Counter)
     misses: Counter[str] = attrs.field(factory=Counter)
     call: int = 0
+
+    def add(self, other: CallReport, *, with_misses: bool) -> None:
+        """Add the report of a block within this one."""
+        self.pages += other.pages
+        self.bytes += other.bytes
+        self.fabrics.update(other.fabrics)
+        if with_misses:
+            self.misses.update(other.misses)
+        self.call = other.call
 
 
 class _Current(threading.local):
@@ -59,11 +70,13 @@ def reporting(*, is_detailed: bool = False) -> Iterator[CallReport]:
         current.report = outer
 
 
-def add_moved(pages: int, moved_bytes: int) -> None:
-    """Add pages that were moved to the open report."""
+def add_moved(pages: int, moved_bytes: int, fabric: str = "") -> None:
+    """Add pages that were moved to the open report. fabric: the one that they were read over."""
     if (report := current.report) is not None:
         report.pages += pages
         report.bytes += moved_bytes
+        if fabric:
+            report.fabrics[fabric] += pages
 
 
 def add_missed(pages_by_reason: Mapping[str, int]) -> None:

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 DEFAULT_CONTROL_PORT = 31998
+DEFAULT_DATA_PORT = 31999
 
 AUTO = "auto"
 

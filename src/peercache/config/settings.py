@@ -148,6 +148,11 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda config: not config.http_listen or _is_one_port(config),
     ),
     (
+        "embedded",
+        "runs a node in this process, and home names another node: leave one of them out",
+        lambda config: not (config.embedded and config.home),
+    ),
+    (
         "fabric",
         "rdma does not encrypt; with TLS it requires rdma_clear_text = true",
         lambda config: config.fabric != "rdma" or config.may_use_rdma,
@@ -228,7 +233,7 @@ CLUSTER_CHARACTERS_MAX = 255
 
 @attrs.frozen
 class Config:
-    """The table of settings, and their values."""
+    """The table of settings, and their values: attributes with the names of the settings."""
 
     # --- the node and its addresses
     cluster: str = setting(
@@ -254,7 +259,12 @@ class Config:
         "connection the address that this host uses towards the discovery address or the internet.",
     )
     data_port: int = setting(
-        WHOLE, 0, "Port of the tcp fabric; 0 takes a free one.", low=0, high=65_535
+        WHOLE,
+        -1,
+        "Port of the tcp fabric; 0 takes a free one. Default (-1): 31999, or a free port where "
+        "that is taken, or if `listen` has port 0; a port named here must be free.",
+        low=-1,
+        high=65_535,
     )
     discovery_addr: tuple[str, ...] = setting(
         PEERS,
@@ -267,8 +277,16 @@ class Config:
     home: str = setting(
         HOME,
         "",
-        "ipc://PATH where local clients reach this node, stable over restarts. For a client: the "
-        "address in the node's ready line; empty embeds a node.",
+        "ipc://PATH where a node listens for the clients of its host, and where these find it. "
+        "Default: ipc:///run/peercache/home.ipc for root and for users who may write to that "
+        "folder, else home.ipc in $XDG_RUNTIME_DIR/peercache, or without it in /tmp/peercache-UID. "
+        "A client of a user without such a node looks in /run/peercache, too.",
+    )
+    embedded: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "For a client: run a node in this process, with a pool of its own, instead of using the "
+        "node of this host. A node itself ignores it.",
     )
     namespace: str = setting(
         TEXT,
@@ -375,7 +393,7 @@ class Config:
         choice("off", "hot", "all"),
         "off",
         "Which pages a client keeps a copy of in its home node's pool when it has read them from "
-        "another host: hot means those that it read within the last minute, too.",
+        "another host: hot means those that it read within the last one to two minutes, too.",
     )
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
@@ -638,6 +656,13 @@ class Config:
         "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
         "Required if that endpoint is beyond loopback: its readers show no certificate.",
     )
+    otel_traces: bool = setting(
+        SWITCH,
+        False,  # noqa: FBT003 - the default of a setting
+        "Make an OpenTelemetry span of each call of a client, in the trace that is current in its "
+        "thread: by the engine's tracer provider, or sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT. "
+        "Requires the extra `otel`.",
+    )
     objective_exists_s: float = setting(
         SECONDS,
         0.001,
@@ -673,9 +698,18 @@ class Config:
         *,
         file: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        context: Mapping[str, str] | None = None,
     ) -> Config:
-        """Merge file, environment and settings; raise ConfigError for the first wrong one."""
-        of_file = {} if file is None else read_toml(Path(file))
+        """Merge file, environment and settings: the later override the earlier.
+
+        settings:    values by name, as texts ("64GiB", "90s") or in the setting's own type.
+        file:        the path of a TOML file.
+        environment: variables, of which those with the prefix `PEERCACHE_` count; None: none.
+        context:     what the others override, by name (`config.contexts`).
+
+        Raises ConfigError for the first unknown name, or value that cannot be used.
+        """
+        of_file = {**(context or {}), **({} if file is None else read_toml(Path(file)))}
         of_variables = from_environment(environment or {}, SETTINGS, REMOVED)
         given = {name: value for name, value in (settings or {}).items() if value is not None}
         try:
@@ -685,6 +719,8 @@ class Config:
             if error.name in given or error.name not in {**of_file, **of_variables}:
                 raise
             source = environment_name(error.name) if error.name in of_variables else file
+            if source is None:
+                raise  # The context's values are valid one by one.
             raise ConfigError(error.name, f"{error.problem} (in {source})") from error
 
     @classmethod

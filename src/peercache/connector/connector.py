@@ -34,6 +34,7 @@ from peercache.errors import InvalidRequest
 from peercache.model.keys import PageKeys
 from peercache.model.process import ForkGuard
 from peercache.model.runs import I64, U64, PageRuns
+from peercache.observability import reasons
 from peercache.observability.log import WarnOnce, get_logger
 
 BUFFERS_MAX = 4096
@@ -186,6 +187,9 @@ CLOSE_S = 10.0
 """How long `close` waits for calls of the store; a client's own deadline is usually shorter."""
 
 WARN_S = 60.0
+HINT_PAGES = 1024
+"""Pages of one call for a hint."""
+
 LOOKUPS_MAX = 1024
 """Waiting lookups of queues: each counts as one page of its lane."""
 
@@ -417,6 +421,21 @@ class Core:
         is_taken = self.sets.add(transfer)
         return transfer.future, (span.end if is_taken else span.first) * self.page_tokens
 
+    def hint(
+        self, req_id: str, hint: str, time_s: float, ids: TokenIds, chain: Chain, timeout_s: float
+    ) -> Future[int]:
+        """Have the store obey a hint for a prompt; return the tokens for which it has."""
+        keys = self.keys(self.prefixes.digests(req_id, chain, ids))
+        obey = getattr(self.store, "hint", None)
+
+        def move(begin: int, end: int) -> int:
+            return obey(hint, keys[begin:end], time_s) if obey is not None else 0
+
+        until, size = self.clock() + timeout_s, self.page_tokens
+        transfer = QueuedTransfer(req_id, move, len(keys), HINT_PAGES, until, size)
+        (self.gets if hint == reasons.PREFETCH else self.sets).add(transfer)
+        return transfer.future
+
     def end(self, req_id: str) -> None:
         """End the running operations of a request, and forget it. InvalidRequest: no such id."""
         if self._fork.is_child:
@@ -502,10 +521,12 @@ class RemoteKVConnector:
     Its result is the number of tokens, from the mapping's first on, whose pages have moved: a
     leading run, 0 if there is none. It never has an exception. Until it is done, the engine must
     keep the pages unchanged; once it is done, or cancelled, nothing accesses them. Invalid
-    arguments raise `InvalidRequest`; every other failure is a shorter run.
+    arguments, and calls after `close`, raise InvalidRequest; every other failure is a shorter run.
 
-    Keywords of all calls with tokens: `salts` (texts by name: LoRA, tenant) separates requests, in
-    addition to those of the metadata; `timeout_s` is the transfer's deadline.
+    Keywords of all calls with tokens:
+
+    salts: texts by name (LoRA, tenant) that separate requests, in addition to the metadata's.
+    timeout_s: the transfer's deadline in seconds; by default that of the metadata.
     """
 
     def __init__(self, metadata: ConnectorMetadata) -> None:
@@ -515,20 +536,29 @@ class RemoteKVConnector:
     def register_kv_buffers(self, kv_args: Any) -> None:
         """Register the engine's buffers, once: pages are read and written in place.
 
-        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, one number for each buffer
-                 (K or V of a layer): its address, its size, and the size of a page in it.
+        kv_args: has `kv_data_ptrs`, `kv_data_lens` and `kv_item_lens`, lists with one number for
+                 each buffer (K or V of a layer): its address, its bytes, and the bytes of a page in
+                 it. Page i is at i times these bytes.
+
+        Raises InvalidRequest if these are no buffers, or for a second call.
         """
         self.core.register(kv_args)
 
     def store_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
     ) -> tuple[Future[int], int]:
-        """Store pages; return a Future, and the token up to which pages were accepted.
+        """Store pages; return a Future of the stored tokens, and the end of the accepted tokens.
 
+        req_id: the request, a text.
         page_to_tokens_mapping: (page index, slice of `tokens_list`) for each page, in order; a last
                                 slice that is shorter than a page is left out.
-        tokens_list: all tokens from the prompt's first on, a list or an array. A full queue accepts
-        nothing: the Future is done, and the end is the start of the mapping.
+        tokens_list: all tokens from the prompt's first on: a list of int, or a one-dimensional
+                     array of integers.
+
+        A full queue accepts nothing: the Future is done, and the end is the start of the mapping.
+
+        Raises InvalidRequest for malformed arguments, before `register_kv_buffers`, and after
+        `close`.
         """
         core = self.core
         core.check_open()
@@ -541,9 +571,12 @@ class RemoteKVConnector:
     def retrieve_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
     ) -> Future[int]:
-        """Read pages into the buffers; return a Future. The arguments are those of a store.
+        """Read pages into the buffers; return a Future of the tokens that have arrived.
 
-        The content of pages after the leading run is undefined.
+        The arguments are those of a store; a page index may be named only once. The content of
+        pages after the leading run is undefined.
+
+        Raises InvalidRequest as a store.
         """
         core = self.core
         core.check_open()
@@ -558,6 +591,8 @@ class RemoteKVConnector:
     ) -> int:
         """Return how many tokens after the local ones every rank can retrieve: a hint.
 
+        num_local_computed_tokens: how many of the first tokens the engine has already.
+
         Asks the store, which blocks until the store's own deadline; `AsyncKVPrefetchQueue` asks in
         another thread. With `all_reduce_min`, each rank must call this in the same order; 0 if that
         fails.
@@ -571,6 +606,26 @@ class RemoteKVConnector:
         (pages,) = core.agree([pages]) or [0]
         reached = (local_pages + pages) * core.page_tokens
         return max(0, reached - num_local_computed_tokens)
+
+    def hint_kv_async(
+        self, req_id: str, hint: str, tokens_list: Tokens, seconds: float = 0.0, **kw: Any
+    ) -> Future[int]:
+        """Retain, demote, prefetch or share the pages of a prompt; return a Future.
+
+        hint:    "retain", for `seconds` from now on; "demote", to be evicted first; "prefetch",
+                 into the memory of this host; "share", which only counts what other hosts read.
+        The result is the number of tokens in pages for which it is done. A store without hints, as
+        a folder, does nothing.
+        """
+        core = self.core
+        core.check_open()
+        chain, timeout_s = self._options(kw)
+        ids = checked(req_id, tokens_list)
+        if hint not in reasons.HINT_OUTCOMES:
+            raise InvalidRequest(f"{hint!r:.40} is no hint: {', '.join(reasons.HINT_OUTCOMES)} are")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise InvalidRequest(f"seconds are a number, not {seconds!r:.40}")
+        return core.hint(req_id, hint, seconds, ids, chain, timeout_s)
 
     def finish_req(self, req_id: str) -> None:
         """End the running operations of this request, and forget its tokens; may be repeated.

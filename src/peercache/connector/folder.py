@@ -85,9 +85,8 @@ class Zstd:
         try:
             import zstandard  # noqa: PLC0415 - only a folder that compresses needs it
         except ImportError as error:
-            raise ConfigError(
-                "zstd_level", "zstandard is not installed: pip install 'peercache-kv[zstd]'"
-            ) from error
+            problem = "zstandard is not installed: pip install zstandard"
+            raise ConfigError("zstd_level", problem) from error
         self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=False)
         self._decompressor = zstandard.ZstdDecompressor()
         self._length_of = zstandard.frame_content_size
@@ -616,15 +615,17 @@ def folder_store(
     is_direct: bool = False,
     is_durable: bool = False,
 ) -> OpenStore:
-    """Return a function that opens a folder as a page store.
+    """Return a function that opens a folder as a page store: the `store` of a `ConnectorMetadata`.
 
     path:       an empty folder, one that does not exist yet, or one that a store has used before.
     size:       "100GiB" or bytes; when it is reached, the least recently used pages are removed.
     zstd_level: 1 to 19 compresses pages, with the extra `zstd`; 0 stores them uncompressed.
     threads:    files that are read or written at a time.
     is_direct:  O_DIRECT: pages do not go through the kernel's cache.
-    is_durable: stored pages survive a power failure; a set then waits for the disk. Opening raises
-                ConfigError for a value that cannot be used, or a folder with other files.
+    is_durable: stored pages survive a power failure; a set then waits for the disk.
+
+    Raises ConfigError for a value that cannot be used; opening raises it for a folder with other
+    files.
     """
     if not 0 <= zstd_level <= 19:
         raise ConfigError("zstd_level", f"0 to 19, not {zstd_level}")

@@ -13,6 +13,7 @@ from peercache.content.chain import Chain, Digests, TokenIds, is_whole_number
 from peercache.errors import InvalidRequest
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys
 from peercache.model.runs import PageRuns
+from peercache.observability import reasons
 
 
 class PageStore(Protocol):
@@ -20,7 +21,7 @@ class PageStore(Protocol):
 
     A get that reports a hit has read exactly the page that was set under that key; everything else
     is a miss, after which the content of the page's runs is undefined. Nothing accesses the runs
-    after the return.
+    after the return. A store may also have `hint`, as `ClientPages` has it.
     """
 
     def exists(self, keys: PageKeys, page_bytes: int) -> int:
@@ -49,7 +50,7 @@ OpenStore: TypeAlias = Callable[[Namespace], PageStore]
 
 @final
 class ClientPages:
-    """PeerCache as a page store: the batch calls of one client."""
+    """PeerCache as a page store: the batch calls of one client, and its hints."""
 
     def __init__(self, client: Client) -> None:
         """Take over the client: `close` closes it."""
@@ -67,13 +68,27 @@ class ClientPages:
         fits = [length == page_bytes for length in self._client.lengths(keys[:run])]
         return fits.index(False) if False in fits else run
 
+    def hint(self, hint: str, keys: PageKeys, seconds: float) -> int:
+        """Obey a hint; return for how many of the pages it is done. Other stores may lack it."""
+        if hint == reasons.RETAIN:
+            return self._client.retain(keys, seconds)
+        calls = {
+            reasons.DEMOTE: self._client.demote,
+            reasons.PREFETCH: self._client.prefetch,
+            reasons.SHARE: self._client.share,
+        }
+        return calls[hint](keys)
+
     def register(self, address: int, length: int) -> Callable[[], None]:
         """Register memory for reads, in the background; return a function that ends that."""
         return self._client.register_memory(address, length)
 
 
 def cluster_store(**settings: Any) -> OpenStore:
-    """Return a function that opens a client with these settings, as `Client.open` takes them."""
+    """Return a function that opens a client: the `store` of a `ConnectorMetadata`.
+
+    settings: those that `Client.open` takes. The function raises what `Client.open` raises.
+    """
     return lambda namespace: ClientPages(Client.open(namespace=namespace, **settings))
 
 
@@ -137,20 +152,23 @@ def _is_callable(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 class ConnectorMetadata:
     """The parameters of a connector.
 
-    model, dtype, page_tokens, salts: of the chain of content addresses (`peercache.content`).
+    model, dtype, page_tokens, salts: of the chain of content addresses (`Chain`).
     namespace:    the name to which rights and quotas apply.
     layout:       what else determines the bytes of a page: the order of layers, of K and V, of
                   heads. Engines with the same model and different layouts share no page.
     tp_rank, tp_size: the rank of this process; each rank stores a part of every page.
     is_replicated: each rank has the same bytes (MLA): the ranks share pages.
-    store:        opens the page store: `cluster_store(home=…)`, `folder_store(path)`.
+    store:        opens the page store: `cluster_store()`, `folder_store(path)`.
     all_reduce_min: agrees on results over ranks; None: each rank has its own.
     on_stored: called with the stored pages, in a thread of the connector; None: not called.
-    timeout_s:    of a transfer without a timeout of its own; no part of a transfer begins later.
+    timeout_s:    seconds, of a transfer without a timeout of its own; no part of a transfer begins
+                  later.
     queued_pages: pages that wait or move, for gets and for sets each; further ones are refused.
     chunk_bytes:  bytes that one call of the store moves: cancellation and deadlines take effect in
                   between.
     get_threads, set_threads: calls of the store at a time.
+
+    Raises InvalidRequest for a field that cannot be used.
     """
 
     model: str

@@ -122,6 +122,9 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
               indices, are logged as `connector.allocation_failed`; such a request is computed.
     retrieve_remote_cache_threshold: the least number of tokens that a lookup must find for a
                                      retrieve.
+    requests_max: requests in the queue; `add` refuses further ones.
+
+    For the scheduler's thread alone.
     """
 
     def __init__(
@@ -150,8 +153,9 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
     ) -> bool:
         """Start a request's prefetch; return False if the queue is full.
 
-        Only whole local pages count: an incomplete last one is retrieved again. InvalidRequest: the
-        request is invalid, or is in the queue already.
+        Only whole local pages count: an incomplete last one is retrieved again.
+
+        Raises InvalidRequest if the request is invalid, or is in the queue already.
         """
         core = self._core
         core.check_open()
@@ -249,7 +253,12 @@ class AsyncKVPrefetchQueue(_Queue[_Prefetch]):
 
 @final
 class AsyncKVStoreQueue(_Queue[_Store]):
-    """Stores: pages stay locked in the engine from `add` until a poll reports them."""
+    """Stores: pages stay locked in the engine from `add` until a poll reports them.
+
+    requests_max: requests in the queue; `add` refuses further ones.
+
+    For the scheduler's thread alone.
+    """
 
     def __init__(self, connector: RemoteKVConnector, *, requests_max: int = 1024) -> None:
         """Start empty."""

@@ -39,7 +39,9 @@ def token_ids(tokens: Tokens) -> TokenIds:
     """Return token ids as (n,) little-endian uint32; an array that is this already is not copied.
 
     tokens: a list of int, or a one-dimensional numpy array of any integer dtype.
-    InvalidRequest: tokens of another kind or shape, negative ones, and those above 2**32 - 1.
+
+    Raises InvalidRequest for tokens of another kind or shape, negative ones, those above 2**32 - 1,
+    and more than 2**27 of them.
     """
     if isinstance(tokens, np.ndarray):
         return _of_array(tokens)
@@ -130,7 +132,9 @@ OTHER_NAMES = {
 def dtype_name(dtype: object) -> str:
     """Return the canonical name of a dtype: "bfloat16" for `torch.bfloat16`, "bf16" and "bfloat16".
 
-    InvalidRequest: not a dtype of a KV cache.
+    dtype: a text, or a dtype of numpy or torch.
+
+    Raises InvalidRequest for anything that is not a dtype of a KV cache.
     """
     name = np.dtype(dtype).name if isinstance(dtype, (np.dtype, type)) else str(dtype)
     name = name.removeprefix("torch.").lower()
@@ -170,7 +174,8 @@ class Chain:
     dtype:       the type of the elements of the KV cache, by any name that `dtype_name` knows.
     page_tokens: tokens in a page, 1 to 2**20.
     salts:       what else separates pages: {"tenant": …, "lora": …}. An empty salt counts, too.
-    InvalidRequest: a field of another type.
+
+    Raises InvalidRequest for a field that cannot be used.
     """
 
     model: str = attrs.field(converter=_identity)
@@ -199,7 +204,8 @@ class Chain:
 
         tokens: those after the parent; tokens after the last whole page are ignored.
         parent: the digest of the page before, 32 bytes; None: `tokens` begin the prompt.
-        InvalidRequest: invalid tokens, or a parent that is not a digest.
+
+        Raises InvalidRequest for invalid tokens, or a parent that is not a digest.
         """
         digest = self.seed if parent is None else bytes(parent)
         if len(digest) != DIGEST_BYTES:
@@ -220,15 +226,21 @@ class Chain:
 
 
 def page_keys_of(digests: Digests) -> PageKeys:
-    """Return the page keys of digests, (pages,) V16: the first half of each."""
+    """Return the page keys of digests, (pages,) V16: the first half of each.
+
+    digests: (pages, 32) uint8, as `Chain.digests` returns them.
+    """
     return np.ascontiguousarray(digests[:, :KEY_BYTES]).view(KEY).reshape(-1)
 
 
 def layer_keys_of(digests: Digests, layers: int) -> PageKeys:
     """Return the page key of each layer of each page, (pages, layers) V16.
 
-    For stores of one layer at a time. No key of a layer is the key of a page. InvalidRequest: an
-    invalid number of layers.
+    For stores of one layer at a time. No key of a layer is the key of a page.
+
+    digests: (pages, 32) uint8. layers: 1 to 65,536.
+
+    Raises InvalidRequest for another number of layers.
     """
     if not 1 <= layers <= LAYERS_MAX:
         raise InvalidRequest(f"a model has 1 to {LAYERS_MAX} layers, not {layers}")
@@ -243,6 +255,8 @@ def in_namespace(keys: PageKeys, namespace_digest: bytes) -> PageKeys:
 
     The same as `Client` computes from the hexadecimal text of the keys; it uses arrays of keys
     unchanged.
+
+    keys: (n,) V16, or of any other shape.
     namespace_digest: the 16 bytes of `Namespace.digest()`.
     """
     words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)

@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, final
 
 import attrs
 
+from peercache.client.tracing import carried
 from peercache.observability.log import WarnOnce, get_logger
 
 Arguments = ParamSpec("Arguments")
@@ -124,6 +125,7 @@ class Lane:
 
     def add(self, transfer: QueuedTransfer) -> bool:
         """Queue a transfer; return whether there was room. If not, its Future is done, with 0."""
+        transfer.move = carried(transfer.move)
         with self._changed:
             has_room = not self._is_closed and self._pages + transfer.pages <= self._pages_max
             if has_room and transfer.pages:

@@ -34,12 +34,14 @@ missing in the index costs a router one better choice."""
 class NodeChanges:
     """Changes that a follower has received from one node.
 
-    node:     the control address of the node.
-    again:     all that was reported of this node before is void, for example because its store is
-               lost.
+    node:     HOST:PORT of the node.
+    again:    all that was reported of this node before is void, for example because its store is
+              lost.
     is_gone:  the node no longer answers: none of its pages can be read.
     is_whole: all pages from before the start of the follower have been reported by now.
-    changes:  (n,) `model.records.CHANGE`, in their order.
+    changes:  (n,) structured array, in their order: `key` (V16, a page key), `length` (bytes of the
+              page) and `tier` from now on: 0 the node no longer holds it, 1 in its memory, 2 only
+              on its disk.
     """
 
     node: str
@@ -119,10 +121,17 @@ class NodeFollower:
 
 @final
 class Index:
-    """Which node holds which pages, and on which tier: the index of a router. Not thread-safe."""
+    """Which node holds which pages, and on which tier: the index of a router. Not thread-safe.
+
+    A node is named by its HOST:PORT. A tier is 1 for memory, 2 for disk only. A page costs some
+    200 bytes for each node that holds it.
+    """
 
     def __init__(self, *, pages_max: int = PAGES_MAX) -> None:
-        """Start empty. pages_max: over all nodes."""
+        """Start empty.
+
+        pages_max: pages of all nodes together; further ones are counted in `left_out`.
+        """
         self._nodes: dict[str, dict[bytes, int]] = {}
         self._pages_max = pages_max
         self._count = 0
@@ -134,7 +143,7 @@ class Index:
         return self._count
 
     def apply(self, batch: NodeChanges) -> None:
-        """Apply the changes of a node."""
+        """Apply the changes of a node, in the order in which the follower returned them."""
         if batch.again:
             self._count -= len(self._nodes.pop(batch.node, ()))
         if batch.is_gone:
@@ -161,12 +170,15 @@ class Index:
         return dict(self._nodes.get(node, ()))
 
     def holders(self, key: bytes | np.void) -> dict[str, int]:
-        """Return the tier of a page at each node that holds it."""
+        """Return the tier of a page at each node that holds it.
+
+        key: 16 bytes, or an item of an array of page keys.
+        """
         key = key.tobytes() if isinstance(key, np.void) else key
         return {node: pages[key] for node, pages in self._nodes.items() if key in pages}
 
     def prefix(self, node: str, keys: Sequence[bytes] | PageKeys) -> int:
-        """Return how many of the first of these pages a node holds without a gap."""
+        """Return how many of the first of these pages a node holds without a gap, on any tier."""
         pages = self._nodes.get(node, {})
         wanted: Sequence[bytes] = keys.tolist() if isinstance(keys, np.ndarray) else keys
         return next((at for at, key in enumerate(wanted) if key not in pages), len(wanted))
@@ -210,7 +222,13 @@ class AskedNode(Protocol):
 
 @final
 class ClusterFollower:
-    """An iterator over the changes of all nodes of a cluster; a context manager."""
+    """An iterator over the changes of all nodes of a cluster; a context manager.
+
+    The iterator waits for changes, and ends with `close`. `follow_cluster` makes one. Of each node
+    the first batch has `again`, and the pages that it held at the start follow. For one reader: a
+    slow one delays the requests to the nodes, and after 131,072 missed changes a node sends
+    everything again.
+    """
 
     def __init__(
         self,
@@ -255,14 +273,14 @@ class ClusterFollower:
                 yield batch
 
     def next(self, timeout_s: float) -> NodeChanges | None:
-        """Return the next changes of a node; None if there are none within `timeout_s`."""
+        """Return the next changes of a node; None if there are none within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """End all threads; wait for outstanding answers, at most `ANSWER_S`."""
+        """End all threads; wait for outstanding answers, some seconds at most; may be repeated."""
         self._is_closing.set()
         for end in list(self._ends.values()):
             end.set()

@@ -13,10 +13,10 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import attrs
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import trio
 
 from peercache.config.quantities import written_size
-from peercache.http.history import EVERY_MEMBER, History
+from peercache.http.history import EVERY_MEMBER, LONG_STEP_S, POINTS, STEP_S, Event, History
 from peercache.model.reuse import MEMORY_NAMES
 from peercache.model.status import (
     DEGRADED,
@@ -55,12 +55,25 @@ Written = Callable[[float], str]
 
 @attrs.frozen
 class ChartLine:
-    """One line or area. place: of its colour, 0 to LINES_MAX - 1; now: its last value, in words."""
+    """One line or area. place: of its colour, 0 to LINES_MAX - 1; now: its last value, in words.
+
+    dots: the path of points without neighbours.
+    """
 
     label: str
     path: str
     now: str
     place: int
+    dots: str = ""
+
+
+@attrs.frozen
+class Mark:
+    """What happened to a member, on the charts. across: 0 to WIDTH; kind: its colour."""
+
+    across: float
+    kind: str
+    text: str
 
 
 @attrs.frozen
@@ -72,6 +85,8 @@ class Chart:
     grid:   the path of the lines behind.
     areas:  whether the lines are stacked and filled.
     left, right: what the edges at both sides mean, in words.
+    low, high: the values at the edges; low 0 is a linear scale, else it is logarithmic.
+    unit:   of the values: share, rate, bytes or time, for those that the script shows.
     """
 
     name: str
@@ -81,8 +96,11 @@ class Chart:
     bottom: str = ""
     grid: str = "M0 .5H600M0 60H600M0 119.5H600"
     areas: bool = False
-    left: str = "15 min ago"
+    left: str = ""
     right: str = "now"
+    low: float = 0.0
+    high: float = 1.0
+    unit: str = ""
 
     @property
     def summary(self) -> str:
@@ -103,10 +121,12 @@ def line_chart(
     """Return a chart of lines. top: the least value at the upper edge; unit: 1024 for bytes."""
     highest = _nice(max([top, *(_highest(values) for _, values in series)]), unit)
     lines = [
-        ChartLine(label, _line(values / highest), _last(values, written), place % LINES_MAX)
+        _line(label, values / highest, _last(values, written), place % LINES_MAX)
         for place, (label, values) in enumerate(series)
     ]
-    return Chart(name, title, tuple(lines), written(highest))
+    return Chart(
+        name, title, tuple(lines), written(highest), high=highest, unit=_UNITS.get(written, "")
+    )
 
 
 def decade_chart(
@@ -121,9 +141,9 @@ def decade_chart(
     low = math.floor(math.log10(known.min())) if len(known) else -4
     high = max(math.ceil(math.log10(known.max())) if len(known) else -1, low + 1)
     lines = [
-        ChartLine(
+        _line(
             label,
-            _line((np.log10(np.where(values > 0, values, np.nan)) - low) / (high - low)),
+            (np.log10(np.where(values > 0, values, np.nan)) - low) / (high - low),
             _last(values, written),
             place % LINES_MAX,
         )
@@ -131,7 +151,10 @@ def decade_chart(
     ]
     steps = (HEIGHT - 1) / (high - low)
     grid = "".join(f"M0 {0.5 + step * steps:.1f}H{WIDTH}" for step in range(high - low + 1))
-    return Chart(name, title, tuple(lines), written(10.0**high), written(10.0**low), grid)
+    return Chart(
+        name, title, tuple(lines), written(10.0**high), written(10.0**low), grid,
+        low=10.0**low, high=10.0**high, unit=_UNITS.get(written, ""),
+    )  # fmt: skip
 
 
 def area_chart(
@@ -156,7 +179,8 @@ def area_chart(
         )
         for place, (label, values) in enumerate(known)
     ]
-    return Chart(name, title, tuple(lines), written(highest), areas=True)
+    unit = _UNITS.get(written, "")
+    return Chart(name, title, tuple(lines), written(highest), areas=True, high=highest, unit=unit)
 
 
 def memory_chart(reuse: Reuse) -> Chart | None:
@@ -168,7 +192,7 @@ def memory_chart(reuse: Reuse) -> Chart | None:
     now = ", ".join([written_share(rate) for rate in rates.tolist()])
     grid = "M0 .5H600M0 60H600M0 119.5H600M120 0V120M240 0V120M360 0V120M480 0V120"
     return Chart(
-        "memory", "Estimated hit rate", (ChartLine(label, _line(rates), now, 0),),
+        "memory", "Estimated hit rate", (_line(label, rates, now, 0),),
         written_share(1.0), grid=grid, left=f"{MEMORY_NAMES[0]} × memory",
         right=f"{MEMORY_NAMES[-1]} ×",
     )  # fmt: skip
@@ -208,18 +232,30 @@ def _points(places: npt.NDArray[np.intp], parts: Values) -> list[str]:
     return [f"{x:.1f} {y:.1f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)]
 
 
-def _line(parts: Values) -> str:
-    return "".join(
-        f"M{'L'.join(points)}" if len(points) > 1 else f"M{points[0]}m-4 0h4"
-        for run in _runs(np.isfinite(parts))
-        if (points := _points(run, parts))
-    )
+def _line(label: str, parts: Values, now: str, place: int) -> ChartLine:
+    """Return a line; a point without neighbours is a dot, which a round cap makes visible."""
+    runs = [_points(run, parts) for run in _runs(np.isfinite(parts))]
+    path = "".join(f"M{'L'.join(points)}" for points in runs if len(points) > 1)
+    dots = "".join(f"M{points[0]}h0" for points in runs if len(points) == 1)
+    return ChartLine(label, path, now, place, dots)
 
 
 def _area(bottom: Values, top: Values, known: npt.NDArray[np.bool_]) -> str:
     return "".join(
-        f"M{'L'.join([*_points(run, top), *_points(run[::-1], bottom)])}Z" for run in _runs(known)
+        f"M{'L'.join([*_points(run, top), *_points(run[::-1], bottom)])}Z"
+        if len(run) > 1
+        else _column(run, bottom, top)
+        for run in _runs(known)
     )
+
+
+def _column(run: npt.NDArray[np.intp], bottom: Values, top: Values) -> str:
+    """Return the area of a point without neighbours, as wide as a step."""
+    width = WIDTH / max(1, len(top) - 1)
+    (above,), (below,) = _points(run, top), _points(run, bottom)
+    x, y, base = float(above.split()[0]), above.split()[1], below.split()[1]
+    left, right = max(0.0, x - width / 2), min(float(WIDTH), x + width / 2)
+    return f"M{left:.1f} {y}L{right:.1f} {y}L{right:.1f} {base}L{left:.1f} {base}Z"
 
 
 if TYPE_CHECKING:
@@ -234,6 +270,10 @@ NAMED_MAX = 3
 """Peers that a row names of those to which a node gave pages, or from which it took them."""
 REASONS_MAX = 8
 SILENT_WORKER_S = 60.0
+FULL = 0.95
+"""A bar is red if its tier has a problem and is this full; a full pool alone is as it should be."""
+EVENTS_SHOWN = 8
+SLOW_SHOWN = 20
 SLICE_S = 0.002
 """After this long the page gives the loop back, as the node serves meanwhile."""
 
@@ -243,17 +283,75 @@ _ORDER = (UNAVAILABLE, NO_ANSWER, DEGRADED, DRAINING, LEAVING, OK, "left")
 _FABRICS = ("shm", "rdma", "tcp")
 
 
+RANGES = {"5m": ("5 min", 300.0), "15m": ("15 min", POINTS * STEP_S), "3h": ("3 h", 10_800.0)}
+"""The times that charts cover: their names, and seconds."""
+DEFAULT_RANGE = "15m"
+assert RANGES["3h"][1] == POINTS * LONG_STEP_S
+
+SEARCH_MAX = 100
+"""Characters of a search."""
+
+
+@attrs.frozen
+class PageQuery:
+    """What the reader has chosen, as the address of the page has it.
+
+    range: the time of the charts; search: a part of the names of the nodes that are listed; sort:
+           the column that they are sorted by; "": those with a problem first.
+    """
+
+    range: str = DEFAULT_RANGE
+    search: str = ""
+    sort: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> PageQuery:
+        """Return the query of an address; what is invalid in it is left out."""
+        chosen, sort = given.get("range", ""), given.get("sort", "")
+        return cls(
+            chosen if chosen in RANGES else DEFAULT_RANGE,
+            given.get("search", "").strip()[:SEARCH_MAX],
+            sort if sort in _SORTS else "",
+        )
+
+    def link(self, **changes: str) -> str:
+        """Return the address of this page with other choices."""
+        chosen = attrs.asdict(attrs.evolve(self, **changes))
+        default = attrs.asdict(PageQuery())
+        return "?" + urlencode(
+            {k: v for k, v in chosen.items() if v != default[k]}, errors="replace"
+        )
+
+
 @attrs.frozen
 class PageFacts:
     """What a page is made from.
 
     own: the name of the node that answers; at: the time of day, in words.
+    long: the history of RANGES["3h"].
     """
 
     own: str
     members: Sequence[MemberStatus]
     history: History
     at: str
+    long: History = attrs.field(factory=History)
+    query: PageQuery = attrs.field(factory=PageQuery)
+
+    @property
+    def charted(self) -> History:
+        """The history that the charts are of."""
+        return self.long if self.query.range == "3h" else self.history
+
+    @property
+    def points(self) -> int:
+        """How many of its points the charts show."""
+        return min(POINTS, round(RANGES[self.query.range][1] / self.charted.step_s))
+
+    @property
+    def since(self) -> str:
+        """The left edge of the charts, in words."""
+        return f"{RANGES[self.query.range][0]} ago"
 
 
 @attrs.frozen
@@ -268,8 +366,9 @@ class Tile:
 
 async def cluster_page(view: PageFacts) -> str:
     """Return the page of all members."""
-    members = sorted(view.members, key=_place)
-    statuses = [member.status for member in members if member.answers]
+    everyone = sorted(view.members, key=_place)
+    members = _listed(everyone, view)
+    statuses = [member.status for member in everyone if member.answers]
     namespaces = namespaces_of(statuses)
     workers = [(status, worker) for status in statuses for worker in status.workers]
     peers = [
@@ -283,15 +382,18 @@ async def cluster_page(view: PageFacts) -> str:
         view=view,
         members=members[:ROWS_MAX],
         members_more=max(0, len(members) - ROWS_MAX),
-        problems=_problems(members),
-        states=Counter(member.status.state for member in members).items(),
+        is_found=bool(members) or not view.query.search,
+        problems=await _alerts(view.history) + _problems(everyone),
+        states=Counter(member.status.state for member in everyone).items(),
         versions=sorted({status.version for status in statuses if status.version}),
         cluster=next((status.cluster for status in statuses), ""),
         tiles=_tiles(statuses, view.history, EVERY_MEMBER),
-        charts=await _charts(view.history, EVERY_MEMBER),
+        charts=await _charts(view, EVERY_MEMBER),
+        marks=_marks(view, None),
+        events=_events(view, None),
         memory=memory_chart(reuse_of(statuses)),
         movers=_movers(statuses)[:ROWS_MAX],
-        moves=_moves_chart(view.history, EVERY_MEMBER),
+        moves=_moves_chart(view, EVERY_MEMBER),
         fabrics=_fabrics(view.history, EVERY_MEMBER),
         workers=workers[:ROWS_MAX],
         workers_more=max(0, len(workers) - ROWS_MAX) + sum(each.workers_more for each in statuses),
@@ -311,9 +413,11 @@ async def node_page(view: PageFacts, member: MemberStatus) -> str:
         status=status,
         problems=_problems([member]),
         tiles=_tiles([status], view.history, status.name) if member.answers else [],
-        charts=await _charts(view.history, status.name) if member.answers else [],
+        charts=await _charts(view, status.name) if member.answers else [],
+        marks=_marks(view, status.name),
+        events=_events(view, status.name),
         memory=memory_chart(status.reuse),
-        moves=_moves_chart(view.history, status.name),
+        moves=_moves_chart(view, status.name),
         fabrics=_fabrics(view.history, status.name),
         workers=[(status, worker) for worker in status.workers],
         workers_more=status.workers_more,
@@ -352,6 +456,11 @@ def templates() -> dict[str, Template]:
         silent_worker_s=SILENT_WORKER_S,
         named_max=NAMED_MAX,
         reasons_max=REASONS_MAX,
+        slow_max=SLOW_SHOWN,
+        ranges={name: label for name, (label, _) in RANGES.items()},
+        sorts=_SORTS,
+        search_max=SEARCH_MAX,
+        is_full=lambda tier: bool(tier.problem) and part_of(tier.used, tier.size) >= FULL,
         part_of=part_of,
         rate=written_rate,
         hits=lambda view, name: written_share(_hit_share(view.history, name)),
@@ -417,6 +526,15 @@ def written_bytes_rate(value: float) -> str:
     return f"{written_size(value)}/s" if math.isfinite(value) else "–"
 
 
+_UNITS: dict[Written, str] = {
+    written_rate: "rate",
+    written_share: "share",
+    written_time: "time",
+    written_bytes_rate: "bytes",
+}
+"""What the script writes values like."""
+
+
 def part_of(used: float, size: float) -> float:
     """Return which part of a size is used, 0 to 1."""
     return min(1.0, max(0.0, used / size)) if size else 0.0
@@ -454,8 +572,104 @@ def _problems(members: Iterable[MemberStatus]) -> list[tuple[str, str, str]]:
     return sorted(found, key=lambda each: order.index(each[0]))[:ROWS_MAX]
 
 
+ALERT_S = 600.0
+"""The time that alerts of single pages look back; the others look RECENT_S back."""
+_WRONG = ("internal", "verify_failed", "wrong_page")
+UNREACHABLE_SHARE = 0.05
+
+
+async def _alerts(history: History) -> list[tuple[str, str, str]]:
+    """Return (kind, node, sentence) of alerts that fire by the rates of a member.
+
+    Those of deploy/prometheus for which a status has the series. Most others are problems that a
+    member reports itself.
+    """
+    found: list[tuple[str, str, str]] = []
+    for number, name in enumerate(history.members()):
+        if number % 32 == 31:
+            await trio.lowlevel.checkpoint()
+        wrong = [r for r in _WRONG if history.mean(f"pages_missed/{r}", ALERT_S, name) > 0]
+        if wrong:
+            why = ", ".join(reason.replace("_", " ") for reason in wrong)
+            found.append(("bad", name, f"reads failed verification: {why} (PeerCacheWrongBytes)"))
+        rates = [history.mean(each, RECENT_S, name) for each in ("pages_hit", "pages_missed")]
+        lost = history.mean("pages_missed/peer_unreachable", RECENT_S, name)
+        if lost > UNREACHABLE_SHARE * sum(rates):
+            part = f"{written_share(lost / sum(rates))} of its pages"
+            why = f"{part} are on peers that do not answer (PeerCachePeersUnreachable)"
+            found.append(("bad", name, why))
+    return found
+
+
+def _listed(members: Sequence[MemberStatus], view: PageFacts) -> list[MemberStatus]:
+    """Return the members that the search finds, in the order that the reader has chosen."""
+    wanted = view.query.search.casefold()
+    found = [
+        each
+        for each in members
+        if any(wanted in text.casefold() for text in (each.status.name, each.status.host))
+    ]
+    if view.query.sort:
+        key, is_descending = _SORTS[view.query.sort]
+        found.sort(key=lambda each: (not each.answers, key(each.status, view.history)))
+        if is_descending:
+            count = sum(each.answers for each in found)
+            found[:count] = found[:count][::-1]
+    return found
+
+
+_SORTS: dict[str, tuple[Callable[[Status, History], Any], bool]] = {
+    "node": (lambda status, _: status.name, False),
+    "memory": (lambda status, _: part_of(status.pool.used, status.pool.size), True),
+    "disk": (lambda status, _: part_of(status.disk.used, status.disk.size), True),
+    "hits": (lambda status, history: _or_zero(_hit_share(history, status.name)), False),
+    "engines": (lambda status, _: len(status.workers) + status.workers_more, True),
+    "ring": (lambda status, _: status.shard.share, True),
+    "up": (lambda status, _: status.age_s, False),
+}
+"""The columns that nodes are sorted by: the key, and whether the highest come first."""
+
+
+def _or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _marks(view: PageFacts, member: str | None) -> list[Mark]:
+    """Return the marks of what happened in the time of the charts, to one member or to all."""
+    history = view.charted
+    span_s = max(1, view.points - 1) * history.step_s
+    return [
+        Mark(WIDTH * (1 - age_s / span_s), _kind(event), _sentence(event, history.now))
+        for event in _recent(history, member)
+        if (age_s := history.now - event.at) <= span_s
+    ]
+
+
+def _events(view: PageFacts, member: str | None) -> list[tuple[str, str, str]]:
+    """Return (kind, node, sentence) of what happened last."""
+    history = view.charted
+    return [
+        (_kind(event), event.name, f"{event.what} {written_time(history.now - event.at)} ago")
+        for event in list(reversed(_recent(history, member)))[:EVENTS_SHOWN]
+    ]
+
+
+def _recent(history: History, member: str | None) -> list[Event]:
+    return [event for event in history.events if member in (None, event.name)]
+
+
+def _kind(event: Event) -> str:
+    if event.state in (OK, "left"):
+        return "note" if event.state == "left" or event.what == "restarted" else "good"
+    return "note" if event.state in (DRAINING, LEAVING) else "bad"
+
+
+def _sentence(event: Event, now: float) -> str:
+    return f"{event.name} {event.what} {written_time(now - event.at)} ago"
+
+
 def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Tile]:
-    """Return the figures at the top."""
+    """Return the figures at the top; a mean says over what time."""
     share, ever = _hit_share(history, member), _total_share(statuses)
     workers = sum(len(s.workers) + s.workers_more for s in statuses)
     return [
@@ -466,14 +680,14 @@ def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Ti
             share if math.isfinite(share) else None,
         ),
         Tile(
-            "Pages read",
+            "Pages read, mean of 5 min",
             written_rate(history.mean("pages_hit", RECENT_S, member)),
-            written_bytes_rate(history.mean("bytes_read", RECENT_S, member)),
+            _now_too(history, "pages_hit", "bytes_read", member),
         ),
         Tile(
-            "Pages set",
+            "Pages set, mean of 5 min",
             written_rate(history.mean("pages_set", RECENT_S, member)),
-            written_bytes_rate(history.mean("bytes_written", RECENT_S, member)),
+            _now_too(history, "pages_set", "bytes_written", member),
         ),
         Tile(
             "Read p99, 5 min",
@@ -491,6 +705,11 @@ def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Ti
             "records in the shards",
         ),
     ]
+
+
+def _now_too(history: History, pages: str, size: str, member: str) -> str:
+    mean = written_bytes_rate(history.mean(size, RECENT_S, member))
+    return f"{mean}; now {written_rate(history.last(pages, member))}"
 
 
 def _tier_tile(label: str, tiers: Sequence[Tier]) -> Tile:
@@ -511,15 +730,16 @@ def _hit_share(history: History, member: str) -> float:
     return hits / (hits + misses) if hits + misses > 0 else math.nan
 
 
-async def _charts(history: History, member: str) -> list[Chart]:
+async def _charts(view: PageFacts, member: str) -> list[Chart]:
     """Return the charts; the loop is given back between them."""
+    history, points = view.charted, view.points
 
     def of(column: str) -> Values:
-        return history.series(column, member)
+        return history.series(column, member)[-points:]
 
     def quantiles(operation: str) -> list[tuple[str, Values]]:
         return [
-            (f"p{share:.0f}", history.quantiles(operation, share / 100, member))
+            (f"p{share:.0f}", history.quantiles(operation, share / 100, member)[-points:])
             for share in (50, 90, 99)
         ]
 
@@ -555,11 +775,25 @@ async def _charts(history: History, member: str) -> list[Chart]:
             written_rate,
         ),
     )
+    if member == EVERY_MEMBER and len(history.members()) > 1:
+        makers += (
+            lambda: _by_node(view, "by-node-pages", "Pages read, by node", "pages_hit"),
+            lambda: _by_node(view, "by-node-misses", "Pages missed, by node", "pages_missed"),
+        )
     charts = []
     for make in makers:
-        charts.append(make())
+        charts.append(attrs.evolve(make(), left=view.since))
         await trio.lowlevel.checkpoint()
     return charts
+
+
+def _by_node(view: PageFacts, name: str, title: str, column: str) -> Chart:
+    """Return a chart with a line for each node, of those with most."""
+    history = view.charted
+    series = [(node, history.series(column, node)[-view.points :]) for node in history.members()]
+    series.sort(key=lambda each: -float(np.nansum(each[1])))
+    more = f" (the {LINES_MAX} with most)" if len(series) > LINES_MAX else ""
+    return line_chart(name, title + more, sorted(series[:LINES_MAX]), written_rate)
 
 
 def _movers(statuses: Sequence[Status]) -> list[Status]:
@@ -568,18 +802,18 @@ def _movers(statuses: Sequence[Status]) -> list[Status]:
     return sorted(used, key=lambda each: -(each.spilled.given + each.spilled.taken))
 
 
-def _moves_chart(history: History, member: str) -> Chart:
+def _moves_chart(view: PageFacts, member: str) -> Chart:
     series = {
         "given to other nodes": "pages_given",
         "taken from other nodes": "pages_taken_over",
         "offered and not moved": "pages_not_moved",
     }
-    return line_chart(
-        "moves",
-        "Pages between nodes",
-        [(label, history.series(column, member)) for label, column in series.items()],
-        written_rate,
-    )
+    found = [
+        (label, view.charted.series(column, member)[-view.points :])
+        for label, column in series.items()
+    ]
+    chart = line_chart("moves", "Pages between nodes", found, written_rate)
+    return attrs.evolve(chart, left=view.since)
 
 
 def _positive(values: Values) -> Values:

@@ -1,15 +1,17 @@
 """History: what the members of the cluster counted lately, asked for while something looks at it.
 
-Owns    one row of rates for each member and step, and the row of their sum: `History`.
+Owns    one row of rates for each member and step, the row of their sum, and what happened to
+        members: `History`. There are two: of 15 minutes, and in longer steps of three hours.
 Takes   requests for pages, and the clock: `Watching`.
 Sends   questions to the members, through the node's gatherer.
 Keeps   a cluster that nothing looks at, and that is not small, asks nothing of its members.
-Limits  POINTS steps, and HISTORY_BYTES_MAX: members beyond count in the sum only. One question to
-        all members each STEP_S, WATCHED_S after the last look.
+Limits  POINTS steps, EVENTS_MAX events, and HISTORY_BYTES_MAX each: members beyond count in the
+        sum only. One question to all members each STEP_S, WATCHED_S after the last look.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias, final
 
@@ -18,12 +20,23 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peercache.model.status import Latencies, MemberStatus, Status
+from peercache.model.status import (
+    DEGRADED,
+    DRAINING,
+    LEAVING,
+    NO_ANSWER,
+    OK,
+    Latencies,
+    MemberStatus,
+    Status,
+)
 from peercache.observability.log import get_logger
 from peercache.observability.reasons import FABRICS, MISS_REASONS
 
 STEP_S = 5.0
-POINTS = 180  # 15 minutes.
+LONG_STEP_S = 60.0
+POINTS = 180  # 15 minutes, and three hours.
+EVENTS_MAX = 200
 HISTORY_BYTES_MAX = 16 * 1024**2
 BUCKETS_MAX = 32  # More than a histogram of ours has; another member's is its own affair.
 
@@ -59,6 +72,26 @@ COLUMNS: Mapping[str, int] = {
 MEMBERS_MAX = HISTORY_BYTES_MAX // (POINTS * len(COLUMNS) * 4)
 
 
+_CHANGES = {
+    NO_ANSWER: "stopped answering",
+    DEGRADED: "became degraded",
+    DRAINING: "began to drain",
+    LEAVING: "began to leave",
+    "left": "left",
+}
+"""What happened to a member that is in this state, and was not a step earlier."""
+
+
+@attrs.frozen
+class Event:
+    """What happened to a member. at: when it was noticed; state: of the member since then."""
+
+    at: float
+    name: str
+    state: str
+    what: str
+
+
 @attrs.define(eq=False)
 class _Track:
     """One member. totals: as it last reported them; at: when."""
@@ -72,16 +105,24 @@ class _Track:
 
 @final
 class History:
-    """The rates of the members over the last POINTS steps."""
+    """The rates of the members over the last POINTS steps, and what happened to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = STEP_S) -> None:
         """Begin without a step."""
+        self.step_s = step_s
+        self.events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._states: dict[str, tuple[str, str]] | None = None
         self._tracks: dict[str, _Track] = {}
         self._sum = _unknown()
         self._at = np.full(POINTS, np.nan)
         self._steps = 0
         self._last: float | None = None
         self._bounds: dict[str, tuple[float, ...]] = {}
+
+    @property
+    def now(self) -> float:
+        """When the last step was taken."""
+        return self._last or 0.0
 
     @property
     def seconds(self) -> float:
@@ -100,13 +141,45 @@ class History:
             if member.answers and (rates := self._rates_of(member.status, now, place)) is not None
         ]
         self._sum[place] = np.sum(reported, axis=0) if reported else np.nan
-        for name in [n for n, track in self._tracks.items() if now - track.at > POINTS * STEP_S]:
+        self._note_events(now, members)
+        for name in [n for n, track in self._tracks.items() if now - track.at > self._window_s]:
             del self._tracks[name]
 
+    def take_if_due(self, now: float, members: Sequence[MemberStatus]) -> None:
+        """Add a step if the last one is as old as a step is long."""
+        if self._last is None or now - self._last >= self.step_s - STEP_S / 2:
+            self.take(now, members)
+
+    @property
+    def _window_s(self) -> float:
+        return POINTS * self.step_s
+
+    def _note_events(self, now: float, members: Sequence[MemberStatus]) -> None:
+        """Compare the states of the members with those of the last step."""
+        before = self._states
+        self._states = {
+            each.status.name: (each.status.state, each.status.incarnation)
+            for each in members[: 10 * MEMBERS_MAX]
+        }
+        for name, (state, incarnation) in self._states.items():
+            if before is None or before.get(name) == (state, incarnation):
+                continue
+            what = _CHANGES.get(state, "")
+            if name not in before:
+                what = "joined" if state == OK else what
+            elif state == OK:
+                what = "restarted" if before[name][1] != incarnation else "began to serve"
+            elif before[name][0] == state:
+                what = ""
+            if what:
+                self.events.append(Event(now, name, state, what))
+        while self.events and now - self.events[0].at > self._window_s:
+            self.events.popleft()
+
     def _skip(self, now: float) -> None:
-        """Leave the steps empty in which nothing was taken: each place is STEP_S wide."""
+        """Leave the steps empty in which nothing was taken: each place is `step_s` wide."""
         last = now if self._last is None else self._last
-        for _ in range(min(POINTS, round((now - last) / STEP_S) - 1)):
+        for _ in range(min(POINTS, round((now - last) / self.step_s) - 1)):
             self._at[self._advance()] = np.nan
         self._last = now
 
@@ -175,11 +248,23 @@ class History:
 
     def series(self, column: str, member: str = EVERY_MEMBER) -> Rates:
         """Return a column's rates, the oldest first: shape (POINTS,), NaN where unknown."""
-        return self._ordered(member)[:, COLUMNS[column]].astype(np.float64)
+        # The column alone: to put whole rows in order costs a hundred times as much.
+        only = slice(COLUMNS[column], COLUMNS[column] + 1)
+        return self._ordered(member, only)[:, 0].astype(np.float64)
+
+    def last(self, column: str, member: str = EVERY_MEMBER) -> float:
+        """Return a column's newest known rate; NaN where nothing is known."""
+        found = self.series(column, member)
+        found = found[np.isfinite(found)]
+        return float(found[-1]) if len(found) else float("nan")
+
+    def members(self) -> list[str]:
+        """Return the members that have rates of their own, by name."""
+        return sorted(name for name, track in self._tracks.items() if track.rates is not None)
 
     def mean(self, column: str, seconds: float, member: str = EVERY_MEMBER) -> float:
         """Return a column's mean rate over the last seconds; NaN where nothing is known."""
-        found = self.series(column, member)[-max(1, int(seconds / STEP_S)) :]
+        found = self.series(column, member)[-max(1, int(seconds / self.step_s)) :]
         found = found[np.isfinite(found)]
         return float(found.mean()) if len(found) else float("nan")
 
@@ -191,14 +276,14 @@ class History:
         self, operation: str, share: float, seconds: float, member: str = EVERY_MEMBER
     ) -> float:
         """Return the seconds that this share of the calls of the last seconds did not exceed."""
-        buckets = self._buckets(operation, member)[-max(1, int(seconds / STEP_S)) :]
+        buckets = self._buckets(operation, member)[-max(1, int(seconds / self.step_s)) :]
         known = buckets[np.isfinite(buckets).all(axis=1)]
         return float(self._quantiles(operation, share, known.sum(axis=0, keepdims=True))[0])
 
     def _buckets(self, operation: str, member: str) -> Rates:
         first = COLUMNS[f"{operation}/0"]
         size = len(self._bounds.get(operation, ())) + 1
-        return self._ordered(member)[:, first : first + size].astype(np.float64)
+        return self._ordered(member, slice(first, first + size)).astype(np.float64)
 
     def _quantiles(self, operation: str, share: float, counts: Rates) -> Rates:
         """Return the quantile of each row of cumulative counts, as Prometheus interpolates it."""
@@ -219,13 +304,13 @@ class History:
         found[rows] = low + (bounds[within] - low) * part
         return found
 
-    def _ordered(self, member: str) -> npt.NDArray[np.float32]:
-        """Return the rows of a member, the oldest first."""
+    def _ordered(self, member: str, columns: slice) -> npt.NDArray[np.float32]:
+        """Return these columns of the rows of a member, the oldest first."""
         rows = self._sum
         if member != EVERY_MEMBER:
             track = self._tracks.get(member)
             rows = _unknown() if track is None or track.rates is None else track.rates
-        return np.roll(rows, -(self._steps % POINTS), axis=0)
+        return np.roll(rows[:, columns], -(self._steps % POINTS), axis=0)
 
 
 def _unknown() -> npt.NDArray[np.float32]:
@@ -254,6 +339,7 @@ class Watching:
     def __init__(self, gather: Gather) -> None:
         """Ask nothing yet."""
         self.history = History()
+        self.long = History(LONG_STEP_S)
         self._gather = gather
         self._looked_at = float("-inf")
         self._members = 0
@@ -279,7 +365,12 @@ class Watching:
     async def _step(self) -> None:
         members = _without_past(await self._gather())
         self._members = len(members)
-        self.history.take(trio.current_time(), members)
+        self.take(trio.current_time(), members)
+
+    def take(self, now: float, members: Sequence[MemberStatus]) -> None:
+        """Add a step to the histories."""
+        self.history.take(now, members)
+        self.long.take_if_due(now, members)
 
 
 def _without_past(members: Sequence[MemberStatus]) -> list[MemberStatus]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,18 @@ import attrs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from peercache.http.dashboard import PageFacts, absent_page, cluster_page, node_page, templates
+from peercache.http.dashboard import (
+    PageFacts,
+    PageQuery,
+    absent_page,
+    cluster_page,
+    node_page,
+    templates,
+)
 from peercache.http.history import Watching
 from peercache.http.server import Application
 from peercache.manager.gpu_blocks import GpuBlocks
-from peercache.model.keys import PageKeys
+from peercache.model.keys import PageKeys, Tag
 from peercache.model.prefix import Overlap
 from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
@@ -63,6 +70,7 @@ class IndexParts:
     overlap: Callable[[PageKeys], Awaitable[Overlap]]
     named: Callable[[int], str]
     gpu: GpuBlocks
+    hint: Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -120,7 +128,10 @@ class Pages:
 
             return (Route("/api/v1/prefix/{what}", _not_installed, methods=["GET", "POST"]),)
         index = self.index
-        return PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu).routes()
+        found = PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu)
+        if index.hint is not None:
+            found = attrs.evolve(found, hint=index.hint)
+        return found.routes()
 
     async def _measured(self, request: Request) -> Response:
         """Answer with the samples of this node; the Accept header chooses the exposition format."""
@@ -140,15 +151,16 @@ class Pages:
             return _respond(200, {"status": "ok", **found.facts})
         return _respond(503, {"status": "unavailable", "reason": found.reason, **found.facts})
 
-    async def _shown(self, _: Request) -> Response:
+    async def _shown(self, request: Request) -> Response:
         """Answer with the cluster, also by a node that does not serve: a person reads it."""
-        return _page(200, await cluster_page(self._view(await self.watching.members())))
+        members = await self.watching.members()
+        return _page(200, await cluster_page(self._view(members, request)))
 
     async def _shown_node(self, request: Request) -> Response:
         """Answer with one member of the cluster, and the details of its process."""
         name = request.path_params["name"]
         members = await self.watching.members(detail=True)
-        view, found = self._view(members), _named(members, name)
+        view, found = self._view(members, request), _named(members, name)
         if found is None:
             return _page(404, await absent_page(view, name))
         return _page(200, await node_page(view, found))
@@ -166,9 +178,10 @@ class Pages:
             return _respond(404, {"error": f"no member is called {name}: /api/v1/status lists all"})
         return _respond(200, to_plain(found))
 
-    def _view(self, members: Sequence[MemberStatus]) -> PageFacts:
+    def _view(self, members: Sequence[MemberStatus], request: Request) -> PageFacts:
         at = datetime.now(timezone.utc).strftime("%H:%M:%S UTC")
-        return PageFacts(self.own(), members, self.watching.history, at)
+        query = PageQuery.of(request.query_params)
+        return PageFacts(self.own(), members, self.watching.history, at, self.watching.long, query)
 
     def _health(self) -> tuple[Health, str]:
         """Return the health, and the bug of ours that kept the node from judging it, or ""."""
@@ -210,7 +223,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _not_installed(_: Request) -> Response:
-    why = "this node lacks the prefix index: pip install 'peercache-kv[rest]' where it runs"
+    why = "this node lacks the prefix index: pip install msgspec where it runs"
     return _respond(501, {"error": why})
 
 

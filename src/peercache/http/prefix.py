@@ -1,7 +1,9 @@
 """The prefix index over HTTP: how much of a prompt is where, as JSON, described by OpenAPI.
 
-Takes   POST with a prompt as token ids or as page hashes; GET for the engines that are followed.
-Sends   a `manager.gpu_blocks.FoundPrefix`; in words what is wrong with a question; 503 while busy.
+Takes   POST with a prompt as token ids or as page hashes, perhaps with a hint for its pages; GET
+        for the engines that are followed.
+Sends   a `manager.gpu_blocks.FoundPrefix`, or what became of a hint; in words what is wrong with a
+        question; 503 while busy.
 Keeps   nothing: an answer is made from the directory and from the engines' events, now.
 Limits  QUESTIONS_MAX questions at once, before their bodies are read; BODY_BYTES_MAX, TOKENS_MAX,
         PAGES_MAX each; BODY_S, ANSWER_S.
@@ -13,8 +15,8 @@ from them. A node without the extra `rest` says so at these paths, and serves al
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import attrs
 import msgspec
@@ -36,7 +38,7 @@ from peercache.content.chain import (
 )
 from peercache.errors import InvalidRequest
 from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, OnGpu, prefix_of
-from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
+from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, Tag, page_keys
 from peercache.model.prefix import Overlap
 
 QUESTIONS_MAX = 8
@@ -56,6 +58,7 @@ BODY_S = 2.0
 ANSWER_S = 3.0
 
 ROOT = "/api/v1/prefix"
+HINTS = "/api/v1/hints"
 
 API_VERSION = "1"
 
@@ -70,6 +73,10 @@ _LISTED = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum"
 _BASE64 = "[A-Za-z0-9+/]"
 _WHOLE_TOKENS = f"^({_BASE64}{{16}})*({_BASE64}{{6}}==|{_BASE64}{{11}}=)?$"
 """Base64 of a multiple of 4 bytes: three tokens have 16 characters."""
+
+
+Hint = Literal["retain", "demote", "prefetch", "share"]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +119,27 @@ class HashesAsked(msgspec.Struct, forbid_unknown_fields=True):
     namespace: Space = Space()
 
 
+class TokensHinted(TokensAsked, kw_only=True):
+    """A hint for a prompt as token ids. seconds: of a retain; 0 ends it."""
+
+    hint: Hint
+    seconds: Seconds = 0.0
+
+
+class HashesHinted(HashesAsked, kw_only=True):
+    """A hint for pages by their hashes. seconds: of a retain; 0 ends it."""
+
+    hint: Hint
+    seconds: Seconds = 0.0
+
+
+class Hinted(msgspec.Struct):
+    """What became of the pages: how many there were of each outcome."""
+
+    pages: int
+    outcomes: dict[str, int]
+
+
 class Engines(msgspec.Struct):
     """The engines whose events are followed."""
 
@@ -124,16 +152,27 @@ class Problem(msgspec.Struct):
     error: str
 
 
+ObeyHint: TypeAlias = Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]]
+"""Obeys a hint for pages of a namespace, for some seconds; returns pages by outcome."""
+
+
+async def no_hints(*_: object) -> Mapping[str, int]:
+    """Obey no hint."""
+    raise InvalidRequest("this index takes no hints")
+
+
 @attrs.frozen(eq=False)
 class PrefixIndex:
     """Answers questions about prompts.
 
     overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
+    hint: obeys a hint for pages of a namespace, and returns the number of pages by outcome.
     """
 
     overlap: Callable[[PageKeys], Awaitable[Overlap]]
     named: Callable[[int], str]
     gpu: GpuBlocks
+    hint: ObeyHint = no_hints
     limit: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(QUESTIONS_MAX))
 
     def routes(self) -> Sequence[Route]:
@@ -141,6 +180,8 @@ class PrefixIndex:
         return (
             Route(f"{ROOT}/tokens", self._tokens, methods=["POST"]),
             Route(f"{ROOT}/hashes", self._hashes, methods=["POST"]),
+            Route(f"{HINTS}/tokens", self._hint_tokens, methods=["POST"]),
+            Route(f"{HINTS}/hashes", self._hint_hashes, methods=["POST"]),
             Route(f"{ROOT}/engines", self._engines, methods=["GET"]),
             Route(f"{ROOT}/openapi.json", _described, methods=["GET"]),
         )
@@ -151,11 +192,17 @@ class PrefixIndex:
     async def _hashes(self, request: Request) -> Response:
         return await self._answered(request, HashesAsked, self._of_hashes)
 
+    async def _hint_tokens(self, request: Request) -> Response:
+        return await self._answered(request, TokensHinted, self._hinted_tokens)
+
+    async def _hint_hashes(self, request: Request) -> Response:
+        return await self._answered(request, HashesHinted, self._hinted_hashes)
+
     async def _engines(self, _: Request) -> Response:
         return _respond(200, Engines(tuple(self.gpu.find(np.empty(0, np.uint32)))))
 
     async def _answered(
-        self, request: Request, kind: type[Any], answer: Callable[[Any], Awaitable[FoundPrefix]]
+        self, request: Request, kind: type[Any], answer: Callable[[Any], Awaitable[Any]]
     ) -> Response:
         """Read a question within the bounds, and answer it."""
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -187,6 +234,17 @@ class PrefixIndex:
             self.limit.release_on_behalf_of(request)
 
     async def _of_tokens(self, asked: TokensAsked) -> FoundPrefix:
+        ids, keys = await self._keys_of(asked)
+        engines = self.gpu.find(ids, asked.lora)
+        return prefix_of(
+            await self.overlap(keys),
+            page_tokens=asked.page_tokens,
+            named=self.named,
+            engines=engines,
+        )
+
+    async def _keys_of(self, asked: TokensAsked) -> tuple[TokenIds, PageKeys]:
+        """Return the token ids of a prompt, and the keys of its pages."""
         ids = _ids(asked.tokens)
         await trio.lowlevel.checkpoint()
         pages = len(ids) // asked.page_tokens
@@ -197,13 +255,19 @@ class PrefixIndex:
         chain = Chain(asked.model, asked.dtype, asked.page_tokens, asked.salts)
         keys = in_namespace(chain.keys(ids), _digest(asked.namespace))
         await trio.lowlevel.checkpoint()
-        engines = self.gpu.find(ids, asked.lora)
-        return prefix_of(
-            await self.overlap(keys),
-            page_tokens=asked.page_tokens,
-            named=self.named,
-            engines=engines,
-        )
+        return ids, keys
+
+    async def _hinted_tokens(self, asked: TokensHinted) -> Hinted:
+        _, keys = await self._keys_of(asked)
+        return await self._hinted(asked, keys)
+
+    async def _hinted_hashes(self, asked: HashesHinted) -> Hinted:
+        return await self._hinted(asked, page_keys(asked.hashes, _digest(asked.namespace)))
+
+    async def _hinted(self, asked: TokensHinted | HashesHinted, keys: PageKeys) -> Hinted:
+        tag = _space(asked.namespace).tag()
+        outcomes = await self.hint(asked.hint, keys, tag, asked.seconds)
+        return Hinted(len(keys), dict(outcomes))
 
     async def _of_hashes(self, asked: HashesAsked) -> FoundPrefix:
         keys = page_keys(asked.hashes, _digest(asked.namespace))
@@ -218,8 +282,12 @@ def _ids(tokens: list[int] | bytes) -> TokenIds:
     return np.frombuffer(tokens, TOKEN)
 
 
+def _space(space: Space) -> Namespace:
+    return Namespace(space.name, space.geometry, space.coordinates, space.weights)
+
+
 def _digest(space: Space) -> bytes:
-    return Namespace(space.name, space.geometry, space.coordinates, space.weights).digest()
+    return _space(space).digest()
 
 
 def _respond(status: int, body: Any) -> Response:
@@ -233,6 +301,7 @@ async def _described(_: Request) -> Response:
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of these paths, made from the types above."""
     kinds = [TokensAsked, HashesAsked, FoundPrefix, Engines, Problem]
+    kinds += [TokensHinted, HashesHinted, Hinted]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         # Python before 3.13 keeps the indentation of a docstring.
@@ -261,14 +330,22 @@ def openapi() -> dict[str, Any]:
             f"{ROOT}/hashes": {
                 "post": _asked("findHashes", "A prompt by its page hashes", HashesAsked, problems)
             },
+            f"{HINTS}/tokens": {
+                "post": _asked("hintTokens", "A hint for a prompt", TokensHinted, problems, Hinted)
+            },
+            f"{HINTS}/hashes": {
+                "post": _asked("hintHashes", "A hint for pages", HashesHinted, problems, Hinted)
+            },
             f"{ROOT}/engines": {"get": _shown("listEngines", "The followed engines", Engines)},
         },
         "components": {"schemas": schemas},
     }
 
 
-def _asked(name: str, summary: str, kind: type, problems: dict[str, str]) -> dict[str, Any]:
-    operation = _shown(name, summary, FoundPrefix)
+def _asked(
+    name: str, summary: str, kind: type, problems: dict[str, str], answer: type = FoundPrefix
+) -> dict[str, Any]:
+    operation = _shown(name, summary, answer)
     operation["requestBody"] = {"required": True, "content": _json(kind)}
     operation["responses"] |= {
         status: {"description": why, "content": _json(Problem)} for status, why in problems.items()

@@ -41,7 +41,9 @@ BODY_BYTES_MAX = 64 * 1024  # 64 connections hold 4 MiB of bodies at most.
 RECEIVE_BYTES = 16 * 1024
 LONG_RECEIVE_BYTES = 256 * 1024  # Of a long body: one turn of the loop, where it has arrived.
 
-LONG_BODIES = {"/api/v1/prefix/tokens": 2 * 2**20, "/api/v1/prefix/hashes": 2 * 2**20}
+LONG_BODIES = {
+    f"/api/v1/{of}/{by}": 2 * 2**20 for of in ("prefix", "hints") for by in ("tokens", "hashes")
+}
 """By path: bytes of a body where more are taken. The application bounds how many are read at once;
 others wait unread, in the kernel."""
 
@@ -59,7 +61,7 @@ Header: TypeAlias = tuple[bytes, bytes]
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 """A page loads nothing but this node's own files, and runs no script that stands in a page."""
 

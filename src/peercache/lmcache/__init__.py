@@ -2,7 +2,7 @@
 
     lmcache server --no-l1-use-lazy --l2-adapter '{"type": "plugin",
       "module_path": "peercache.lmcache", "class_name": "PeerCacheL2Adapter",
-      "adapter_params": {"home": "ipc:///run/peercache/node.ipc"}}'
+      "adapter_params": {}}'
 
 This package is the only place that imports LMCache.
 """

@@ -54,9 +54,8 @@ class EngineFollower:
         except ModuleNotFoundError as error:
             if error.name not in ("zmq", "msgspec"):
                 raise
-            raise ConfigError(
-                "engine_events", f"requires {error.name}: pip install 'peercache-kv[events]'"
-            ) from error
+            problem = f"requires {error.name}: pip install msgspec pyzmq"
+            raise ConfigError("engine_events", problem) from error
         self._zmq: Any = zmq
         self._receive_event = monitoring.recv_monitor_message
         self._log = get_logger()

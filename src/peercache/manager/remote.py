@@ -1,6 +1,6 @@
 """RemoteKVManager: the prefix index in a process of its own, for routers and schedulers.
 
-    with Client.open(home="ipc:///run/peercache/node.ipc") as client:
+    with Client.open() as client:
         manager = RemoteKVManager(client)
         found = manager.find_tokens(tokens, Chain("llama-3-8b", "bfloat16", 64))
         found.stored_tokens, [(node.node, node.prefix_tokens) for node in found.nodes]

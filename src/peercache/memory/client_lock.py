@@ -73,7 +73,9 @@ def remove_folder(home: str) -> None:
 def _open_folder(path: Path, sharing: Sharing) -> int:
     """Return a descriptor of the folder, made if it is missing; raise Rejected or OSError."""
     try:
-        path.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True)
+        # A client may come before its node, which uses the folder above, too.
+        path.parent.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
+        path.mkdir(mode=PRIVATE_FOLDER_MODE)
         is_new = True
     except FileExistsError:
         is_new = False

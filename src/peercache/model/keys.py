@@ -75,7 +75,10 @@ class Namespace:
         coordinates: Mapping[str, object],
         weights: Mapping[str, object] = MappingProxyType({}),
     ) -> Namespace:
-        """Build from named facts, sorted by name."""
+        """Build from named facts; their order does not matter.
+
+        geometry, coordinates, weights: values by name; their texts (`str`) count.
+        """
         return cls(name, _facts(geometry), _facts(coordinates), _facts(weights))
 
     def digest(self) -> bytes:
@@ -160,6 +163,8 @@ def _quoted(value: object) -> str:
 
 def page_keys(keys: Sequence[Key], namespace_digest: bytes) -> PageKeys:
     """Return the page keys of a batch, (n,) V16.
+
+    namespace_digest: the 16 bytes of `Namespace.digest()`.
 
     A key of exactly 64 of [0-9a-f] is a digest already; any other key is hashed. `str` and its
     UTF-8 bytes are the same key.

@@ -138,9 +138,9 @@ Flags = npt.NDArray[np.uint8]
 class Overlap:
     """Which members hold which pages of a batch.
 
-    holders: incarnations, each once.
-    flags:   (holders, pages) uint8: RESIDENT, ON_DISK, both, or 0 if the holder does not have the
-             page.
+    holders: incarnations, each once; `Client.member_addresses` has their addresses.
+    flags:   (holders, pages) uint8: 1 in memory, 2 on disk, 3 both, 0 if the holder does not have
+             the page.
     whole:   whether all other pages are absent. False: a node that may know more did not answer.
     """
 
@@ -189,16 +189,19 @@ class Overlap:
         return Overlap(holders, self.flags[kept], whole=False)
 
     def run(self, tier: int = ANYWHERE) -> npt.NDArray[np.intp]:
-        """Return for each holder how many leading pages it has on these tiers: (holders,)."""
+        """Return for each holder how many leading pages it has on these tiers: (holders,) int.
+
+        tier: 1 memory, 2 disk, 3 any.
+        """
         return leading_columns((self.flags & tier) != 0)
 
     def pages(self, tier: int = ANYWHERE) -> npt.NDArray[np.intp]:
-        """Return for each holder how many pages it has on these tiers, anywhere in the batch."""
+        """Return for each holder how many pages it has on these tiers, anywhere: (holders,) int."""
         counted: npt.NDArray[np.intp] = np.count_nonzero(self.flags & tier, axis=1)
         return counted
 
     def stored(self, tier: int = ANYWHERE) -> int:
-        """Return how many leading pages are held by any holder on these tiers."""
+        """Return how many leading pages are held on these tiers, each by any holder."""
         anywhere: Flags = np.bitwise_or.reduce(self.flags, axis=0)
         return int(leading_columns(((anywhere & tier) != 0)[None])[0])
 

@@ -22,7 +22,7 @@ I64: TypeAlias = npt.NDArray[np.int64]
 
 @attrs.frozen(eq=False)
 class PageRuns:
-    """The runs of a batch of pages.
+    """Where the pages of a batch are in memory: each consists of one or more runs.
 
     addresses: (runs,) uint64, the address of each run.
     sizes:     (runs,) uint64, its size in bytes.
@@ -47,7 +47,7 @@ class PageRuns:
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[tuple[int, int]]]) -> PageRuns:
-        """Build from one list of (address, size) for each page."""
+        """Build from one list of (address, bytes) for each page."""
         starts = np.zeros(len(segments) + 1, np.int64)
         np.cumsum([len(page) for page in segments], out=starts[1:])
         flat = np.array([run for page in segments for run in page], np.uint64).reshape(-1, 2)
@@ -55,7 +55,10 @@ class PageRuns:
 
     @classmethod
     def regular(cls, addresses: npt.ArrayLike, sizes: npt.ArrayLike, pages: int) -> PageRuns:
-        """Build from flat lists in which every page has the same number of runs."""
+        """Build from flat lists in which every page has the same number of runs.
+
+        addresses, sizes: (pages * runs,) or (pages, runs): addresses, and bytes.
+        """
         flat = np.ascontiguousarray(addresses, np.uint64).reshape(-1)
         flat_sizes = np.ascontiguousarray(sizes, np.uint64).reshape(-1)
         starts = np.arange(pages + 1, dtype=np.int64)

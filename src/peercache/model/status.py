@@ -143,7 +143,7 @@ class NamespaceUse:
 class Shard:
     """The directory shard of a node.
 
-    share:     the fraction of all keys that it owns, 0 to 1.
+    share:     its part of the ring; those of all members add up to 1.
     authority: whether a key without a record is absent.
     """
 
@@ -275,9 +275,37 @@ class Thread:
 
 
 @attrs.frozen(kw_only=True)
-class Detail:
-    """Details for an operator who inspects one node. Secrets are masked."""
+class SlowCall:
+    """A call that was among the slowest of the last hour.
 
+    operation, tier, outcome: as in the labels of `peercache_latency_seconds`.
+    age_s:  seconds since its client has reported it, at most a second after its end.
+    call:   its number, as in the log lines of its client.
+    namespace, pid: of its client; "" and 0 once that has gone.
+    missed: pages that it did not serve, by reason.
+    """
+
+    operation: str = ""
+    tier: str = ""
+    outcome: str = ""
+    seconds: float = 0.0
+    pages: int = 0
+    call: int = 0
+    age_s: float = 0.0
+    client: str = ""
+    namespace: str = ""
+    pid: int = 0
+    missed: dict[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class Detail:
+    """Details for an operator who inspects one node. Secrets are masked.
+
+    slow: the slowest calls of its clients, the slowest first.
+    """
+
+    slow: tuple[SlowCall, ...] = ()
     threads: tuple[Thread, ...] = ()
     environment: dict[str, str] = attrs.field(factory=dict)
     settings: dict[str, str] = attrs.field(factory=dict)
@@ -291,6 +319,8 @@ class Status:
     wire:     the oldest and the newest version of the wire that it speaks.
     state:    ok, degraded, draining, leaving or unavailable; reasons explain why it is not ok.
     age_s:    seconds since its start.
+    pool, disk: its memory and its disk, as `Tier`.
+    workers, peers, namespaces: attached engines, other members, and who uses how much room.
     counters: totals since the start, by the metric's name without `peercache_`, with the value of
               its label after a slash: `pages_hit/shm`.
     latency:  by operation: get, set, exists …
@@ -333,6 +363,15 @@ class Status:
         """Return a counter's total, over all values of its label."""
         within = f"{counter}/"
         return sum(v for k, v in self.counters.items() if k == counter or k.startswith(within))
+
+    def hints(self) -> dict[str, float]:
+        """Return the pages of hints, by hint and outcome."""
+        within = "hint_pages/"
+        return {
+            name.removeprefix(within).replace("/", " "): pages
+            for name, pages in sorted(self.counters.items())
+            if name.startswith(within)
+        }
 
     def hit_share(self) -> float:
         """Return the fraction of requested pages that get returned; NaN if none was requested."""
@@ -495,6 +534,7 @@ _CLASSES: dict[str, type[Any]] = {
         Copied,
         Reuse,
         Thread,
+        SlowCall,
         Detail,
         Status,
     )

@@ -26,9 +26,11 @@ import trio
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.config.entries import heads_of
-from peercache.config.quantities import format_address, parse_address
+from peercache.config.home import default_home
+from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError, Rejected
+from peercache.fabric.tcp.sockets import open_listeners
 from peercache.memory.client_lock import make_folder
 from peercache.net.sockets import Listener, remove_dead_socket
 from peercache.trust.contexts import client_context, shake_hands
@@ -312,13 +314,29 @@ def _listen(listener: Listener, host: str, port: int) -> int:
     return bound
 
 
-def listen_home(listener: Listener, config: Config, control_port: int, sharing: Sharing) -> str:
+async def listen_data(host: str, config: Config, log: Any) -> list[trio.SocketListener]:
+    """Bind the data port on the host of the control port; raise AddressTaken or OSError.
+
+    The default port is optional, as that of the control port: several nodes on one host need not
+    name ports. It is logged, because a firewall between hosts may admit only the default one.
+    """
+    if config.data_port >= 0:
+        return await open_listeners(host, config.data_port)
+    if config.listen_address()[1]:
+        try:
+            return await open_listeners(host, DEFAULT_DATA_PORT)
+        except AddressTaken:
+            log.warning("node.data_port_taken", taken=DEFAULT_DATA_PORT)
+    return await open_listeners(host, 0)
+
+
+def listen_home(listener: Listener, config: Config, sharing: Sharing) -> str:
     """Listen for the clients of this host; return the ipc:// address.
 
     Raises ConfigError if a folder, file or socket of another uid is in the way: no path is used
     that a stranger could replace or listen at.
     """
-    home = config.home or default_home(config.cluster, control_port)
+    home = config.home or default_home()
     path = Path(home.removeprefix("ipc://"))
     try:
         _open_home_folder(path.parent, sharing, is_default=not config.home)
@@ -343,7 +361,7 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
     except FileExistsError:
         is_new = False
     try:
-        # The default is in /tmp, where every user may create a link.
+        # The default may be in /tmp, where every user may create a link.
         opened = sharing.open_folder(folder, follow=not is_default)
     except Rejected as refusal:
         raise ConfigError("home", refusal.detail) from refusal
@@ -352,23 +370,6 @@ def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> No
             sharing.open_to_group(opened, GROUP_FOLDER_MODE)
     finally:
         os.close(opened)
-
-
-def home_folder() -> Path:
-    """Return the default folder of home addresses of this user's nodes."""
-    run_time = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(run_time) if run_time else Path(f"/tmp/peercache-{os.getuid()}")  # noqa: S108 - checked before it is used
-
-
-def home_prefix(cluster: str) -> str:
-    """Return the beginning of the name of a home address of this cluster."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in cluster)[:32]
-    return f"peercache-{safe}-"
-
-
-def default_home(cluster: str, control_port: int) -> str:
-    """Return the home address of a node on this control port: the same after a restart."""
-    return f"ipc://{home_folder()}/{home_prefix(cluster)}{control_port}.ipc"
 
 
 def advertised_host(config: Config, bound_host: str, known: Mapping[str, set[str]]) -> str:

@@ -35,8 +35,8 @@ from peercache.config.settings import Config
 from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
-from peercache.fabric.tcp.sockets import open_listeners
-from peercache.http.pages import Health
+from peercache.http.pages import Health, IndexParts
+from peercache.manager.gpu_blocks import GpuBlocks
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.kernel import serving_at
 from peercache.memory.layout import boot_id
@@ -54,9 +54,10 @@ from peercache.node.addresses import RESOLVE_S, Advertising, Reach, resolved
 from peercache.node.admission import Admission
 from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_settings_unused, flush_disk
 from peercache.node.drain import Drainer, Puller
+from peercache.node.hints import NodeHints
 from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep
 from peercache.node.memory import Source, populate, publish, table_file
-from peercache.node.questions import Gathering, MemberBroker, Overlaps
+from peercache.node.questions import Gathering, MemberBroker, Overlaps, Scans
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard, links_that_fit
@@ -69,7 +70,7 @@ from peercache.trust.files import LOOK_S, LiveTls, with_cluster
 from peercache.trust.rights import spaces_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.messages.declared import Message
-from peercache.wire.messages.directory import RequestOverlap
+from peercache.wire.messages.directory import RequestKeys, RequestOverlap
 from peercache.wire.messages.membership import (
     CancelDrain,
     DrainNode,
@@ -79,6 +80,7 @@ from peercache.wire.messages.membership import (
     RequestDrainState,
     RequestStatus,
 )
+from peercache.wire.messages.pool import Demote, Promote, Retain
 from peercache.wire.messages.session import Counted, ReportRevocations, ReportStats, RequestStats
 
 
@@ -234,7 +236,7 @@ class Node:
         """Bind every address, start every part, and return once pages can be stored."""
         config = self.config
         bound_host, control_port = addresses.listen_control(listener, config)
-        home = self._listen_home(listener, control_port)
+        home = self._listen_home(listener)
         local_secret, gate = self._local_secret, Gate(self.sharing, self.tls)
         self._admission = admission = self._admit_at(home, local_secret, gate)
         known = await resolved(addresses.names_to_resolve(config, control_port), RESOLVE_S)
@@ -323,6 +325,7 @@ class Node:
             gate=gate,
             member_of=crew.membership.member,
             perform_local=self._perform_local,
+            take_answer=self._take_answer,
         )
 
     def _look_after(
@@ -360,6 +363,15 @@ class Node:
             ring=lambda: crew.ring.current,
             member_of=crew.membership.member,
             broker=self.broker,
+        )
+        self.scans = Scans(
+            own=self.incarnation,
+            pages=crew.pool.pages,
+            disk=lambda: crew.disk.index,
+            broker=self.broker,
+        )
+        self.hints = NodeHints(
+            self._ask_actor, self.overlaps.overlap, self.incarnation, self.metrics
         )
         nursery.start_soon(keep, "broker", self.broker.run, self.log)
 
@@ -524,14 +536,14 @@ class Node:
             nonce=self._nonce,
         )
 
-    def _listen_home(self, listener: Listener, control_port: int) -> str:
+    def _listen_home(self, listener: Listener) -> str:
         """Listen for the local clients; return the address."""
         if self._in_process:
             inproc = f"inproc://peercache-{name_of(self.incarnation)}"
             home = self._before.home if self._before else inproc
             listener.listen_local(home)
             return home
-        home = addresses.listen_home(listener, self.config, control_port, self.sharing)
+        home = addresses.listen_home(listener, self.config, self.sharing)
         self._home = home
         remove_dead_locks(home, self.sharing)
         return home
@@ -541,7 +553,7 @@ class Node:
     ) -> int:
         """Start the tcp fabric's server; return its port."""
         config, shares = self.config, self._shares()
-        listeners = await open_listeners(host, config.data_port)
+        listeners = await addresses.listen_data(host, config, self.log)
         admission = DataAdmission(
             cluster=config.cluster,
             granule=config.granule,
@@ -606,8 +618,12 @@ class Node:
             health=self.health,
             own=lambda: self._crew.membership.me.control,
             gathering=self.gathering,
-            overlap=self.overlaps.overlap,
-            named=self._named,
+            index=IndexParts(
+                self.overlaps.overlap,
+                self._named,
+                GpuBlocks(engine.name for engine in self.config.engine_events),
+                self.hints.hint,
+            ),
         )
         return await web.serve(nursery, address, self._shares().http)
 
@@ -617,6 +633,17 @@ class Node:
     def _named(self, incarnation: int) -> str:
         member = self._crew.membership.member(incarnation)
         return "" if member is None else member.control
+
+    def _take_answer(self, answer: Message) -> None:
+        self.hints.take(answer)
+
+    def _ask_actor(self, sender: Origin, question: Retain | Demote | Promote) -> None:
+        """Have an actor of this node answer the node itself."""
+        boxes = self._crew.mailboxes
+        if isinstance(question, Promote):
+            boxes.promote.put(sender, question)
+        else:
+            boxes.removal.put(sender, question)
 
     def _pool_grew(self, usable_bytes: int) -> None:
         self._crew.mailboxes.pool.put(SELF, PoolGrew(usable_bytes))
@@ -672,12 +699,14 @@ class Node:
             return self.gathering.ask(sender, message)
         if isinstance(message, RequestOverlap):
             return self.overlaps.ask(sender, message)
+        if isinstance(message, RequestKeys):
+            return self.scans.ask(sender, message)
         if isinstance(message, (DrainNode, CancelDrain, RequestDrainState)):
             return ReportDrainState(message.request, self._draining.answer(message))
         if isinstance(message, ReportRevocations) and self._revocations is not None:
             self._revocations.take(message)
         if isinstance(message, Counted):
             self._status.workers.note(sender.identity, message, time.monotonic())
-            ignored = absorb(self.metrics, message)
+            ignored = absorb(self.metrics, message, name_of(sender.identity))
             self.metrics.messages_dropped.labels("malformed").inc(ignored)
         return None

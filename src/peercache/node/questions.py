@@ -1,19 +1,20 @@
-"""Requests to members: for their status, and which of them hold the pages of a prompt.
+"""Requests to members: for their status, which of them hold the pages of a prompt, and which pages
+of a namespace one holds.
 
 `MemberBroker` sends this node's requests to members, and handles their answers.
 
 Owns    the numbers of this node's requests to members, with the only member that may answer each
         one; and the requests of others that wait for such answers. It has no records: each overlap
         is read from directory shards when it is requested.
-Takes   RequestCluster from operators; RequestOverlap, from clients, operators and nodes; answers,
-        from links to members.
+Takes   RequestCluster from operators; RequestOverlap, from clients, operators and nodes;
+        RequestKeys, from operators and nodes; answers, from links to members.
 Sends   requests, to members and owners; answers or Refused, to others over their connections.
 Keeps   the answer to a request is the first one of its member with that number. An overlap states
         whether a page without a holder is certainly absent. Nodes ask each other only about their
         own shards, so that no request goes in a circle.
 Limits  the timeouts of each request; at a time ASKERS_MAX requests about the cluster and
         OVERLAPS_MAX about pages, OVERLAP_KEYS_MAX keys, ROUNDS owners of a key and OWNER_ANSWER_S
-        for each.
+        for each; SCANS_MAX parts of scans, SCAN_TURNS turns of each.
 
 Members are only asked for their status when an operator asks. The collected answers serve all
 requests within a second.
@@ -36,12 +37,15 @@ import numpy.typing as npt
 import trio
 
 from peercache.actors.directory.actor import DirectoryShard
+from peercache.actors.disk.index import DiskIndex
 from peercache.actors.effects import Effect, Send
 from peercache.actors.origin import Origin
+from peercache.actors.pool.page_table import PageTable
 from peercache.model.hash_ring import HashRing
-from peercache.model.keys import KEY_BYTES, PageKeys, from_bytes
+from peercache.model.keys import KEY, KEY_BYTES, PageKeys, from_bytes
 from peercache.model.member import ALIVE, Member
 from peercache.model.prefix import ANYWHERE, HOLDERS_MAX, Overlap
+from peercache.model.records import CHANGE, IN_FILES, IN_MEMORY, Changes
 from peercache.model.status import (
     UNAVAILABLE,
     MemberStatus,
@@ -53,8 +57,12 @@ from peercache.model.status import (
 from peercache.model.view import STATE_NAMES, is_live
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import (
+    CHANGES_A_MESSAGE_MAX,
     OVERLAP_KEYS_MAX,
+    SCANNED,
+    ReportKeys,
     ReportOverlap,
+    RequestKeys,
     RequestOverlap,
     overlap_of,
 )
@@ -68,7 +76,7 @@ from peercache.wire.messages.session import Refused
 
 BUSY = "busy"
 
-Answer: TypeAlias = ReportStatus | ReportOverlap
+Answer: TypeAlias = ReportStatus | ReportOverlap | ReportKeys
 """The answers of other nodes to requests of the node itself."""
 
 
@@ -103,7 +111,10 @@ class MemberBroker:
             self._nursery = None
 
     async def ask(
-        self, member: int, question: RequestStatus | RequestOverlap, *timeouts_s: float
+        self,
+        member: int,
+        question: RequestStatus | RequestOverlap | RequestKeys,
+        *timeouts_s: float,
     ) -> Answer | None:
         """Return the answer of a member, None without one in time.
 
@@ -132,7 +143,7 @@ class MemberBroker:
     def answer_later(
         self,
         sender: Origin,
-        question: RequestCluster | RequestOverlap,
+        question: RequestCluster | RequestOverlap | RequestKeys,
         answer: Callable[[], Awaitable[Message]],
         *,
         at_once_max: int,
@@ -426,3 +437,100 @@ class Overlaps:
         reply = await self._broker.ask(owner, question, OWNER_ANSWER_S)
         if reply is not None:
             found[owner] = overlap_of(reply, len(keys))
+
+
+SCANS_MAX = 16
+"""Parts of scans that are read at the same time; further ones are refused."""
+
+TURN_PAGES = 512
+"""Pages, or entries of the disk, that one turn of the loop examines: 0.3 ms."""
+
+TURN_GRANULES = 32 * 1024
+"""Granules that one turn examines: half a gigabyte of memory without pages takes 0.1 ms."""
+
+SCAN_TURNS = 16
+"""Turns of one part of a scan; the next request continues."""
+
+DISK_ROWS = 2**48
+"""Rows of a scan from here on are entries of the disk; those before are granules of the pool."""
+
+UNREACHABLE = "unreachable"
+"""Refusal: the member with the pages does not answer."""
+
+
+@final
+@attrs.frozen(eq=False, kw_only=True)
+class Scans:
+    """Lists which pages of a namespace this node holds, or another member, on the node's loop.
+
+    The node keeps no state between two requests. The rows of a scan are the granules of the pool,
+    then the entries of the disk: a page keeps its row as long as it stays in memory, or on disk. So
+    a page that a node holds during the whole scan is listed at least once: if it was loaded from
+    disk into a row that was passed, its record is newer than the scan, and its entry on disk is
+    listed too.
+    """
+
+    _own: int
+    _pages: PageTable
+    _disk: Callable[[], DiskIndex | None]
+    _broker: MemberBroker
+
+    def ask(self, sender: Origin, asked: RequestKeys) -> Message | None:
+        """Handle a request: answer it later, or refuse it."""
+
+        async def answer() -> Message:
+            if asked.member in (0, self._own):
+                return await self._part(asked)
+            reply = await self._broker.ask(asked.member, asked, ANSWER_S)
+            if isinstance(reply, ReportKeys):
+                return attrs.evolve(reply, request=asked.request)
+            return Refused(asked.request, UNREACHABLE, "the member does not answer")
+
+        return self._broker.answer_later(
+            sender, asked, answer, at_once_max=SCANS_MAX, what="which pages nodes hold"
+        )
+
+    async def _part(self, asked: RequestKeys) -> ReportKeys:
+        """Return the next part of the scan of this node."""
+        row, newest = asked.row, asked.newest if asked.row else self._pages.newest
+        wanted = max(1, min(asked.count, CHANGES_A_MESSAGE_MAX))
+        parts: list[Changes] = []
+        for _ in range(SCAN_TURNS):
+            if row < self._pages.granules:
+                part, row = self._in_memory(row, asked.namespace, wanted)
+            else:
+                part, row = self._on_disk(row, asked.namespace, wanted, newest)
+            parts.append(part)
+            wanted -= len(part)
+            if not wanted or row == SCANNED:
+                break
+            await trio.lowlevel.checkpoint()
+        return ReportKeys(asked.request, np.concatenate(parts).tobytes(), row, newest)
+
+    def _in_memory(self, row: int, namespace: int, count: int) -> tuple[Changes, int]:
+        pages, end = self._pages.scan(
+            row, namespace, pages_max=TURN_PAGES, granules_max=TURN_GRANULES
+        )
+        if len(pages) > count:
+            pages = pages[:count]
+            end = pages[-1].slot.first + 1
+        held = np.zeros(len(pages), CHANGE)
+        held["key"] = np.frombuffer(b"".join([page.key for page in pages]), KEY)
+        held["length"], held["tier"] = [page.length for page in pages], IN_MEMORY
+        return held, end if end < self._pages.granules else DISK_ROWS
+
+    def _on_disk(self, row: int, namespace: int, count: int, newest: int) -> tuple[Changes, int]:
+        """Return pages on disk, without those that have been in memory since the scan began."""
+        index = self._disk()
+        if index is None:
+            return np.zeros(0, CHANGE), SCANNED
+        entries, end = index.scan(max(0, row - DISK_ROWS), namespace, count=TURN_PAGES)
+        if len(entries) > count:
+            entries = entries[:count]
+            end = int(entries[-1]) + 1
+        held = np.zeros(len(entries), CHANGE)
+        held["key"] = np.frombuffer(index.keys(entries), KEY)
+        held["length"], held["tier"] = index.lengths(entries), IN_FILES
+        pages = [self._pages.find(key) for key in held["key"].tolist()]
+        is_unlisted = [page is None or page.generation > newest for page in pages]
+        return held[is_unlisted], DISK_ROWS + end if end < index.end else SCANNED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -248,7 +248,7 @@ class NodeStatus:
     _started_at: float = attrs.field(factory=time.monotonic, init=False)
     _version: str = attrs.field(factory=version, init=False)
     _shares: dict[bytes, float] = attrs.field(factory=dict, init=False)
-    """The share of keys that this node owns on the newest ring, by its version."""
+    """This node's share of the newest ring, by its version."""
 
     def status(self, *, detail: bool = False) -> Status:
         """Return the current status of this node."""
@@ -284,8 +284,17 @@ class NodeStatus:
             spilled=self._spilled(counters),
             copied=self._copied(),
             reuse=self._reuse(),
-            detail=details(self.config) if detail else Detail(),
+            detail=self._detail(attached, now) if detail else Detail(),
         )  # fmt: skip
+
+    def _detail(self, attached: Sequence[tuple[int, str, int]], now: float) -> Detail:
+        clients = {name_of(client): (namespace, pid) for client, namespace, pid in attached}
+        slow = [
+            attrs.evolve(call, namespace=namespace, pid=pid)
+            for call in self.metrics.slow.listed(now)
+            for namespace, pid in [clients.get(call.client, ("", 0))]
+        ]
+        return attrs.evolve(details(self.config), slow=tuple(slow))
 
     def _spilled(self, counters: Mapping[str, float]) -> Spilled:
         placement = self.crew.placement
@@ -385,13 +394,16 @@ class NodeStatus:
         )
 
     def _share(self) -> float:
-        """Return the fraction of keys that this node owns, estimated from SAMPLED keys."""
+        """Return the part of the ring that this node owns, estimated from SAMPLED keys.
+
+        Of a key with several owners each has a part, so the shares of all members add up to 1.
+        """
         ring = self.crew.ring.current
         if ring.version not in self._shares:
             self._shares.clear()
             owners = ring.owners(_SAMPLE)
-            mine = (owners == np.uint64(self.incarnation)).any(axis=1)
-            self._shares[ring.version] = float(mine.mean())
+            mine = owners == np.uint64(self.incarnation)
+            self._shares[ring.version] = float(mine.mean()) if mine.size else 0.0
         return self._shares[ring.version]
 
     def health(self) -> Health:

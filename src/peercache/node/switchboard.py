@@ -39,6 +39,7 @@ from peercache.actors.effects import (
     SendTo,
 )
 from peercache.actors.mailboxes import (
+    ITSELF,
     DirectoryMessage,
     DiskMessage,
     MembershipMessage,
@@ -72,7 +73,7 @@ from peercache.trust.rights import INVENTED, Session, is_invented, refusal
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import WIRE_VERSION, WIRE_VERSION_OLDEST, Envelope
 from peercache.wire.messages.declared import Message, Receiver, Role
-from peercache.wire.messages.directory import ReportOverlap
+from peercache.wire.messages.directory import ReportKeys, ReportOverlap
 from peercache.wire.messages.membership import (
     Heartbeat,
     Join,
@@ -633,7 +634,7 @@ class Links:
             self._welcomed(address, dialled, message.member)
         elif isinstance(message, ReportDrainState):
             self._mailboxes.placement.put(Origin(envelope.sender), message)
-        elif isinstance(message, (ReportStatus, ReportOverlap)):
+        elif isinstance(message, (ReportStatus, ReportOverlap, ReportKeys)):
             self._on_answer(envelope.sender, message)
         elif isinstance(message, Refused):
             self._reach.refused(address, f"{message.reason}: {message.detail}")
@@ -703,6 +704,7 @@ class Switchboard:
     """Performs the effects of actors, and ends connections in both directions.
 
     perform_local: performs effects on this node's memory, disk and devices.
+    take_answer: takes the answers to what the node itself asks its actors.
     in_thread: runs a function in a thread; a simulation runs it in its own time.
     """
 
@@ -714,6 +716,7 @@ class Switchboard:
     _gate: Gate
     _member_of: Callable[[int], Member | None]
     _perform_local: Callable[[LocalEffect], None]
+    _take_answer: Callable[[Message], None] = lambda _: None
     _in_thread: Callable[[Callable[[], HashRing]], Awaitable[HashRing]] = to_thread.run_sync
 
     def deliver(self, wanted: Notify) -> None:
@@ -734,6 +737,9 @@ class Switchboard:
             self._perform_local(effect)
 
     def _send(self, to: int | Origin, message: Message) -> None:
+        if to == ITSELF:
+            self._take_answer(message)
+            return
         if isinstance(to, Origin) and to.pipe:
             self._inbound.reply(to.pipe, to.identity, message)
             return

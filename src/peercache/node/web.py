@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
@@ -15,9 +15,6 @@ from peercache.http.pages import Health, IndexParts, Pages
 from peercache.http.server import serve_http
 from peercache.installation.library import version
 from peercache.manager.engine_follower import EngineFollower
-from peercache.manager.gpu_blocks import GpuBlocks
-from peercache.model.keys import PageKeys
-from peercache.model.prefix import Overlap
 from peercache.node.questions import Gathering
 from peercache.observability.latency import OBJECTIVES
 from peercache.observability.metrics import Metrics
@@ -40,13 +37,9 @@ class Web:
         health: Callable[[], Health],
         own: Callable[[], str],
         gathering: Gathering,
-        overlap: Callable[[PageKeys], Awaitable[Overlap]],
-        named: Callable[[int], str],
+        index: IndexParts,
     ) -> None:
-        """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT.
-
-        overlap, named: the callbacks of the prefix index, as in `http.pages.IndexParts`.
-        """
+        """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT."""
         metrics.describe_process(version())
         metrics.describe_objectives(
             {each.name: getattr(config, f"objective_{each.name}_s") for each in OBJECTIVES}
@@ -56,8 +49,7 @@ class Web:
         self._access = Access(config, sharing=sharing, tls=tls, metrics=metrics, log=log)
         self._watching = Watching(gathering.statuses)
         self._engines = config.engine_events
-        self._gpu = GpuBlocks(engine.name for engine in self._engines)
-        index = IndexParts(overlap, named, self._gpu)
+        self._gpu = index.gpu
         self._pages = Pages(metrics.registry, health, own, self._watching, index)
 
     async def serve(

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, final
 
 import structlog
@@ -24,11 +24,13 @@ REQUEST_BITS = 24
 class _Current(threading.local):
     number: int = 0
     series: int = 0
+    missed: Mapping[str, int] | Iterable[str] = ()
 
 
 current = _Current()
 """number: that of the client's call that this thread is in, 0 outside of one. series: the series of
-the call (`observability.latency`)."""
+the call (`observability.latency`). missed: pages that it did not serve, by reason, or the reason of
+each."""
 
 
 def request_of(count: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, TypeGuard, final
@@ -26,11 +27,20 @@ from peercache.observability.latency import (
 )
 from peercache.observability.reasons import (
     FABRICS,
+    HINT_OUTCOMES,
+    HINT_REFUSALS,
     MISS_REASONS,
     OFFER_FAILURES,
     RDMA_FAILURES,
     TABLE_FAILURES,
     TAKE_FAILURES,
+)
+from peercache.observability.slow import (
+    REPORTED_MAX,
+    SLOW_CALL,
+    CallNote,
+    SlowestCalls,
+    SlowLog,
 )
 from peercache.wire.messages.session import Counted
 
@@ -47,13 +57,18 @@ CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "pages_mirrored": (),
     "exists_asked": (),
     "exists_found": (),
+    "exists_asked_again": (),
     "bytes_written": (),
     "deadlines_overrun": (),
     "home_attached": (),
     "breakers_opened": (),
     "tables_unusable": TABLE_FAILURES,
+    "hint_pages": tuple(
+        f"{hint}/{outcome}" for hint, outcomes in HINT_OUTCOMES.items() for outcome in outcomes
+    ),
+    "hints_refused": HINT_REFUSALS,
 }
-"""The counters of a client, and the allowed values of their label."""
+"""The counters of a client, and the allowed values of their label; a slash between those of two."""
 
 STARTED: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: values for name, values in CLIENT_COUNTERS.items() if values},
@@ -99,6 +114,9 @@ class Metrics:
         )
         self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
         self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")
+        self.exists_asked_again = counter(
+            "exists_asked_again", "Keys of batches that an engine asked again after a miss."
+        )
         self.pages_short = counter(
             "pages_short", "Pages that SGLang asked for after exists had reported them.", "pool"
         )
@@ -118,6 +136,7 @@ class Metrics:
         self.rdma_channels_failed = counter(
             "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
         )
+        self._make_hints(counter)
         # --- node
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
         self.pool_pages = gauge("pool_pages", "Pages in the pool.")
@@ -148,6 +167,8 @@ class Metrics:
 
     def _make_latency(self, registry: CollectorRegistry) -> None:
         """Create the histograms of calls."""
+        self.slow = SlowLog()
+        """The slowest calls of clients: no series, as each call has facts of its own."""
         self.latency_s = Latency(
             "peercache_latency_seconds",
             "Time of one batch call; the tier is the farthest that it read, or that answered it.",
@@ -168,6 +189,15 @@ class Metrics:
         )
         self.pool_bytes_mirrored = gauge(
             "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
+        )
+
+    def _make_hints(self, counter: Callable[..., Counter]) -> None:
+        """Create the metrics of hints: of engines, and of calls of the client."""
+        self.hint_pages = counter(
+            "hint_pages", "Pages that hints named, by what became of them.", "hint", "outcome"
+        )
+        self.hints_refused = counter(
+            "hints_refused", "Hints of engines that were not obeyed.", "reason"
         )
 
     def _make_namespaces(
@@ -275,7 +305,7 @@ class Metrics:
         # For an alert rule, a counter that appears with its first increase has never increased.
         for name, values in STARTED.items():
             for value in values:
-                getattr(self, name).labels(value)
+                getattr(self, name).labels(*value.split("/"))
         if not self._describes_process:
             ProcessCollector(registry=self.registry)
             self._describes_process = True
@@ -349,9 +379,9 @@ class Metrics:
 
 
 def totals_of(counter: Counter) -> dict[str, float]:
-    """Return the totals of a counter, by the value of its label; "" if it has no label."""
+    """Return the totals of a counter, by the values of its labels; "" if it has no label."""
     return {
-        "".join(sample.labels.values()): sample.value
+        "/".join(sample.labels.values()): sample.value
         for metric in counter.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")
@@ -377,12 +407,17 @@ class ClientReport:
     """The counts that one client has not reported yet. Calls are added from any thread."""
 
     def __init__(
-        self, metrics: Metrics, fabric_of_peers: Callable[[], Mapping[str, str]] = dict
+        self,
+        metrics: Metrics,
+        fabric_of_peers: Callable[[], Mapping[str, str]] = dict,
+        name: str = "",
     ) -> None:
         """Report the increases of `metrics` from now on, and the fabric of each peer.
 
-        fabric_of_peers: returns the fabric by the name of the peer.
+        fabric_of_peers: returns the fabric by the name of the peer. name: of this client.
         """
+        self._name = name
+        self.slowest = SlowestCalls()
         self._metrics = metrics
         self._fabric_of_peers = fabric_of_peers
         self._fabrics_reported: dict[str, str] = {}
@@ -403,6 +438,9 @@ class ClientReport:
                     counts[path] = total - self._reported.get(path, 0.0)
                     self._reported[path] = total
         counts |= self._take_fabrics()
+        counts |= {
+            f"{SLOW_CALL}/{place}": str(note) for place, note in enumerate(self.slowest.take())
+        }
         calls = self._take_calls()
         if not counts and not calls:
             return None
@@ -425,6 +463,8 @@ class ClientReport:
         """Add the calls to the own metrics, for a client with a node in this process."""
         if calls := self._take_calls():
             observe_calls(self._metrics.latency_s, self._metrics.page_s, packed(calls))
+        for note in self.slowest.take():
+            self._metrics.slow.add(self._name, note, time.monotonic())
 
     def _take_calls(self) -> list[tuple[int, float]]:
         return [self.calls.popleft() for _ in range(len(self.calls))]
@@ -435,11 +475,16 @@ def is_increase(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and 0 <= value <= INCREASE_MAX
 
 
-def absorb(metrics: Metrics, counted: Counted) -> int:
-    """Add a client's report; return the number of invalid items."""
-    ignored = 0
+def absorb(metrics: Metrics, counted: Counted, client: str = "") -> int:
+    """Add the report of a client of this name; return the number of invalid items."""
+    ignored = noted = 0
     for path, increase in counted.counts.items():
         name, _, value = path.partition("/")
+        note = CallNote.read(increase) if name == SLOW_CALL and noted < REPORTED_MAX else None
+        if note is not None:
+            metrics.slow.add(client, note, time.monotonic())
+            noted += 1
+            continue
         if name == PEER_FABRIC and increase in FABRICS:
             continue  # Not a metric: it is part of the node's status.
         labels = CLIENT_COUNTERS.get(name)
@@ -448,7 +493,7 @@ def absorb(metrics: Metrics, counted: Counted) -> int:
             ignored += 1
             continue
         counter = getattr(metrics, name)
-        (counter.labels(value) if value else counter).inc(increase)
+        (counter.labels(*value.split("/")) if value else counter).inc(increase)
     times = np.frombuffer(counted.calls, CALL)[:CALLS_MAX]
     ignored += observe_calls(metrics.latency_s, metrics.page_s, times)
     return ignored

@@ -31,6 +31,27 @@ MISS_REASONS = (
     WRONG_PAGE, NO_CHECKSUM, DRAINING,
 )  # fmt: skip
 
+# What became of the pages of a hint: the label `outcome` of its metric, by the label `hint`.
+RETAIN, DEMOTE, PREFETCH, SHARE = "retain", "demote", "prefetch", "share"
+DONE = "done"
+ALREADY = "already"  # nothing was to be done
+FORBIDDEN = "refused"  # over the quota, retained, no room here, or not this client's to change
+MISSING = "missing"  # no member has it, or none has it in memory where that is what counts
+UNANSWERED = "unanswered"  # not known in time, or a member did not answer
+
+HINT_OUTCOMES = {
+    RETAIN: (DONE, FORBIDDEN, MISSING, UNANSWERED),
+    DEMOTE: (DONE, FORBIDDEN, MISSING, UNANSWERED),
+    PREFETCH: (DONE, ALREADY, FORBIDDEN, MISSING, UNANSWERED),
+    SHARE: (ALREADY, MISSING, UNANSWERED),
+}
+
+# Why a hint of an engine was not obeyed at all.
+UNKNOWN = "unknown"  # an action, or a version of it, that this version does not know
+TOO_MANY = "too_many"  # more actions or pages than one request may have
+NO_TARGET = "no_target"  # it names a session, or pages that this process has not seen
+LATE = "late"  # it waited too long for its turn
+
 # Why a page that was offered to another node was not taken: the label `reason` of these metrics.
 NO_ROOM = "no_room"  # no node that was asked had free memory or much colder pages
 NO_NODE = "no_node"  # there was no node to ask
@@ -43,6 +64,7 @@ NOT_A_MEMBER = "not_a_member"  # a node offered it that is not in the view
 NOT_DRAINING = "not_draining"  # a node handed it over that does not drain
 NAMESPACE = "namespace"  # the certificate of this node does not allow its namespace
 
+HINT_REFUSALS = (UNKNOWN, MALFORMED, TOO_MANY, NO_TARGET, LATE)
 OFFER_FAILURES = (
     NO_ROOM, NO_NODE, NO_ANSWER, MALFORMED, FULL, DRAINING, OTHER_BYTES, TOO_LARGE, NOT_READ,
 )  # fmt: skip

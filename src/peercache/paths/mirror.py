@@ -42,7 +42,7 @@ from peercache.wire.messages.pool import (
     ReserveMirror,
 )
 
-OFF, HOT, ALL = "off", "hot", "all"
+OFF, HOT, ALL, PREFETCH = "off", "hot", "all", "prefetch"
 
 FAR: Final = 2
 """The distance of a holder on another host (`Cluster.distance`)."""
@@ -66,6 +66,9 @@ COPY_FRACTION: Final = 1 / 4
 
 COPY_S: Final = 0.002
 """A copy at 5 GB/s of 10 MiB."""
+
+PREFETCH_TIMEOUT_S: Final = 0.5
+"""How long a prefetch waits for its home node: to keep a copy is all that it is for."""
 
 PAUSE_S: Final = 1.0
 """How long a client stops mirroring after its home node had no room, or did not answer."""
@@ -130,8 +133,13 @@ class Mirrorer:
         namespace_tag: int,
         clock: Callable[[], float],
     ) -> None:
-        """Mirror pages that were read from other hosts. pulls: "hot" ones or "all"."""
-        assert pulls in (HOT, ALL), pulls
+        """Mirror pages that were read from other hosts.
+
+        pulls: "hot" ones, "all", or those of a "prefetch", which takes its time.
+        """
+        assert pulls in (HOT, ALL, PREFETCH), pulls
+        self.timeout_s = PREFETCH_TIMEOUT_S if pulls == PREFETCH else TIMEOUT_S
+        self.copy_fraction = np.inf if pulls == PREFETCH else COPY_FRACTION
         self.cache = cache
         self.breakers = breakers
         self.namespace_tag = namespace_tag
@@ -149,6 +157,11 @@ class Mirrorer:
             else:
                 wanted = np.ones(len(keys), np.bool_)
             return wanted & (now >= self._paused_until)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the home node had no room, or did not answer, a moment ago."""
+        return self.clock() < self._paused_until
 
     def pause(self) -> None:
         """Stop mirroring for PAUSE_S."""
@@ -240,7 +253,7 @@ class MirroredBatch:
         count = 0
         if len(chosen):
             now = clock()
-            spent_s = max(COPY_S, (now - self._started) * COPY_FRACTION)
+            spent_s = max(COPY_S, (now - self._started) * self._mirrorer.copy_fraction)
             # The commit takes time, too, before the caller's deadline.
             copied_by = min(now + spent_s, until - max(until - now, 0.0) * TIMEOUT_FRACTION)
             count = yield Place(
@@ -265,7 +278,7 @@ class MirroredBatch:
 
     def _ask(self, message: Message, until: float) -> Generator[Step, Any, Message | None]:
         now = self._mirrorer.clock()
-        timeout_s = min(TIMEOUT_S, max(until - now, 0.0) * TIMEOUT_FRACTION)
+        timeout_s = min(self._mirrorer.timeout_s, max(until - now, 0.0) * TIMEOUT_FRACTION)
         questions = ((self._home.incarnation, message),)
         answers: Sequence[Message | None] = yield Ask(questions, now + timeout_s)
         return answers[0]

@@ -74,6 +74,10 @@ MEASURED_MAX = 1024
 BYTE_S = 0.5e-9
 """The assumed seconds per byte of a holder without a recent read: 2 GB/s."""
 
+RUN_ENDS_MAX = 1024
+"""Batches of which a client remembers the first missing page, about 250 bytes each: an engine has
+fewer requests in its queue."""
+
 Places = npt.NDArray[np.intp]
 
 
@@ -92,6 +96,53 @@ class ReadOutcome:
     bytes_by_fabric: dict[str, int]
     mirrored: int = 0
     tier: str = ""
+
+
+@attrs.frozen
+class Leading:
+    """The leading run of a batch.
+
+    why: the reason of the page that ends it, "" if all have a holder. tier: which one answered.
+    is_again: whether the batch was asked for before, and had a missing page.
+    """
+
+    run: int
+    why: str
+    tier: str
+    is_again: bool = False
+
+
+@final
+class RunEnds:
+    """The page that was missing in each of the last batches. Thread-safe.
+
+    It is never an answer, because a page may appear at any moment. It decides which page of a batch
+    is asked for first when the batch comes again: if that page is still missing, the others need no
+    question.
+    """
+
+    def __init__(self) -> None:
+        """Start without batches."""
+        self._lock = Lock()
+        self._ends: dict[bytes, tuple[int, bytes]] = {}
+        """By the last key of a batch, which in an engine's keys identifies the whole prefix: how
+        many keys from the end the missing one is, and its key."""
+
+    def pages_before(self, keys: PageKeys) -> int | None:
+        """Return how many pages come before the one that was missing; None for a new batch."""
+        back, missing = self._ends.get(keys[-1].tobytes(), (0, b""))
+        at = len(keys) - back
+        return at if 0 <= at < len(keys) and keys[at].tobytes() == missing else None
+
+    def note(self, keys: PageKeys, run: int, *, is_absent: bool) -> None:
+        """Remember where the leading run of a batch ends; only an absent page is remembered."""
+        name = keys[-1].tobytes()
+        with self._lock:
+            self._ends.pop(name, None)
+            if is_absent:
+                self._ends[name] = len(keys) - run, keys[run].tobytes()
+                if len(self._ends) > RUN_ENDS_MAX:
+                    del self._ends[next(iter(self._ends))]
 
 
 @final
@@ -191,6 +242,7 @@ class Reader:
     mirrorer: Mirrorer | None = None
     _loads: HolderLoad = attrs.field()
     touches: Touches = attrs.field(factory=Touches, init=False)
+    _run_ends: RunEnds = attrs.field(factory=RunEnds, init=False)
     _strangers: Strangers = attrs.field(factory=Strangers, init=False)
 
     @_loads.default
@@ -230,6 +282,30 @@ class Reader:
             yield Post(wished)
         return where.known, where.reasons, ASKED
 
+    def leading(
+        self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
+    ) -> Generator[Step, Any, Leading]:
+        """Return how many leading pages have a holder: `exists`, up to the first missing page.
+
+        A batch that was asked for before is asked again only up to the page that was missing then.
+        An engine does this for each request in its queue (SGLang up to eight times), and in a large
+        cluster a new question for all pages would go to as many owners.
+        """
+        if not len(keys):
+            return Leading(0, "", "")
+        before = self._run_ends.pages_before(keys)
+        first = len(keys) if before is None else before + 1
+        known, whys, tier = yield from self.exists(keys[:first], cluster, until, touch=touch)
+        run = first if known.all() else int(np.argmin(known))
+        why = "" if run == first else whys[run]
+        if run == first < len(keys):
+            # It was set meanwhile: the rest is a new question.
+            known, whys, tier = yield from self.exists(keys[first:], cluster, until, touch=touch)
+            more = len(known) if known.all() else int(np.argmin(known))
+            run, why = first + more, "" if more == len(known) else whys[more]
+        self._run_ends.note(keys, run, is_absent=why == reasons.ABSENT)
+        return Leading(run, why, tier, is_again=before is not None)
+
     def lengths(
         self, keys: PageKeys, cluster: Cluster, until: float
     ) -> Generator[Step, Any, list[int]]:
@@ -246,15 +322,16 @@ class Reader:
         cluster: Cluster,
         until: float,
         home: MirrorHome | None = None,
+        mirrorer: Mirrorer | None = None,
     ) -> Generator[Step, Any, ReadOutcome]:
         """Fill the runs of every page that verifies by `until`.
 
-        home: where pages of other hosts may be mirrored, if this reader has a mirrorer.
+        home: where pages of other hosts may be mirrored, by this mirrorer or that of the reader.
         """
-        batch = _Batch(keys, runs)
-        if self.mirrorer is None or home is None:
+        batch, mirrorer = _Batch(keys, runs), mirrorer or self.mirrorer
+        if mirrorer is None or home is None:
             return (yield from self._get(batch, cluster, until))
-        mirrored = batch.mirrored = MirroredBatch(self.mirrorer, home, keys, runs)
+        mirrored = batch.mirrored = MirroredBatch(mirrorer, home, keys, runs)
         try:
             outcome = yield from self._get(batch, cluster, until)
             yield from mirrored.keep(outcome.hits, until)
@@ -262,6 +339,32 @@ class Reader:
             mirrored.end()
         outcome.mirrored = mirrored.kept
         return outcome
+
+    def load(
+        self, keys: PageKeys, cluster: Cluster, until: float
+    ) -> Generator[Step, Any, tuple[Whereabouts, Mask, Cluster]]:
+        """Have holders load pages from their disks; return where all of them are by `until`.
+
+        And which of them were loaded for that, (n,) bool. Nothing is read. A page that is still
+        only on a disk is known, and not resident.
+        """
+        epoch = self._cache.epoch
+        # A cached record may name memory that the page has left.
+        where, cluster = yield from self._locate(keys, cluster, until, cached_since=np.inf)
+        chosen = np.flatnonzero(where.known & ((where.records["flags"] & RESIDENT) == 0))
+        awaited = Awaited(chosen, where.records[chosen], where.fresh[chosen])
+        loaded: Mask = np.zeros(len(keys), np.bool_)
+        while len(awaited.places) and self._clock() < until:
+            for holder in awaited.holders():
+                if not self._locator.may_ask(holder):
+                    awaited.give_up(holder)
+            arrived, lost = yield from self._ask_to_load(awaited, until)
+            where.records[arrived.places] = arrived.records
+            loaded[arrived.places] = True
+            self._cache.store(arrived.records, self._clock(), epoch=epoch)
+            where.known[lost.places] = False
+            self._cache.drop(lost.records)
+        return where, loaded, cluster
 
     def _get(
         self, batch: _Batch, cluster: Cluster, until: float
@@ -342,7 +445,7 @@ class Reader:
     ) -> Generator[Step, Any, None]:
         """Have holders load pages from disk, and read each portion before the next is loaded."""
         epoch = self._cache.epoch
-        while (now := self._clock()) < until:
+        while self._clock() < until:
             if batch.mirrored is not None:
                 # The home node may have to load a page, too, and needs the room for it.
                 yield from batch.mirrored.keep(batch.hits, until)
@@ -350,13 +453,9 @@ class Reader:
                 if not self._locator.may_ask(holder):
                     batch.fail(awaited.give_up(holder), reasons.PEER_UNREACHABLE)
                     batch.avoid.add(holder)
-            asked = awaited.questions(min(PROMOTE_TIMEOUT_S, until - now))
-            if not asked:
+            if not len(awaited.places):
                 break
-            # A second silence opens the breaker of the holder.
-            silence_s = PROMOTE_TIMEOUT_S + self._locator.stall_s / 2
-            answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
-            arrived, lost = awaited.take(answers)
+            arrived, lost = yield from self._ask_to_load(awaited, until)
             if len(lost.places):
                 batch.fail(lost.places, reasons.EVICTED)
                 batch.failed.update(names_of_records(lost.records))
@@ -369,6 +468,19 @@ class Reader:
                     batch, cluster, until, arrived.places, arrived.records, arrived.fresh
                 )
         batch.reasons_at(awaited.places, reasons.NOT_PROMOTED)
+
+    def _ask_to_load(
+        self, awaited: Awaited, until: float
+    ) -> Generator[Step, Any, tuple[Found, Found]]:
+        """Have holders load a portion; return what is in memory now, and what is lost."""
+        now = self._clock()
+        asked = awaited.questions(min(PROMOTE_TIMEOUT_S, max(until - now, 0.0)))
+        if not asked:
+            return awaited.take(())
+        # A second silence opens the breaker of the holder.
+        silence_s = PROMOTE_TIMEOUT_S + self._locator.stall_s / 2
+        answers: Sequence[Message | None] = yield Ask(asked, min(until, now + silence_s))
+        return awaited.take(answers)
 
     def _fetch(
         self,

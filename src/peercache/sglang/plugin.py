@@ -7,11 +7,15 @@ storage backend and a linker like its own, without `module_path` and `class_name
 * where a storage backend is attached, or a linker created, the name becomes `dynamic` with the
   configuration that loads our class. All else is SGLang's own way of loading a class by name.
 
+It also hands the hints of requests (`kv_hints`) to our stores: SGLang itself hands them to no
+storage backend.
+
 An SGLang without one of these places keeps working: it does not know the name, and says so.
 """
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib import import_module
@@ -25,11 +29,17 @@ NAME = "peercache"
 STORE = {"backend_name": NAME, "module_path": "peercache.sglang", "class_name": "PeerCacheStore"}
 LINKER = {"linker": "PeerCacheLinker", "linker_module_path": "peercache.sglang"}
 
+STORE_HINTS = "peercache.sglang.request_hints"
+"""Imported with the first store: the tokenizer's process has none."""
+
 OPTIONS = {"hicache_storage_backend", "unified_cache_external_linker_backend"}
 """Options of the command line that name a backend."""
 
 ARGUMENTS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+HINTS = "sglang.srt.managers.kv_hints"
+REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
+RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 LINKERS = "sglang.srt.mem_cache.unified_cache.linker_factory"
 
 
@@ -44,6 +54,9 @@ def register() -> None:
             hooks.HookRegistry.register(
                 f"{LINKERS}.create_unified_cache_linker", _load_linker, kind.AROUND
             )
+        if _exists(HINTS):
+            hooks.HookRegistry.register(REQUEST, _take_request, kind.AFTER)
+            hooks.HookRegistry.register(RELEASE, _take_release, kind.AFTER)
     except Exception as error:
         # It starts without the name; the backend `dynamic` needs none of this.
         log.log_into("sglang")
@@ -75,6 +88,18 @@ def _load_store(attach: Callable[..., Any], *arguments: Any, **options: Any) -> 
         call.arguments["storage_backend"] = "dynamic"
         call.arguments["storage_backend_extra_config"] = {"interface_v1": 1, **settings, **STORE}
     return attach(*call.args, **call.kwargs)
+
+
+def _take_request(result: Any, *arguments: Any, **options: Any) -> None:
+    """Hand a new request to the stores of this process, if it has any."""
+    if (hints := sys.modules.get(STORE_HINTS)) is not None:
+        hints.begun(result, *arguments, **options)
+
+
+def _take_release(result: Any, *arguments: Any, **options: Any) -> None:
+    """Hand a request that has ended to them."""
+    if (hints := sys.modules.get(STORE_HINTS)) is not None:
+        hints.ended(result, *arguments, **options)
 
 
 def _is_built_in() -> bool:

@@ -48,6 +48,7 @@ from peercache.sglang.pages import (
     whole_pages,
 )
 from peercache.sglang.registration import Registration
+from peercache.sglang.request_hints import StoreHints
 
 PENDING_MAX = 1024
 """Batches kept until SGLang drains them at its next event-loop step. If an engine stops stepping,
@@ -144,6 +145,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._warn_once = log.WarnOnce(self._log)
         self.registered_pools: dict[Any, Any] = {}
         self._storage_config = storage_config
+        self._hints = StoreHints(self._client, self._keys, self._log)
         self._objects: Any = None
         """The publisher of object events, if configured."""
         self._registration = Registration(
@@ -171,6 +173,7 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         self.mem_pool_host = mem_pool_host
         self._registration.register(mem_pool_host)
+        self._hints.page_tokens = int(getattr(mem_pool_host, "page_size", 0))
         at, ranks = self._registration.attached, ("tp_rank", "pp_rank")
         is_first = not any(getattr(self._storage_config, rank, 0) for rank in ranks)
         if self._config.object_events and is_first and at is not None and self._objects is None:
@@ -262,11 +265,10 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 # Such pages have no bytes here: only the side pools show which pages exist.
                 raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
             digests = at.spaces.digests
-            found = at.client.touch(object_keys(keys, digests))
-            if not isinstance(found, list) or len(found) != len(keys) * len(digests):
-                raise ValueError(f"exists of {len(keys)} keys answered {found!r:.80}")
+            present = at.client.batch_touch(object_keys(keys, digests))
+            if not isinstance(present, int) or not 0 <= present <= len(keys) * len(digests):
+                raise ValueError(f"exists of {len(keys)} keys answered {present!r:.80}")
             # The first missing object ends the run of pages.
-            present = found.index(False) if False in found else len(found)
             return present // len(digests)
 
         return self._answer("exists", keys, 0, ask)
@@ -368,10 +370,21 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def close(self) -> None:
         """Close the client. Later calls are misses; may be repeated."""
+        self._hints.close()
         self._registration.close()
         objects, self._objects = self._objects, None
         if objects is not None:
             objects.close()
+
+    def _client(self) -> Any | None:
+        attached = self._registration.attached
+        return None if attached is None else attached.client
+
+    def _keys(self, pages: Sequence[str]) -> PageKeys:
+        """Return the keys of all objects of pages."""
+        attached = self._registration.attached
+        digests = attached.spaces.digests if attached is not None else ()
+        return object_keys(pages, digests)
 
     def _object_events(self, home: str) -> Any:
         """Start to publish the pages of the home node; raise ConfigError if that is impossible."""
@@ -381,9 +394,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 object_names,
             )
         except ImportError as error:
-            raise ConfigError(
-                "object_events", f"requires {error.name}: pip install 'peercache-kv[events]'"
-            ) from error
+            problem = f"requires {error.name}: pip install msgspec pyzmq"
+            raise ConfigError("object_events", problem) from error
         target = Target(at=home, config=self._config, timeout_s=TIMEOUT_S, has_cluster=True)
         names = object_names(self._storage_config, self.mem_pool_host)
         return ObjectEvents(self._config, names, lambda: Operator(target).__enter__(), self._log)
@@ -433,7 +445,11 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 )
             if self._objects is not None and len(keys) > 0:
                 self._objects.name(keys, attached.spaces.digests[0])
-            return ask(attached)
+            self._hints.saw(keys)
+            answer = ask(attached)
+            if operation.startswith("set"):
+                self._hints.stored(keys)
+            return answer
         except UnusableBatch as unusable:
             self._refuse(operation, unusable.reason, len(keys))
             key = (operation, unusable.reason)

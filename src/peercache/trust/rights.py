@@ -94,6 +94,10 @@ _RULES: dict[Rule, tuple[Callable[[Session, Any], bool], str]] = {
         lambda session, sent: is_among(sent.namespace, session.changes),
         NAMESPACE,
     ),
+    Rule.READABLE_NAMESPACE: (
+        lambda session, sent: is_among(sent.namespace, session.reads),
+        NAMESPACE,
+    ),
     Rule.ALL_NAMESPACES: (lambda session, _: session.reads is None, NAMESPACE),
 }
 """By rule: whether a message obeys it, and the reason of the refusal if not."""
@@ -156,8 +160,18 @@ OPEN_PAGES = frozenset({"/healthz", "/metrics"})
 """Pages that `http_open` shows to every client: they name no host, no address and no namespace."""
 
 
+CHANGING_PAGES = frozenset({"/api/v1/hints/tokens", "/api/v1/hints/hashes"})
+"""Pages that change which pages are evicted, of any namespace."""
+
+CHANGERS = frozenset({Watcher.SHARER, Watcher.TRIAL})
+"""Watchers that may do so: each may be an operator of the node without a certificate. A token is
+for reading, and a certificate may be limited to namespaces."""
+
+
 def may_read(path: str, watchers: frozenset[Watcher], *, is_open: bool) -> bool:
-    """Return whether a client that has proved this may read a page."""
+    """Return whether a client that has proved this may ask for a page."""
+    if path in CHANGING_PAGES:
+        return bool(watchers & CHANGERS)
     return bool(watchers & ALL_PAGES) or (is_open and path in OPEN_PAGES)
 
 

@@ -34,7 +34,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from peercache.client.client import Client
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.client.report import reporting
-from peercache.engines.lanes import AdapterLanes, CallLane, harmless
+from peercache.engines.hints import Naming, RequestHints
+from peercache.engines.lanes import CLOSE_S, AdapterLanes, CallLane, harmless
 from peercache.engines.late_client import NOT_OPEN, TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.events.following import AskedNode
@@ -51,6 +52,20 @@ LOCALITY: Final = "locality"
 
 NOT_IN_TIME: Final = reasons.DEADLINE
 """Reason of a job that waited too long for its thread."""
+
+GROUP_BYTES = 4
+"""Of a chunk's key, after the hash of its last block: the KV cache group."""
+
+
+def key_of_hash(text: str | bytes) -> bytes | None:
+    """Return the key of the first group's chunk with this block hash: bytes, or "hex:…"."""
+    if isinstance(text, str):
+        try:
+            text = bytes.fromhex(text.removeprefix("hex:"))
+        except ValueError:
+            return None
+    return text + bytes(GROUP_BYTES) if text else None
+
 
 REQUESTS_MAX = 65536
 """Remembered requests: more than vLLM schedules, so only requests without an end are dropped."""
@@ -145,6 +160,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             client_factory=client_factory,
         )
         self._lanes = AdapterLanes("vllm", self._log, config.op_timeout_s * TIMEOUT_FRACTION)
+        self._hints = RequestHints("vllm", self._naming(), lambda: self._late.client, self._log)
         self._log.info(
             "vllm.tier_made",
             namespace=namespace.name,
@@ -170,14 +186,17 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._figures.watch(len(self._lanes.store))
 
     @harmless(RequestOffloadingContext)
-    def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002 - vLLM names it
-        """Return a policy: chunks are stored as they come."""
+    def on_new_request(self, req_context: Any) -> Any:
+        """Take the hints of a request; return a policy: chunks are stored as they come."""
+        self._hints.begin(req_context.req_id, getattr(req_context, "kv_hints", None))
         return RequestOffloadingContext()
 
     @harmless(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the lookups of a request."""
+        """Forget the lookups of a request, and obey the hints that were to wait for its end."""
         self._lookups.forget(req_context.req_id)
+        position = getattr(req_context, "get_offload_key_position", None)
+        self._hints.end(req_context.req_id, position)
 
     @harmless(lambda: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002 - likewise
@@ -210,6 +229,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store the rows of a job; they are read until its result is available."""
+        self._hints.saw(map(bytes, job_metadata.keys), job_metadata.req_context.req_id)
         self._submit(self._lanes.store, job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -239,7 +259,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     @harmless(lambda: None)
     def shutdown(self) -> None:
         """End jobs and the client; bounded, may be repeated."""
-        in_time = self._lanes.close()
+        in_time = self._lanes.close() & self._hints.close(CLOSE_S)
         if self._events is not None:
             self._events.close()
         self._late.close()
@@ -262,6 +282,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._finished.append(JobResult(job.job_id, success=False, successful_keys=()))
 
     def _ask(self, request: str, keys: list[bytes]) -> None:
+        self._hints.saw(keys, request)
         self._lanes.ask.submit(
             lambda: self._lookups.settle(request, keys, held=self._touch(self._names(keys))),
             lambda: self._lookups.settle(request, keys, held=[False] * len(keys)),
@@ -288,6 +309,8 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._events.used([bytes(key) for key in moved], names[flags])
         if job.is_promotion and len(moved) < len(keys):
             self._settle_failed(job, set(keys).difference(moved))
+        if not job.is_promotion:
+            self._hints.stored(map(bytes, moved))
         # Chunks that were stored before count, too: vLLM's back-pressure divides the time of a job
         # by them, and a job of known chunks is no sign of a slow tier.
         size = report.bytes if job.is_promotion else len(moved) * self._rows.shape[1]
@@ -307,6 +330,14 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _names(self, keys: Iterable[bytes]) -> PageKeys:
         # The whole key is hashed: its first bytes do not contain the group.
         return page_keys([b"vllm:" + bytes(key) for key in keys], self._digest)
+
+    def _naming(self) -> Naming:
+        """Return how routers name chunks: by 64 bits of the block's hash, as in vLLM's events."""
+        return Naming(
+            number=lambda key: int.from_bytes(key[:-GROUP_BYTES][-8:], "big"),
+            named=key_of_hash,
+            keys=self._names,
+        )
 
     def _runs(self, chunk_ids: Any, chunks: int) -> PageRuns:
         """Return the rows of a job; raise ValueError if one is not a row of vLLM."""

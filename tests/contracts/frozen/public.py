@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import peercache
-from peercache import Client, errors
+from peercache import Client, connector, content, errors
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "reference"
@@ -23,10 +23,24 @@ REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
     "demo", "bench", "bench disk", "bench serve", "bench drive", "bench replay", "doctor",
     "certs init", "certs issue", "certs revoke", "certs show",
-    "status", "top", "members", "events", "drain", "slo", "size",
-    "get", "set", "exists", "retain", "rm", "clear",
+    "status", "top", "members", "events", "drain", "slow", "slo", "size",
+    "get", "set", "exists", "keys", "retain", "rm", "clear",
     "node", "health", "disk", "disk check", "disk stats", "config", "version",
 )  # fmt: skip
+
+
+CLASSES: dict[type[Any], str] = {
+    connector.RemoteKVConnector: "register_kv_buffers num_external_matched_tokens "
+    "retrieve_kv_async store_kv_async finish_req close",
+    peercache.Chain: "digests keys salted",
+    peercache.ClusterFollower: "next close",
+    peercache.Index: "apply holders nodes pages prefix",
+    peercache.Namespace: "of digest",
+    peercache.Operator: "status statuses close",
+    peercache.Overlap: "run stored pages",
+    peercache.Target: "of",
+}
+"""In addition to `Client`: the methods that the API reference describes."""
 
 
 @functools.cache
@@ -34,7 +48,13 @@ def names() -> dict[str, Any]:
     """Return all public names, in kinds."""
     return {
         "peercache": sorted(peercache.__all__),
+        "peercache.connector": sorted(connector.__all__),
+        "peercache.content": sorted(content.__all__),
         "Client": methods_of(Client),
+        "classes": {
+            kind.__name__: {name: methods_of(kind)[name] for name in methods.split()}
+            for kind, methods in CLASSES.items()
+        },
         "PeerCacheStore": store_methods(),
         "errors": {
             name: [base.__name__ for base in inspect.getmro(kind)[1:] if base is not object]

@@ -33,7 +33,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.pool import answers, page_table
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.page_table import LAPSES_MAX, RETAIN_MAX_S, STALE_ENDS_MIN
+from peercache.actors.pool.page_table import LAPSES_MAX, STALE_ENDS_MIN
 from peercache.actors.pool.reservations import (
     LATELY_S,
     LOOK_FRACTION,
@@ -54,6 +54,7 @@ from peercache.wire.messages.pool import (
     REFUSED_DRAINING,
     REFUSED_FULL,
     RESERVED,
+    RETAIN_MAX_S,
     RETAINED,
     Clear,
     Commit,

@@ -13,7 +13,7 @@ from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.actors.removal.actor import PENDING_MAX, TIMEOUT_MAX_S, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
-from peercache.wire.messages.pool import Clear, Remove, Removed, Retain, Retained
+from peercache.wire.messages.pool import Clear, Demote, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 CLIENT = Origin(0x77, pipe=4)
@@ -133,13 +133,15 @@ def test_removals_at_once_are_bounded(remover: Remover) -> None:
 # --- retaining -----------------------------------------------------------------------------------
 
 RETAIN = Retain(9, 5, bytes(48), 60.0, timeout_s=2.0)
+DEMOTE = Demote(9, 5, bytes(48), timeout_s=2.0)
 
 
-def test_a_page_is_retained_if_one_member_retains_it(remover: Remover) -> None:
+@pytest.mark.parametrize("asked", [RETAIN, DEMOTE])
+def test_a_page_is_retained_or_demoted_if_one_member_does_so(remover: Remover, asked: Any) -> None:
     """The best of what members told, a page; each of them is heard once."""
-    told = remover.on_message(CLIENT, RETAIN, 10.0)
+    told = remover.on_message(CLIENT, asked, 10.0)
 
-    assert told == [Send(member, attrs.evolve(RETAIN, request=1)) for member in (1, 2, 5)]
+    assert told == [Send(member, attrs.evolve(asked, request=1)) for member in (1, 2, 5)]
     assert remover.on_message(Origin(1), Retained(1, b"\0\1\0"), 10.1) == []
     assert remover.on_message(Origin(2), Retained(1, b"\2\0\0"), 10.2) == []
     (answer,) = remover.on_message(Origin(5), Retained(1, b"\1\0\0"), 10.3)

@@ -262,17 +262,18 @@ def test_a_wrong_address_is_named(at: str) -> None:
         _written(at)
 
 
-def test_a_home_of_the_named_cluster_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --at: a node of this host, of this cluster if there is one, or the default port."""
-    homes = ["ipc:///run/peercache-other-1.ipc", "ipc:///run/peercache-prod-2.ipc"]
+def test_a_node_of_this_host_is_asked_at_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --at: this user's, else that of root or a service, or the default port."""
+    homes = ["ipc:///run/user/7/peercache/home.ipc", "ipc:///run/peercache/home.ipc"]
     monkeypatch.setattr(operator, "homes_here", lambda: homes)
 
     def at(**settings: str) -> str:
         given = {"at": None, "timeout_s": 1.0, "config": None, "environment": {}}
         return Target.of(**given, **settings).at  # type: ignore[arg-type]
 
-    assert at(cluster="prod") == homes[1]
-    assert at() == homes[0]
+    assert at(cluster="prod") == at() == homes[0]
+    del homes[0]
+    assert at() == "ipc:///run/peercache/home.ipc"
     homes.clear()
     assert at() == "127.0.0.1:31998"
     assert at(home="ipc:///run/mine.ipc") == "ipc:///run/mine.ipc"
@@ -339,12 +340,12 @@ def test_an_address_that_was_not_typed_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the default: the sentence tells what was tried, and what to type."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("peercache.config.home.SYSTEM_FOLDER", tmp_path)
     monkeypatch.setattr(operator, "DEFAULT_CONTROL_PORT", 9)
     with pytest.raises(PeerUnreachable) as wrong:
         Operator(Target.of(environment={})).__enter__()
 
-    assert f"no node of this host: none has a home address in {tmp_path}" in str(wrong.value)
+    assert f"a node of this host: nothing listens at ipc://{tmp_path}/home.ipc" in str(wrong.value)
     assert "start one (peercache node)" in str(wrong.value)
 
 

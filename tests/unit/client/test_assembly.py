@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from peercache.client.assembly import ClientParts
 from peercache.client.home import Attached, Home
 from peercache.client.report import add_missed, add_moved, current, reporting
 from peercache.config.settings import Config
-from peercache.errors import ConfigError
+from peercache.errors import ConfigError, PeerUnreachable
 from peercache.memory.attached import AttachedSegment
 from peercache.memory.client_lock import folder_of, lock_name
 from peercache.memory.published import PublishedSegment
@@ -33,12 +33,50 @@ from peercache.paths.write import ClientReservations
 def test_a_namespace_is_one_or_a_name_and_nothing_else() -> None:
     """An engine that hands over a text means its name."""
     with Client.open(
-        namespace="team-a", cluster="names", listen="127.0.0.1:0", pool_size="1MiB"
+        namespace="team-a", embedded=True, cluster="names", listen="127.0.0.1:0", pool_size="1MiB"
     ) as client:
         assert client.namespace == Namespace("team-a")
     for wrong in (5, b"team-a", ("team-a",)):
         with pytest.raises(ConfigError, match="a name or a Namespace"):
             Client.open(namespace=wrong)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the folder of the default home address, at which no node listens; no call waits."""
+    with tempfile.TemporaryDirectory(prefix="peercache-") as place:
+        monkeypatch.setattr("peercache.config.home.SYSTEM_FOLDER", Path(place) / "run")
+        monkeypatch.setattr("os.geteuid", lambda: 0)
+        monkeypatch.setattr("peercache.client.home.ATTACH_S", 0.05)
+        yield Path(place) / "run"
+
+
+def test_a_client_without_a_node_names_the_command_that_starts_one(no_node: Path) -> None:
+    """In one sentence, with the settings that a node must share; it does not run a node itself."""
+    home = f"ipc://{no_node}/home.ipc"
+    with pytest.raises(PeerUnreachable) as plain:
+        Client.open()
+    with pytest.raises(PeerUnreachable) as named:
+        Client.open(home=home, insecure="trial")
+
+    assert str(plain.value) == (
+        f"no answer from a node at {home}: start one with `peercache node`, name the address of "
+        "another one in home, or set embedded = true for a node in this process"
+    )
+    assert f"`peercache node --insecure trial --home {home}`" in str(named.value)
+    # Nothing is left that a node of another user could not use.
+    assert no_node.stat().st_mode & 0o777 == 0o700
+    assert not list(no_node.iterdir())
+
+
+def test_a_default_home_folder_that_is_a_link_is_not_used_by_a_client(no_node: Path) -> None:
+    """Any user may put one into /tmp."""
+    (no_node.parent / "elsewhere").mkdir(mode=0o700)
+    no_node.symlink_to("elsewhere")
+
+    with pytest.raises(ConfigError, match="home"):
+        Client.open()
+    assert not list((no_node.parent / "elsewhere").iterdir())
 
 
 def test_a_lock_that_cannot_be_renewed_closes_no_descriptor_of_others() -> None:

@@ -537,3 +537,41 @@ def test_wrong_metadata_is_said(store: MemoryPages, fields: dict[str, Any], says
     facts = {"model": "m", "dtype": "int8", "page_tokens": 4, "store": lambda _: store}
     with pytest.raises(InvalidRequest, match=says):
         RemoteKVConnector(ConnectorMetadata(**{**facts, **fields}))
+
+
+class HintedPages(MemoryPages):
+    """A store that obeys hints for the pages that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hints: list[tuple[str, int, float]] = []
+
+    def hint(self, hint: str, keys: Any, seconds: float) -> int:
+        self._enter(keys)
+        self.hints.append((hint, len(keys), seconds))
+        return sum(key in self.pages for key in keys.tolist())
+
+
+def test_hints_are_obeyed_for_the_whole_pages_of_a_prompt() -> None:
+    """In a lane of the connector; a store without hints does nothing."""
+    hinted = HintedPages()
+    with Engine(hinted) as engine:
+        assert stored(engine) == 28
+        ask = engine.connector.hint_kv_async
+        assert ask("a", "retain", TOKENS, 60.0).result(TIMEOUT_S) == 28
+        assert ask("a", "prefetch", TOKENS[:9]).result(TIMEOUT_S) == 8
+        assert ask("a", "demote", [1, *TOKENS]).result(TIMEOUT_S) == 0
+        assert ask("a", "share", TOKENS[:3]).result(TIMEOUT_S) == 0
+        hinted.fails = True
+        assert ask("a", "retain", TOKENS, 60.0).result(TIMEOUT_S) == 0
+    assert hinted.hints == [("retain", 7, 60.0), ("prefetch", 2, 0.0), ("demote", 7, 0.0)]
+    with Engine(MemoryPages()) as engine:
+        assert engine.connector.hint_kv_async("a", "retain", TOKENS, 1).result(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("hint", "seconds"), [("forget", 1.0), ("retain", "long"), ("retain", True)]
+)
+def test_a_hint_that_is_none_is_refused(engine: Engine, hint: str, seconds: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        engine.connector.hint_kv_async("a", hint, TOKENS, seconds)

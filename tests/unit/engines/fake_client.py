@@ -30,6 +30,8 @@ class FakeClient:
         self.registered: list[tuple[int, int]] = []
         self.touched: list[int] = []
         self.retained: dict[bytes, float] = {}
+        self.hints: list[tuple[str, float, list[bytes]]] = []
+        """The hints that it was given: which, for how long, and which of their pages it holds."""
         self.is_closed = False
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -98,9 +100,26 @@ class FakeClient:
 
     def retain(self, keys: PageKeys, seconds: float) -> int:
         """Note for how long pages are retained; return how many of them are held."""
-        self._come_in()
         held = [key.tobytes() for key in keys if key.tobytes() in self.pages]
         self.retained.update(dict.fromkeys(held, seconds))
+        return self._hinted("retain", keys, seconds)
+
+    def demote(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("demote", keys)
+
+    def prefetch(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("prefetch", keys)
+
+    def share(self, keys: PageKeys) -> int:
+        """Note a hint."""
+        return self._hinted("share", keys)
+
+    def _hinted(self, hint: str, keys: PageKeys, seconds: float = 0.0) -> int:
+        self._come_in()
+        held = [key.tobytes() for key in keys if key.tobytes() in self.pages]
+        self.hints.append((hint, seconds, held))
         return len(held)
 
     def stats(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, totals_of
 from peercache.trust.files import LiveTls
 from peercache.trust.identity import CertificateRole, Identity
-from peercache.trust.rights import Watcher, may_read
+from peercache.trust.rights import CHANGING_PAGES, Watcher, may_read
 from peercache.trust.sharing import Sharing
 from tests.certificates import Certificates
 from tests.descriptors import no_descriptors
@@ -69,6 +69,15 @@ def test_table_of_pages_and_watchers() -> None:
             assert may_read(path, frozenset({watcher}), is_open=False)
         assert not may_read(path, frozenset(), is_open=False)
         assert may_read(path, frozenset(), is_open=True) is (path in ("/healthz", "/metrics"))
+
+
+@pytest.mark.parametrize("path", sorted(CHANGING_PAGES))
+def test_hints_are_for_those_who_may_be_operators_without_a_certificate(path: str) -> None:
+    """A token is that of a scraper, and a certificate may be limited to namespaces."""
+    allowed = {watcher for watcher in Watcher if may_read(path, frozenset({watcher}), is_open=True)}
+
+    assert allowed == {Watcher.SHARER, Watcher.TRIAL}
+    assert not may_read(path, frozenset(), is_open=True)
 
 
 @pytest.mark.parametrize("http_open", [False, True])

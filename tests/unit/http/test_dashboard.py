@@ -22,6 +22,7 @@ from peercache.http.dashboard import (
     line_chart,
     memory_chart,
     written_count,
+    written_rate,
     written_share,
     written_time,
 )
@@ -34,6 +35,7 @@ from peercache.model.status import (
     MovedPages,
     PeerStatus,
     Reuse,
+    SlowCall,
     Spilled,
     Status,
     Thread,
@@ -69,6 +71,14 @@ def watching(members: Sequence[MemberStatus], *before: Sequence[MemberStatus]) -
 def text_of(page: str) -> str:
     """Return what a person reads of a page."""
     return " ".join(re.sub("<[^>]+>", " ", page).split())
+
+
+async def page_of(found: Watching, path: str) -> str:
+    """Return a page of what is watched."""
+    async with served(watching=found) as address:
+        status, body = await ask(address, path)
+    assert status == 200
+    return body
 
 
 async def page(members: Sequence[MemberStatus], path: str = "/") -> str:
@@ -138,12 +148,104 @@ async def test_what_needs_attention_comes_first() -> None:
     assert rows == ["no-answer", "degraded", "draining", "ok", "ok", "ok"]
 
 
+async def test_a_mean_says_over_what_it_is() -> None:
+    """A card of five minutes stands beside charts that end now."""
+    busy, idle = member(0, 1, step=400), member(0, 1, step=100)
+    found = watching([busy], [with_status(idle, counters={})], *[[idle]] * 4)
+    async with served(watching=found) as address:
+        shown = text_of((await ask(address, "/"))[1])
+
+    mean = found.history.mean("pages_hit", 300.0)
+    assert found.history.last("pages_hit") > 2 * mean
+    assert f"Pages read, mean of 5 min {written_rate(mean)} " in shown
+    assert f"; now {written_rate(found.history.last('pages_hit'))}" in shown
+
+
+async def test_what_happened_is_marked_on_each_chart() -> None:
+    """Deaths, drains and restarts, with the node and how long ago."""
+    first, second = member(0, 2), member(1, 2)
+    restarted = with_status(first, incarnation="ff")
+    steps = [[first, second], [restarted, second], [restarted, dead(second)]]
+    found = await page_of(watching(steps[-1], *steps[:2], *[steps[-1]] * 9), "/")
+    of_second = await page_of(watching(steps[-1], *steps[:2]), "/nodes/10.0.0.2:31998")
+
+    shown = text_of(found)
+    assert "10.0.0.2:31998 stopped answering 45 s ago" in shown
+    assert "10.0.0.1:31998 restarted 50 s ago" in shown
+    marks = re.findall(r'<path class="event (\w+)" d="M(\d+\.\d) 0V120">', found)
+    charts = found.count('data-unit="')
+    assert charts >= 8
+    assert marks[:2] == [("note", "566.5"), ("bad", "569.8")]
+    assert len(marks) == 2 * charts
+    assert "stopped answering" not in text_of(of_second).partition("Over time")[0]
+    assert "restarted" not in of_second
+
+
+async def test_the_time_of_the_charts_is_chosen() -> None:
+    """Minutes from the history of short steps, hours from that of long ones."""
+    found = watching(cluster(2))
+    for step in range(int(10 * 60 / STEP_S)):
+        found.take(step * STEP_S, cluster(2, step=100 + step))
+
+    for chosen, since, points in (("", "15 min", 120), ("5m", "5 min", 60), ("3h", "3 h", 10)):
+        shown = await page_of(found, f"/?range={chosen}")
+        assert f'<span class="from" aria-hidden="true">{since} ago</span>' in shown
+        (hits,) = re.findall(
+            r'id="chart-by-node-pages".*?<path class="line c0" d="([^"]+)', shown, re.DOTALL
+        )
+        assert abs(len(re.findall("[ML]", hits)) - points) <= 2
+    assert 'href="?range=3h"' in await page_of(found, "/")
+    assert 'href="?range=3h&amp;search=gpu"' in await page_of(found, "/?search=gpu&range=nonsense")
+
+
+async def test_nodes_are_searched_and_sorted() -> None:
+    """By a part of the address or host; the figures stay those of all."""
+    members = [with_status(member(0, 3), age_s=9.0), member(1, 3), dead(member(2, 3))]
+    found = watching(members)
+
+    def rows(shown: str) -> list[str]:
+        section = shown.partition('id="h-nodes"')[2].partition("</section>")[0]
+        return re.findall(r'href="/nodes/10\.0\.0\.(\d):31998"', section)
+
+    assert rows(await page_of(found, "/")) == ["3", "1", "2"]
+    assert rows(await page_of(found, "/?sort=node")) == ["1", "2", "3"]
+    assert rows(await page_of(found, "/?sort=up")) == ["1", "2", "3"]
+    assert rows(await page_of(found, "/?sort=memory&search=nonsense")) == []
+    shown = await page_of(found, "/?search=GPU-001")
+    assert rows(shown) == ["2"]
+    assert "no answer 1" in text_of(shown)
+    nothing = await page_of(found, "/?search=%3Cb%3E")
+    assert "No node has <code>&lt;b&gt;</code> in its address or host." in nothing
+
+
+async def test_alerts_that_fire_are_shown_with_their_names() -> None:
+    """Those that can be told from what members report."""
+    before, now = member(0, 1), member(0, 1)
+    wrong = with_status(now, counters={**now.status.counters, "pages_missed/verify_failed": 1.0})
+    lost = with_status(now, counters={**now.status.counters, "pages_missed/peer_unreachable": 1e6})
+
+    found = text_of(await page_of(watching([wrong], [before]), "/"))
+    assert "reads failed verification: verify failed (PeerCacheWrongBytes)" in found
+    found = text_of(await page_of(watching([lost], [before]), "/"))
+    assert "of its pages are on peers that do not answer (PeerCachePeersUnreachable)" in found
+    assert "Needs attention" not in await page(cluster(2))
+
+
+async def test_only_what_is_full_is_red() -> None:
+    """A disk with another problem is named, and its bar has the colour of any other."""
+    disk = attrs.evolve(member(0, 1).status.disk, used=2**39, problem="it is read-only")
+
+    assert 'class="bar full"' not in await page([with_status(member(0, 1), disk=disk)])
+    assert 'class="bar full"' in await page([disk_full(member(0, 1))])
+
+
 async def test_node_page_shows_one_node_and_its_process() -> None:
     """With its details, which the cluster's page leaves out."""
     detail = Detail(
         threads=(Thread(name="tcp-serving", cpu_s=12.5, state="R"),),
         environment={"PEERCACHE_POOL": "1GiB"},
         settings={"http_token_file": "/etc/token", "secret": "(masked)"},
+        slow=(SlowCall(operation="get", tier="tcp", seconds=0.34, pages=64, missed={"absent": 9}),),
     )
     members = [with_status(member(0, 2), detail=detail), member(1, 2)]
 
@@ -158,6 +260,8 @@ async def test_node_page_shows_one_node_and_its_process() -> None:
         "(masked)",
         "wire 2–3",
         "with authority",
+        "Slowest calls of the last hour",
+        "340 ms 0 s get tcp 64 absent 9",
     ):
         assert wanted in shown, wanted
         assert wanted not in whole
@@ -201,6 +305,7 @@ async def test_texts_of_peers_are_shown_and_never_run() -> None:
         counters={HOSTILE: 5.0, f"pages_missed/{HOSTILE}": 9.0},
         latency={HOSTILE: latencies(9, 0.1)},
         detail=Detail(
+            slow=(SlowCall(operation=HOSTILE, client=HOSTILE, missed={HOSTILE: 1.0}),),
             threads=(Thread(name=HOSTILE),), settings={HOSTILE: HOSTILE}, environment={"A": HOSTILE}
         ),
     )  # fmt: skip
@@ -221,7 +326,7 @@ async def test_texts_of_peers_are_shown_and_never_run() -> None:
         for tag, attributes in hearer.tags:
             assert not any(name.startswith("on") or name == "style" for name in attributes), tag
             for name in ("href", "src"):
-                assert (attributes.get(name) or "/").startswith(("/", "#")), attributes
+                assert (attributes.get(name) or "/").startswith(("/", "#", "?")), attributes
 
 
 async def test_pages_between_nodes_are_shown_with_whose_they_are() -> None:
@@ -405,7 +510,8 @@ def test_line_ends_where_nothing_is_known() -> None:
     chart = line_chart("x", "X", [("a", values)], written_count)
 
     assert chart.top == "10"
-    assert chart.lines[0].path == "M0.0 120.0L120.0 60.0M360.0 0.0m-4 0h4"
+    assert chart.lines[0].path == "M0.0 120.0L120.0 60.0"
+    assert chart.lines[0].dots == "M360.0 0.0h0"
     assert chart.summary == "X: a 10"
     empty = line_chart("x", "X", [("a", values * nan)], written_count)
     assert (empty.lines[0].path, empty.lines[0].now) == ("", "–")
@@ -434,6 +540,16 @@ def test_areas_are_stacked_and_the_smaller_become_one() -> None:
     assert len(chart.lines) == LINES_MAX
     assert chart.top == "50"
     assert chart.lines[0].path.endswith("L600.0 120.0L300.0 120.0L0.0 120.0Z")
+
+
+def test_area_of_a_single_point_is_seen() -> None:
+    """It is as wide as a step: an area without a width would be nothing."""
+    nan = float("nan")
+    values = np.array([nan, 10.0, nan])
+
+    (line,) = area_chart("x", "X", [("a", values)], written_count).lines
+
+    assert line.path == "M150.0 0.0L450.0 0.0L450.0 120.0L150.0 120.0Z"
 
 
 def test_times_have_a_line_for_each_power_of_ten() -> None:

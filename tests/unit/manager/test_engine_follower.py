@@ -152,5 +152,5 @@ def attrs_without_replay(events: EngineEvents) -> EngineEvents:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"peercache-kv\[events\]"):
+    with pytest.raises(ConfigError, match=r"pip install msgspec pyzmq"):
         EngineFollower([EngineEvents("e", "tcp://127.0.0.1:1")], GpuBlocks(["e"]))

@@ -118,8 +118,8 @@ import os, signal, sys
 from peercache import Client
 ports = [int(port) for port in sys.argv[2:]]
 client = Client.open(
-    pool_size="16MiB", shm_dir=sys.argv[1], insecure="forks", metrics_port=ports[2],
-    listen=f"127.0.0.1:{ports[0]}", data_port=ports[1],
+    embedded=True, pool_size="16MiB", shm_dir=sys.argv[1], insecure="forks",
+    metrics_port=ports[2], listen=f"127.0.0.1:{ports[0]}", data_port=ports[1],
 )
 worker = os.fork()
 if worker:

@@ -140,3 +140,9 @@ def test_a_member_that_tells_nothing_is_listed(state: int, shown: str) -> None:
     assert not found.answers
     assert (found.status.name, found.status.host) == ("10.0.0.7:1", "host-a")
     assert found.status.state == shown
+
+
+def test_pages_of_hints_are_shown_by_hint_and_outcome() -> None:
+    counters = {"hint_pages/retain/done": 3.0, "hint_pages/demote/missing": 1.0, "hints": 2.0}
+
+    assert Status(counters=counters).hints() == {"demote missing": 1.0, "retain done": 3.0}

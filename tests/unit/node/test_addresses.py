@@ -6,23 +6,25 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from peercache.config import settings
-from peercache.config.quantities import DEFAULT_CONTROL_PORT
+from peercache.config.quantities import DEFAULT_CONTROL_PORT, DEFAULT_DATA_PORT
 from peercache.config.settings import Config
-from peercache.errors import ConfigError
+from peercache.errors import AddressTaken, ConfigError
 from peercache.memory.client_lock import folder_of
 from peercache.net.sockets import Listener, reached
 from peercache.node import addresses
 from peercache.node.addresses import (
     NO_HEAD,
     advertised_host,
-    default_home,
     head_rank,
     is_host_fixed,
     listen_control,
+    listen_data,
     listen_home,
 )
 from peercache.trust.sharing import Sharing
@@ -87,9 +89,55 @@ def test_without_certificates_only_this_host_reaches_the_default_port(
             assert stranger.connect_ex((address, free)) != 0
 
 
+async def _data_port(config: Config) -> tuple[int, list[Any]]:
+    """Return the data port that a node of these settings binds on loopback, and its warnings."""
+    warnings: list[Any] = []
+    log = SimpleNamespace(warning=lambda event, **facts: warnings.append((event, facts)))
+    listeners = await listen_data("127.0.0.1", config, log)
+    try:
+        return int(listeners[0].socket.getsockname()[1]), warnings
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+
+async def test_the_default_data_port_is_the_one_that_a_firewall_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless the control port is any free one, as on hosts with several nodes, or it is named."""
+    assert DEFAULT_DATA_PORT == 31999
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    monkeypatch.setattr(addresses, "DEFAULT_DATA_PORT", free)
+
+    assert await _data_port(Config()) == (free, [])
+    assert await _data_port(Config(listen="127.0.0.1:7")) == (free, [])
+    for config in (Config(listen="127.0.0.1:0"), Config(data_port=0)):
+        port, warnings = await _data_port(config)
+        assert port not in (0, free)
+        assert not warnings
+
+
+async def test_a_default_data_port_that_is_taken_gives_way_to_a_free_one_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second node on the host serves; one that is named must be free."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(addresses, "DEFAULT_DATA_PORT", taken)
+
+        port, warnings = await _data_port(Config())
+
+        assert port not in (0, taken)
+        assert warnings == [("node.data_port_taken", {"taken": taken})]
+        with pytest.raises(AddressTaken, match="data_port"):
+            await _data_port(Config(data_port=taken))
+
+
 def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> None:
     """A client that may connect may read every page."""
-    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), 1, Sharing.of())
+    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/b/n.ipc"), Sharing.of())
 
     path = Path(home.removeprefix("ipc://"))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -102,23 +150,7 @@ def test_a_folder_that_cannot_be_is_an_error(listener: Listener, tmp_path: Path)
     (tmp_path / "file").touch()
 
     with pytest.raises(ConfigError, match="home"):
-        listen_home(listener, Config(home=f"ipc://{tmp_path}/file/n.ipc"), 1, Sharing.of())
-
-
-def test_the_default_home_is_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a cluster and control port, of whatever the cluster is called."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
-
-    home = default_home("prod/eu 1", 31998)
-
-    assert (
-        home
-        == default_home("prod/eu 1", 31998)
-        == "ipc:///run/user/1/peercache-prod_eu_1-31998.ipc"
-    )
-    assert home != default_home("prod/eu 1", 31999)
-    # sockaddr_un holds 108 bytes.
-    assert len(default_home("\u00e9" * 255, 65_535).encode()) < 108
+        listen_home(listener, Config(home=f"ipc://{tmp_path}/file/n.ipc"), Sharing.of())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a folder of another user")
@@ -129,11 +161,11 @@ def test_a_home_folder_of_another_uid_is_not_used(
     folder = tmp_path / "peercache-0"
     folder.mkdir(mode=0o777)
     os.chown(folder, 65_534, 65_534)
-    monkeypatch.setattr(addresses, "default_home", lambda *_: f"ipc://{folder}/n.ipc")
+    monkeypatch.setattr(addresses, "default_home", lambda: f"ipc://{folder}/n.ipc")
 
     for config in (Config(), Config(home=f"ipc://{folder}/n.ipc")):
         with pytest.raises(ConfigError, match=r"home.*65534.*share_uids"):
-            listen_home(listener, config, 1, Sharing.of())
+            listen_home(listener, config, Sharing.of())
     assert not list(folder.iterdir())
 
 
@@ -143,17 +175,17 @@ def test_a_default_home_folder_that_is_a_link_is_not_used(
     """Any user may put one into /tmp, and would choose where the node works."""
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("elsewhere")
-    monkeypatch.setattr(addresses, "default_home", lambda *_: f"ipc://{tmp_path}/link/n.ipc")
+    monkeypatch.setattr(addresses, "default_home", lambda: f"ipc://{tmp_path}/link/n.ipc")
 
     with pytest.raises(ConfigError, match="home"):
-        listen_home(listener, Config(), 1, Sharing.of())
+        listen_home(listener, Config(), Sharing.of())
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another group")
 def test_with_a_group_its_members_reach_the_home_node(listener: Listener, tmp_path: Path) -> None:
     sharing = Sharing.of(share_group="65532")
-    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/n.ipc"), 1, sharing)
+    home = listen_home(listener, Config(home=f"ipc://{tmp_path}/a/n.ipc"), sharing)
 
     path = Path(home.removeprefix("ipc://"))
     wanted = ((path, 0o660), (path.parent, 0o770), (folder_of(home), 0o770))

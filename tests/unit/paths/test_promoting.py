@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peercache.model.records import ON_DISK, from_bytes
+from peercache.model.records import ON_DISK, RESIDENT, from_bytes
 from peercache.observability import reasons
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Lookup, ReportStale
@@ -347,3 +347,54 @@ def _serving(world: World, promoted: Promoted) -> Callable[[Message], Message | 
         return holder.serve(message)
 
     return answer
+
+
+# --- loading ahead of a read ---------------------------------------------------------------------
+
+
+def load(world: World, *names: str, timeout_s: float = 2.0) -> tuple[list[str], list[bool]]:
+    """Load pages; return where each is, and which were loaded for that."""
+    path = world.reader.load(named(*names), world.cluster, world.now + timeout_s)
+    where, loaded, _ = world.run(path)
+    tiers = {True: "memory", False: "disk"}
+    resident = ((where.records["flags"] & RESIDENT) != 0).tolist()
+    found = [
+        tiers[here] if known else "" for known, here in zip(where.known, resident, strict=True)
+    ]
+    return found, loaded.tolist()
+
+
+def test_pages_are_loaded_and_nothing_is_read(world: World) -> None:
+    """Those in memory are left alone; the next read needs no question."""
+    kept(world, 2, "a", "b")
+    world.publish(world.nodes[3].hold("c"))
+
+    assert load(world, "a", "b", "c", "nowhere") == (
+        ["memory", "memory", "memory", ""],
+        [True, True, False, False],
+    )
+    assert world.fetched_from() == []
+    before = asked_for_pages(world)
+    assert world.get("a", "b").hits == [True, True]
+    assert asked_for_pages(world) == before
+
+
+def test_pages_are_loaded_in_portions_until_the_deadline(world: World) -> None:
+    """What is not loaded by then is on the disk, and no error."""
+    kept(world, 2, *NAMES)
+    world.nodes[2].portion = 2
+    world.nodes[2].latency_s = 0.01
+
+    assert load(world, *NAMES)[0] == ["memory"] * 6
+    world.nodes[2].mood = "silent"
+    kept(world, 2, "late")
+    began = world.now
+    assert load(world, "late", timeout_s=0.5)[0] == ["disk"]
+    assert world.now <= began + 0.5
+
+
+def test_a_page_that_a_holder_has_lost_is_nowhere(world: World) -> None:
+    kept(world, 2, "a", "b")
+    del world.nodes[2].disk[named("a").tobytes()]
+
+    assert load(world, "a", "b") == (["", "memory"], [False, True])

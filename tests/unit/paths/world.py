@@ -27,7 +27,7 @@ from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
-from peercache.paths.read import HolderLoad, Reader
+from peercache.paths.read import HolderLoad, Leading, Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -415,6 +415,14 @@ class World:
         found, _, self.answered_by = self.run(path)
         known: list[bool] = found.tolist()
         return known
+
+    def leading(self, *names: str, timeout_s: float = 0.1, touch: bool = False) -> Leading:
+        """Ask how many leading pages exist."""
+        until = self.now + timeout_s
+        found: Leading = self.run(
+            self.reader.leading(named(*names), self.cluster, until, touch=touch)
+        )
+        return found
 
     def set(
         self, names: Sequence[str], pages: Sequence[Page] | None = None, timeout_s: float = 2.0

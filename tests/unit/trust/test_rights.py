@@ -26,9 +26,9 @@ from peercache.trust.rights import (
 )
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Message, Role
-from peercache.wire.messages.directory import Put, Repair, RequestChanges
+from peercache.wire.messages.directory import Put, Repair, RequestChanges, RequestKeys
 from peercache.wire.messages.membership import Heartbeat, Join, OfferPages, OfferSpill
-from peercache.wire.messages.pool import Clear, Remove, Reserve, ReserveMirror, Retain
+from peercache.wire.messages.pool import Clear, Demote, Remove, Reserve, ReserveMirror, Retain
 from peercache.wire.messages.session import OpenChannel
 from tests.certificates import ALIKE
 from tests.contracts.frozen.record import sample
@@ -70,6 +70,7 @@ TABLE = {
     "Remove":              (True,  False, True,  True),
     "Clear":               (True,  False, True,  True),
     "Retain":              (True,  False, True,  True),
+    "Demote":              (True,  False, True,  True),
     "Retained":            (True,  False, False, False),
     "Removed":             (True,  False, False, False),
     "RequestStats":        (False, True,  True,  True),
@@ -102,6 +103,8 @@ TABLE = {
     "CopiesEvicted":          (True,  False, False, False),
     "RequestOverlap":      (True,  True,  True,  True),
     "ReportOverlap":       (False, False, False, False),
+    "RequestKeys":         (True,  False, False, True),
+    "ReportKeys":          (False, False, False, False),
     "RequestChanges":      (False, True,  True,  True),
     "ReportChanges":       (False, False, False, False),
 }  # fmt: skip
@@ -173,10 +176,11 @@ def test_a_node_joins_and_beats_as_itself_only(changed: dict[str, Any]) -> None:
         lambda tag: Clear(1, tag),
         lambda tag: Remove(1, tag, b""),
         lambda tag: Retain(1, tag, b"", 1.0),
+        lambda tag: Demote(1, tag, b""),
         lambda tag: Reserve(1, 1, tag, b"", b""),
         lambda tag: ReserveMirror(1, 1, tag, b"", b""),
     ],
-    ids=["Clear", "Remove", "Retain", "Reserve", "ReserveMirror"],
+    ids=["Clear", "Remove", "Retain", "Demote", "Reserve", "ReserveMirror"],
 )
 def test_a_writer_changes_its_own_namespace_only(concerning: Any) -> None:
     """Geometries and ranks of one name are one namespace to rights; another name is not."""
@@ -201,6 +205,15 @@ def test_names_that_agree_in_32_bits_have_rights_of_their_own() -> None:
                     assert refusal(writer, about) == refusal(node, about) == reason
                 for about in (Reserve(1, 1, tag, b"", b""), ReserveMirror(1, 1, tag, b"", b"")):
                     assert refusal(writer, about) == reason
+
+
+def test_an_operator_lists_the_namespaces_of_its_certificate() -> None:
+    """Geometries of one name are one namespace here too."""
+    ours_only = session(Role.OPERATOR, reads=frozenset({OURS.space_tag()}))
+
+    for tag, reason in ((OURS.tag(), ""), (OURS.space_tag(), ""), (THEIRS.tag(), NAMESPACE)):
+        assert refusal(ours_only, RequestKeys(1, tag, 0, 0, 0, 1)) == reason
+        assert refusal(session(Role.OPERATOR), RequestKeys(1, tag, 0, 0, 0, 1)) == ""
 
 
 def test_a_nodes_certificate_says_what_it_may_clear() -> None:

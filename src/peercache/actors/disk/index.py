@@ -489,6 +489,26 @@ class DiskIndex:
             is_theirs |= named & (spaces == np.uint64(space))
         return np.flatnonzero(live & is_theirs)
 
+    def scan(self, first: int, namespace: Tag, *, count: int) -> tuple[I64, int]:
+        """Return the HELD entries of a namespace's space among these, and the number after them.
+
+        An entry keeps its number.
+        """
+        first = min(first, self._entries.end)
+        end = min(first + count, self._entries.end)
+        entries: I64 = np.arange(first, end)
+        held = entries[self._state(entries) == HELD]
+        return held[self.are_of_space(held, namespace)], end
+
+    @property
+    def end(self) -> int:
+        """Return the number after that of every entry: the end of a scan."""
+        return self._entries.end
+
+    def keys(self, entries: I64) -> bytes:
+        """Return the packed keys of entries."""
+        return self._keys.keys_of(entries)
+
     def are_of_space(self, entries: I64, namespace: Tag) -> npt.NDArray[np.bool_]:
         """Return which entries belong to a namespace, so that a get in it finds them."""
         spaces = self._entries.rows["namespace"]["space"][entries]

@@ -2,8 +2,8 @@
 
 Owns    the page memory of one node: its slots, the generation words, the pages and their recency,
         the reservations of its clients.
-Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain;
-        RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and
+Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain,
+        Demote; RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and
         ReserveAhead from the publisher. From the disk actor: PagesWritten, PagesForgotten,
         RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
         PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
@@ -137,14 +137,18 @@ from peercache.wire.messages.membership import ReportRoom, RequestRoom
 from peercache.wire.messages.pool import (
     ABORTED,
     COMMITTED,
+    DEMOTED,
     HERE,
+    NOT_HERE,
     REFUSED_DRAINING,
     REFUSED_FULL,
     RESERVED,
+    STAYS,
     Abort,
     Clear,
     Commit,
     Committed,
+    Demote,
     LiveReservations,
     Remove,
     Removed,
@@ -251,6 +255,8 @@ class Pool:
                 return self._remove(sender, message, self._pages.of_namespace(namespace))
             case Retain():
                 return self._retain(sender, message, now)
+            case Demote():
+                return self._demote(sender, message)
             case ClientGone(client):
                 return self._free(self._reservations.forget(client))
             case PoolGrew(usable_bytes):
@@ -726,11 +732,24 @@ class Pool:
         return effects
 
     def _retain(self, origin: Origin, asked: Retain, now: float) -> list[Effect]:
+        states = self._retention.retain(self._theirs(asked), asked.seconds, now)
+        return [Send(origin, Retained(asked.request, states))]
+
+    def _demote(self, origin: Origin, asked: Demote) -> list[Effect]:
+        """Let pages be evicted next, the last one first: a chain loses its tail first."""
+        states = bytearray()
+        for page in self._theirs(asked):
+            if page is None:
+                states.append(NOT_HERE)
+            else:
+                states.append(DEMOTED if self._slots.demote(page.slot) else STAYS)
+        return [Send(origin, Retained(asked.request, bytes(states)))]
+
+    def _theirs(self, asked: Retain | Demote) -> list[Page | None]:
+        """Return the pages that are named, None for one that is not here or of another name."""
         found = [self._pages.find(key) for key in split_keys(asked.keys)]
         space = space_of(asked.namespace)
-        theirs = [page if page and space_of(page.namespace) == space else None for page in found]
-        states = self._retention.retain(theirs, asked.seconds, now)
-        return [Send(origin, Retained(asked.request, states))]
+        return [page if page and space_of(page.namespace) == space else None for page in found]
 
     def _remove_in_promotes(self, message: Remove | Clear) -> None:
         """Note removed pages that the promote actor is loading: its Commit may still come."""

@@ -53,6 +53,7 @@ from peercache.wire.messages.pool import (
     REFUSED_TOO_LARGE,
     REPEATED,
     RESERVED,
+    RETAIN_MAX_S,
     RETAINED,
 )
 
@@ -157,6 +158,27 @@ class PageTable:
     def all(self) -> Iterable[Page]:
         """Return all pages: a pass over them is for events that are rare."""
         return self._by_key.values()
+
+    def scan(
+        self, first: int, namespace: int, *, pages_max: int, granules_max: int
+    ) -> tuple[list[Page], int]:
+        """Return the pages of a namespace's space in these granules, in the order of their slots,
+        and the granule after the last one that was examined.
+
+        A page never moves to another slot. pages_max: of any namespace, to examine.
+        """
+        words, space = self._words[first : first + granules_max], space_of(namespace)
+        found = np.flatnonzero(((words & _ONE) == 0) & (words != 0))[:pages_max]
+        end = min(first + granules_max, len(self._words))
+        if len(found) == pages_max:
+            end = first + int(found[-1]) + 1
+        pages = [self._by_slot[index] for index in (found + first).tolist()]
+        return [page for page in pages if space_of(page.namespace) == space], end
+
+    @property
+    def granules(self) -> int:
+        """Return the number of granules: the end of a scan."""
+        return len(self._words)
 
     def judge(
         self, keys: Sequence[bytes], lengths: Sequence[int], bytes_max: int
@@ -311,9 +333,6 @@ class PageTable:
         assert by_key == by_slot, f"{by_key} pages, {by_slot} slots with one"
         assert self.stored_bytes >= by_key, f"{by_key} pages of {self.stored_bytes} bytes"
 
-
-RETAIN_MAX_S: Final = 30 * 86_400.0
-"""Longest time that a page is retained for by one message; it may be renewed."""
 
 LAPSES_MAX: Final = 4096
 """Pages that lapse in one tick: some milliseconds."""

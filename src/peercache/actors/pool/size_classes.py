@@ -164,6 +164,22 @@ class SizeClass:
             self._moved_order = [(s.touched, last[s.first], s) for s in self.moved.values()]
             heapify(self._moved_order)
 
+    def demote(self, slot: Slot) -> None:
+        """Let a held slot, not a retained one, be the next to be evicted.
+
+        It counts as touched when the one that was next was: nothing else of the order changes.
+        """
+        del self.held_as(slot)[slot.first]
+        queue = self.mirrors if slot.is_mirror else self.held
+        others = [next(iter(queue.values()))] if queue else []
+        if not slot.is_mirror:
+            others = others or list(self.recent.values())
+            moved = self._coldest_moved() if self.moved else None
+            others += [] if moved is None else [moved]
+        slot.touched = min([slot.touched, *map(touch_of, others)])
+        queue[slot.first] = slot
+        queue.move_to_end(slot.first, last=False)
+
     def held_as(self, slot: Slot) -> dict[int, Slot]:
         """Return where a held slot stands."""
         if slot.retained_until:

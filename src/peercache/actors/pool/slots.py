@@ -21,6 +21,8 @@ Pages are evicted least recently touched first, but what was touched within one 
 touched at once: of it the pages stored last go first (ADR 0036). So a prompt loses its deepest
 pages first, however many batches it came in: they are useless without those before them.
 
+A *demoted* page is the next of its size to be evicted, until it is touched again.
+
 A page that another node has *moved* here keeps its age: it was last touched at the moment that its
 former holder names.
 
@@ -403,6 +405,14 @@ class SlotAllocator:
         elif slot.first not in size_class.recent:
             del size_class.held_as(slot)[slot.first]
             size_class.recent[slot.first] = slot
+
+    def demote(self, slot: Slot) -> bool:
+        """Let a held slot be the next of its size to be evicted; return False if it is retained."""
+        assert slot.state == HELD, f"slot {slot.first} demoted in state {slot.state}"
+        if slot.retained_until:
+            return False
+        slot.extent.size_class.demote(slot)
+        return True
 
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a page that was stored just now be as old as another node says."""

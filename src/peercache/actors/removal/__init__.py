@@ -1,1 +1,1 @@
-"""Removal: removes pages and namespaces from every member, or retains pages, for clients."""
+"""Removal: removes, retains and demotes pages on every member, for clients."""

@@ -1,13 +1,13 @@
-"""Removal: removes pages and namespaces from every member, or retains pages, for clients.
+"""Removal: removes, retains and demotes pages on every member, for clients.
 
 Owns    the removals that are under way: the client that asked, and the members still to answer.
-Takes   Remove, Clear and Retain, from this node's clients; Removed and Retained, from members;
-        ViewChanged, from membership.
-Sends   Remove, Clear and Retain to every live member, this node included; Retained or Refused to
-        the client; RemovalDone to the directory, which answers the client of a removal.
+Takes   Remove, Clear, Retain and Demote, from this node's clients; Removed and Retained, from
+        members; ViewChanged, from membership.
+Sends   Remove, Clear, Retain and Demote to every live member, this node included; Retained or
+        Refused to the client; RemovalDone to the directory, which answers the client of a removal.
 Keeps   the count is the sum of the members' answers, each member counted once; a page is retained
-        if one member retains it. A member that did not answer in time is named. A member that has
-        left the view is no longer waited for.
+        or demoted if one member does so. A member that did not answer in time is named. A member
+        that has left the view is no longer waited for.
 Limits  PENDING_MAX removals at once, and TIMEOUT_MAX_S for each.
 """
 
@@ -25,7 +25,15 @@ from peercache.actors.mailboxes import RemovalDone, RemovalMessage, ViewChanged
 from peercache.actors.origin import Origin
 from peercache.model.keys import KEY_BYTES
 from peercache.model.member import ALIVE, SUSPECT
-from peercache.wire.messages.pool import NOT_HERE, Clear, Remove, Removed, Retain, Retained
+from peercache.wire.messages.pool import (
+    NOT_HERE,
+    Clear,
+    Demote,
+    Remove,
+    Removed,
+    Retain,
+    Retained,
+)
 from peercache.wire.messages.session import Refused
 
 PENDING_MAX: Final = 256
@@ -38,10 +46,10 @@ TIMEOUT_MAX_S: Final = 10.0
 @final
 @attrs.define(eq=False)
 class Removal:
-    """One removal under way, or one Retain.
+    """One removal under way, or one Retain or Demote.
 
     waiting: the members that have not answered, in order.
-    states:  for a Retain: the best state that was reported for each page; None for a removal.
+    states:  for these two: the best state that was reported for each page; None for a removal.
     missed:  members that may still name pages that others have removed.
     """
 
@@ -65,7 +73,7 @@ class Removal:
         return True
 
     def answer(self) -> Effect:
-        """Report to the client what was removed or retained, and which members did not answer."""
+        """Report to the client what was done, and which members did not answer."""
         if self.states is not None:
             return Send(self.origin, Retained(self.request, self.states, tuple(self.waiting)))
         missed = tuple(sorted(self.waiting | self.missed))
@@ -84,7 +92,7 @@ class Remover:
     def on_message(self, sender: Origin, message: RemovalMessage, now: float) -> list[Effect]:
         """Start a removal, or handle an answer or a view."""
         match message:
-            case Remove() | Clear() | Retain():
+            case Remove() | Clear() | Retain() | Demote():
                 return self._begin(sender, message, now)
             case Removed() | Retained():
                 return self._count(sender.identity, message)
@@ -105,7 +113,9 @@ class Remover:
         """Assert the bound."""
         assert len(self._pending) <= PENDING_MAX, f"{len(self._pending)} removals"
 
-    def _begin(self, sender: Origin, message: Remove | Clear | Retain, now: float) -> list[Effect]:
+    def _begin(
+        self, sender: Origin, message: Remove | Clear | Retain | Demote, now: float
+    ) -> list[Effect]:
         if len(self._pending) >= PENDING_MAX:
             detail = f"this node has {PENDING_MAX} removals under way: try again"
             return [Send(sender, Refused(message.request, "busy", detail))]
@@ -113,7 +123,7 @@ class Remover:
         number = self._last_number
         timeout_s = min(max(message.timeout_s, 0.0), TIMEOUT_MAX_S)
         states = None
-        if isinstance(message, Retain):
+        if isinstance(message, Retain | Demote):
             states = bytes((NOT_HERE,)) * (len(message.keys) // KEY_BYTES)
         waiting = dict.fromkeys(self._live)
         removal = Removal(sender, message.request, now + timeout_s, waiting, states)

@@ -45,7 +45,8 @@ from peercache.config.entries import (
     hosts_to_ask,
     sources_of,
 )
-from peercache.config.quantities import DEFAULT_CONTROL_PORT, format_address, parse_address
+from peercache.config.home import default_home
+from peercache.config.quantities import format_address, parse_address
 from peercache.config.settings import Config
 from peercache.discovery.kubernetes import ApiServer
 from peercache.errors import BrokenInstallation, ConfigError, PeerCacheError, Rejected
@@ -58,7 +59,7 @@ from peercache.memory.kernel import (
     supplies,
     text_of,
 )
-from peercache.node.addresses import default_home, is_ours, look_up
+from peercache.node.addresses import is_ours, look_up
 from peercache.observability.log import get_logger
 from peercache.rdma import verbs
 from peercache.rdma.device import SYSFS, Port, choose, read_ports
@@ -274,7 +275,7 @@ def look_at_disk(config: Config) -> DiskFact | None:
 
 def look_at_home(config: Config) -> HomeFact:
     """Return whether a node, or a client of one, of this user can use the home address."""
-    home = config.home or default_home(config.cluster, DEFAULT_CONTROL_PORT)
+    home = config.home or default_home()
     path = Path(home.removeprefix("ipc://"))
     sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
     try:

@@ -40,7 +40,7 @@ EXIT_NOT_DONE = 1
     help="Time limit of the hand-over. Default: the node's drain_s.",
 )
 @click.option("--cancel", is_flag=True, help="Cancel a drain: the node continues to serve.")
-@click.option("--yes", is_flag=True, help="Do not ask before this host's own node is drained.")
+@click.option("--yes", is_flag=True, help="Do not ask before a node is drained that was not named.")
 @json_option
 def drain(
     *,
@@ -60,12 +60,13 @@ def drain(
     if node and target["at"]:
         raise click.UsageError("Name the node once: as NODE, or with --at.")
     wanted = target_of(**{**target, "at": node or target["at"]})
-    # Without a name it is the node of this host, which its engines use.
+    # Without a name it is the node of this host, which its engines use, or that of a context.
     asks = not (node or target["at"] or cancel or yes)
+    which = f"of the context {wanted.context}" if wanted.context else "of this host"
     if asks and not sys.stdin.isatty():
-        raise click.UsageError("this drains the node of this host: name it, or say --yes.")
+        raise click.UsageError(f"this drains the node {which}: name it, or say --yes.")
     with Operator(wanted) as operator:
-        if asks and not click.confirm(_question(operator), err=True):
+        if asks and not click.confirm(_question(operator, which), err=True):
             return EXIT_NOT_DONE
         if cancel:
             reached = operator.ask(CancelDrain(0), ReportDrainState).figures
@@ -93,10 +94,10 @@ def drain(
         return EXIT_NOT_DONE
 
 
-def _question(operator: Operator) -> str:
+def _question(operator: Operator, which: str) -> str:
     assert operator.welcome is not None, "it is connected"
     name = operator.welcome.member.control
-    return f"Drain the node of this host, {name}, and stop it? Its engines then store nothing."
+    return f"Drain the node {which}, {name}, and stop it? Its engines then store nothing."
 
 
 def _show(reached: dict[str, int | float | str], *, as_json: bool) -> None:

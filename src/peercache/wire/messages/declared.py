@@ -47,6 +47,8 @@ class Rule(Enum):
     """`member` is the sender."""
     OWN_NAMESPACE = "own_namespace"
     """The sender may change pages of `namespace`, a tag."""
+    READABLE_NAMESPACE = "readable_namespace"
+    """The sender may read pages of `namespace`, a tag."""
     ALL_NAMESPACES = "all_namespaces"
     """The sender may read pages of every namespace."""
 

@@ -1,9 +1,9 @@
-"""Messages about held pages: location records, changes for followers, overlap of prompts.
+"""Messages about held pages: location records, changes for followers, scans, overlap of prompts.
 
 A follower sends requests again and again, and the node keeps no state of it between two requests:
 the request contains the last known change, and the position in the list of earlier pages. So a
 follower that is slow, was paused or has lost its connection costs the node nothing, and the next
-answer shows whether it has missed something.
+answer shows whether it has missed something. A scan of a namespace works alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 import attrs
 import numpy as np
 
+from peercache.model.keys import Tag
 from peercache.model.prefix import HOLDERS_MAX, Overlap
 from peercache.wire.messages.declared import (
     CLIENTS,
@@ -20,6 +21,7 @@ from peercache.wire.messages.declared import (
     EVERYONE,
     NO_ROLE,
     NODES,
+    OPERATORS_AND_NODES,
     Declared,
     Receiver,
     Rule,
@@ -227,6 +229,50 @@ class ReportChanges:
     changes: bytes
     held: bytes
     row: int
+
+
+SCANNED: Final = 2**64 - 1
+"""The row after a scan's last one."""
+
+
+@attrs.frozen
+class RequestKeys:
+    """Ask which pages of a namespace a member holds, some at a time.
+
+    namespace: its tag; all geometries, ranks and weights of its name are listed.
+    member:    the incarnation of the holder, which the receiver asks if it is another node.
+    row, newest: as in the last answer; 0 for the first request.
+    count:     return no more than this many pages.
+    """
+
+    # A node asks on behalf of an operator. It shows keys and lengths, never content.
+    declared: ClassVar = Declared(
+        66, Receiver.NODE, OPERATORS_AND_NODES, rules=(Rule.READABLE_NAMESPACE,)
+    )
+
+    request: int
+    namespace: Tag
+    member: int
+    row: int
+    newest: int
+    count: int
+
+
+@attrs.frozen
+class ReportKeys:
+    """Answer a RequestKeys. There may be more pages although it lists none.
+
+    held:   n × CHANGE (`model.records`).
+    row:    the row for the next request; SCANNED: there are no more.
+    newest: the number of the member's last record when its scan began.
+    """
+
+    declared: ClassVar = Declared(67, Receiver.ASKER, NO_ROLE)
+
+    request: int
+    held: bytes
+    row: int
+    newest: int
 
 
 OVERLAP_KEYS_MAX = 2048

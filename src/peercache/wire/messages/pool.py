@@ -1,4 +1,4 @@
-"""Messages to a pool: writing, touching and removing pages, promoting and retaining them.
+"""Messages to a pool: writing, touching and removing pages, promoting, retaining and demoting them.
 
 A reader asks a holder for pages on its disk. The holder loads them into its pool and answers with
 fresh records; then the reader reads them like any page.
@@ -249,13 +249,20 @@ class Promoted:
     records: bytes
 
 
-# The result for a page of a Retain; one byte each in `states`. The maximum over all members counts.
+# The result for a page of a Retain or Demote; one byte each in `states`. The maximum over all
+# members counts.
 NOT_HERE = 0
 """No member that answered has the page in memory."""
 OVER_QUOTA = 1
 """The page exists, but its namespace retains as much as it may."""
 RETAINED = 2
 """Done as requested: the page is retained, or, with 0 seconds, no longer retained."""
+RETAIN_MAX_S = 30 * 86_400.0
+"""Longest time that a page is retained for by one message; it may be renewed."""
+STAYS = OVER_QUOTA
+"""Of a Demote: the page is retained, and stays so."""
+DEMOTED = RETAINED
+"""Of a Demote: the page is among the next to be evicted."""
 
 
 @attrs.frozen
@@ -280,10 +287,32 @@ class Retain:
 
 
 @attrs.frozen
-class Retained:
-    """Answer a Retain: one state per page.
+class Demote:
+    """Ask a client's home node to demote these pages on all nodes, or a holder to demote its own.
 
-    missed: the members that did not answer in time, and may still retain pages.
+    They are evicted before others of their namespace and size, to its disk where the holder has
+    one, unless they are used again before that. Retained pages stay.
+
+    namespace:  the tag of their namespace; pages of another name are not changed.
+    timeout_s: how long the home node may wait for the other members.
+    """
+
+    # Restricted like a removal, to which it leads when memory is short.
+    declared: ClassVar = Declared(
+        68, Receiver.REMOVAL, REMOVERS, rules=(Rule.OWN_NAMESPACE,), of_node=Receiver.POOL
+    )
+
+    request: int
+    namespace: Tag
+    keys: bytes
+    timeout_s: float = 0.0
+
+
+@attrs.frozen
+class Retained:
+    """Answer a Retain or a Demote: one state per page.
+
+    missed: the members that did not answer in time, and may still do what was asked.
     """
 
     declared: ClassVar = Declared(61, Receiver.REMOVAL, NODES)

@@ -119,7 +119,7 @@ class Counted:
     """Report to the home node what a client has counted since its last report.
 
     counts:  increases by "metric" or "metric/label value"; "peer_fabric/NODE": the fabric of its
-             reads.
+             reads; "slow_call/N": one of its slowest calls since then (`observability.slow`).
     calls:   how long batch calls took, n × 5 bytes (`observability.metrics.CALL`).
     """
 
