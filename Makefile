@@ -5,6 +5,7 @@
 #   make gate      what CI runs, with a table: all that is deterministic, one run of each real part
 #   make full      everything, before a release: long tests, all engines, RDMA, simulations
 #   make lmcache   LMCache's server over two nodes; make vllm: vLLM's engine; make dynamo: its indexer
+#   make vllm-newer  vLLM's engine in a newer version, which has no build for a CPU
 #   make sims      whole clusters, simulated from seeds that follow from the code, and planted bugs
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
-	soak spec sims sglang sglang-engines lmcache vllm dynamo ttft peers docs docs-site release-check wheels clean
+	soak spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -132,6 +133,12 @@ sglang-engines: $(STAMP)
 # skipped.
 lmcache vllm dynamo: $(STAMP)
 	$(PYTEST) -q -m $@ tests/integration $(PYTEST_FLAGS)
+
+# The same tests as `make vllm` with the Python of a newer version, over the environment of vLLM.
+VLLM_NEWER ?= 0.33.0
+vllm-newer: $(STAMP)
+	PEERCACHE_VLLM_FIRST="$$($(BIN)/python -m tests.integration.newer_vllm $(VLLM_NEWER))" \
+		$(PYTEST) -q -m vllm tests/integration $(PYTEST_FLAGS)
 
 # The figures of docs/explanation/performance.md, with SGLang's environment, on a quiet machine: four
 # minutes. A run that fails leaves the old figures.

@@ -82,6 +82,7 @@ SET_UP = "set-up"
 SYSTEM = "system packages"
 SGLANG_ENV, LMCACHE_ENV = "SGLang's environment", "LMCache's environment"
 DYNAMO_ENV, VLLM_ENV = "Dynamo's environment", "vLLM's environment"
+NEWER_VLLM = "a newer vLLM"
 GUEST = "RDMA guest"
 
 FIRST_SEEDS = 60
@@ -172,6 +173,13 @@ def parts(*, full: bool) -> list[Part]:
                 without="the chart on an API server: its sources cannot be had or compiled here",
             ),
             environment_of("vllm", VLLM_ENV),
+            Part(
+                NEWER_VLLM,
+                (PYTHON, "-m", "tests.integration.newer_vllm", "0.33.0"),
+                fetches=True,
+                without="the tests with a newer vLLM: it cannot be fetched here",
+                needs=(SET_UP, VLLM_ENV),
+            ),
         ]  # fmt: skip
     # Not one flag, so that a test which is run again alone takes the same way.
     engines = make("sglang-engines", flags="" if full else f"-k {ENGINE_PAIR}")
@@ -192,6 +200,7 @@ def parts(*, full: bool) -> list[Part]:
     if full:
         chosen += [
             Part("make vllm", make("vllm"), needs=(SET_UP, VLLM_ENV), again=PYTEST),
+            Part("make vllm-newer", make("vllm-newer"), needs=(SET_UP, NEWER_VLLM)),
             Part("make soak", make("soak"), needs=(SET_UP,), again=PYTEST),
             Part("make slow", make("slow"), needs=(SET_UP,), after=tuple(
                 part.name for part in chosen if part.fetches), alone=True, again=PYTEST),

@@ -61,7 +61,7 @@ LAYERS: dict[str, str] = {
     "engines": "model config observability client",
     "sglang": "model config observability events client engines",
     "lmcache": "model config observability client engines",
-    "vllm": "model observability client engines",
+    "vllm": "model observability events client engines",
     "connector": "model content config observability memory events client engines",
     "cli": "trust config observability installation wire storage node",
     "cli.operate": "model trust config observability wire wire.messages net events node client cli",

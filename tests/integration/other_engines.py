@@ -265,6 +265,7 @@ def tier(home: str, **settings: Any) -> dict[str, Any]:
             "spec_name": "CpuTieringSpec",
             "spec_module_path": "tests.integration.cpu_tiering",
             "cpu_bytes_to_use": 64 << 20,
+            "self_describing_kv_events": True,
             "secondary_tiers": [
                 {"type": "PeerCacheTier", "module_path": "peercache.vllm", "home": home, **settings}
             ],

@@ -18,61 +18,40 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, Final, TypeAlias, final
 
 import numpy as np
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from peercache.client.client import Client
+from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.client.report import reporting
 from peercache.engines.hints import Naming, RequestHints
 from peercache.engines.lanes import CLOSE_S, AdapterLanes, CallLane, harmless
-from peercache.engines.late_client import REASONS, TIMEOUT_FRACTION, LateClient, engine_config
+from peercache.engines.late_client import NOT_OPEN, TIMEOUT_FRACTION, LateClient, engine_config
+from peercache.errors import ConfigError, PeerUnreachable
+from peercache.events.following import AskedNode
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.runs import PageRuns
+from peercache.observability import reasons
 from peercache.observability.log import get_logger
+from peercache.vllm.figures import MISSED, NOT_STORED, TierFigures, definitions
 from peercache.vllm.namespace import configuration_of_caller, namespace_of, weights_of
 
-HOME_LOST: Final = "vllm:kv_offload_peercache_home_lost"
-HOME_ANSWERED: Final = "vllm:kv_offload_peercache_home_answered_seconds"
+EVENTS: Final = "enable_kv_events"
+LOCALITY: Final = "locality"
+"""Settings of vLLM's own tiers, which this one has, too."""
 
-LABELS: Final = ("home", "namespace")
-
-
-def definitions() -> dict[str, Any]:
-    """Return the definition that vLLM needs of each metric in advance."""
-    return {
-        HOME_LOST: OffloadingGaugeMetadata(
-            documentation="1 while the home node is lost for this reason.",
-            labelnames=(*LABELS, "reason"),
-        ),
-        HOME_ANSWERED: OffloadingGaugeMetadata(
-            documentation="Seconds since the home node answered last.", labelnames=LABELS
-        ),
-    }
-
-
-def stats_of(status: Mapping[str, Any]) -> Any:
-    """Return vLLM's figures for a status of `LateClient`."""
-    stats = OffloadingConnectorStats()
-    labels = tuple(status[name] for name in LABELS)
-    for reason in REASONS:
-        # A gauge that is not set again keeps its value.
-        stats.set_gauge(HOME_LOST, int(status["reason"] == reason), (*labels, reason))
-    if status["last_success_s"] is not None:
-        stats.set_gauge(HOME_ANSWERED, status["last_success_s"], labels)
-    return stats
-
+NOT_IN_TIME: Final = reasons.DEADLINE
+"""Reason of a job that waited too long for its thread."""
 
 GROUP_BYTES = 4
 """Of a chunk's key, after the hash of its last block: the KV cache group."""
@@ -154,12 +133,17 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
         primary_kv_view: (chunks, bytes) int8, vLLM's CPU cache; a row is a page.
         client_factory:  what opens the client; tests pass a fake with the same contract.
-        settings:        the rest of the tier's JSON: settings of PeerCache.
+        settings:        the rest of the tier's JSON: settings of PeerCache, and those of vLLM's own
+                         tiers, `enable_kv_events` and `locality`.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = Locality.REMOTE
-        config = engine_config(settings, os.environ, engine="vllm")
         self._log = get_logger(component="vllm")
+        self.locality = _locality(settings.pop(LOCALITY, None))
+        wants_events = bool(settings.pop(EVENTS, False))
+        follow = self._follow_with(offloading_spec) if wants_events else None
+        config = engine_config(settings, os.environ, engine="vllm")
+        self._config = config
+        self._figures = TierFigures(backpressure_detector, self._log)
         self._rows: Any = np.asarray(primary_kv_view)
         self._spec_config = offloading_spec.config
         self._name = config.namespace
@@ -183,6 +167,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             weights=namespace.weights,
             chunk_bytes=self._rows.shape[1],
         )
+        self._events = None if follow is None else follow(self._connect, self._log)
 
     # --- lookups -------------------------------------------------------------------------------
 
@@ -196,8 +181,9 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM names it
-        """Start the lookups of this step."""
+        """Start the lookups of this step, and see whether vLLM drops stores to this tier."""
         self._lookups.flush()
+        self._figures.watch(len(self._lanes.store))
 
     @harmless(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
@@ -231,19 +217,24 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     @harmless(lambda: None)
     def get_stats(self) -> Any | None:
-        """Return the state of the home node, for vLLM's /metrics."""
-        return stats_of(self._late.status())
+        """Return the state of the home node and counts since the last call, for vLLM's /metrics."""
+        return self._figures.take(self._late.status())
+
+    @harmless(list[Any])
+    def take_events(self) -> list[Any]:
+        """Return which chunks the home node has stored and removed since the last call."""
+        return [] if self._events is None else self._events.take()
 
     # --- jobs ----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store the rows of a job; they are read until its result is available."""
         self._hints.saw(map(bytes, job_metadata.keys), job_metadata.req_context.req_id)
-        self._submit(self._lanes.store, job_metadata, lambda client: client.batch_set_from)
+        self._submit(self._lanes.store, job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Read chunks into the rows of a job; they are written until its result is available."""
-        self._submit(self._lanes.load, job_metadata, lambda client: client.batch_get_into)
+        self._submit(self._lanes.load, job_metadata)
 
     @harmless(list[Any])
     def get_finished_jobs(self) -> list[Any]:
@@ -261,12 +252,16 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             lane.drain()
         space = self._space(reset=secrets.token_hex(8))
         self._digest = space.digest()
+        if self._events is not None:
+            self._events.forget()
         self._log.info("vllm.cache_reset", namespace=space.name, weights=space.weights)
 
     @harmless(lambda: None)
     def shutdown(self) -> None:
         """End jobs and the client; bounded, may be repeated."""
         in_time = self._lanes.close() & self._hints.close(CLOSE_S)
+        if self._events is not None:
+            self._events.close()
         self._late.close()
         if in_time:
             # vLLM unmaps the memory next: no array may refer to it then.
@@ -275,11 +270,12 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     # --- between the scheduler and the lanes -----------------------------------------------------
 
-    def _submit(self, lane: CallLane, job: Any, method: Callable[[Any], Move]) -> None:
+    def _submit(self, lane: CallLane, job: Any) -> None:
         begun_s = time.monotonic()
-        lane.submit(lambda: self._move(job, begun_s, method), lambda: self._fail(job))
+        lane.submit(lambda: self._move(job, begun_s), lambda: self._fail(job, NOT_IN_TIME))
 
-    def _fail(self, job: Any) -> None:
+    def _fail(self, job: Any, reason: str) -> None:
+        self._figures.add(MISSED if job.is_promotion else NOT_STORED, {reason: len(job.keys)})
         if job.is_promotion:
             # Otherwise the scheduler requests the same load in every step.
             self._settle_failed(job, job.keys)
@@ -298,25 +294,33 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         client = self._late.client
         return [False] * len(names) if client is None else list(client.touch(names))
 
-    def _move(self, job: Any, begun_s: float, method: Callable[[Any], Move]) -> None:
+    def _move(self, job: Any, begun_s: float) -> None:
         client, keys = self._late.client, list(job.keys)
         if client is None:
-            self._fail(job)
+            self._fail(job, NOT_OPEN)
             return
+        names, runs = self._names(keys), self._runs(job.chunk_ids, len(keys))
         with reporting() as report:
-            flags = method(client)(self._names(keys), self._runs(job.chunk_ids, len(keys)))
+            move: Move = client.batch_get_into if job.is_promotion else client.batch_set_from
+            flags = np.asarray(move(names, runs), np.bool_)
         moved = [key for key, is_moved in zip(keys, flags, strict=True) if is_moved]
+        self._figures.add(MISSED if job.is_promotion else NOT_STORED, report.misses)
+        if self._events is not None:
+            self._events.used([bytes(key) for key in moved], names[flags])
         if job.is_promotion and len(moved) < len(keys):
             self._settle_failed(job, set(keys).difference(moved))
         if not job.is_promotion:
             self._hints.stored(map(bytes, moved))
+        # Chunks that were stored before count, too: vLLM's back-pressure divides the time of a job
+        # by them, and a job of known chunks is no sign of a slow tier.
+        size = report.bytes if job.is_promotion else len(moved) * self._rows.shape[1]
         self._finished.append(
             JobResult(
                 job.job_id,
                 success=len(moved) == len(keys),
                 successful_keys=moved,
                 transfer_time=time.monotonic() - begun_s,
-                transfer_bytes=report.bytes,
+                transfer_bytes=size,
             )
         )
 
@@ -372,6 +376,35 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             reset,
         )
 
+    def _follow_with(self, offloading_spec: Any) -> Callable[..., Any] | None:
+        """Return what follows the home node; None, and log why, if vLLM would take no events."""
+        if not offloading_spec.kv_events_config.enable_kv_cache_events:
+            hint = "vLLM wants --kv-events-config and prefix caching, too"
+            self._log.warning("vllm.events_off", hint=hint)
+            return None
+        try:
+            from peercache.vllm.events import TierEvents  # noqa: PLC0415 - of the extra `events`
+        except ImportError as error:
+            problem = f"requires {error.name}: pip install 'peercache-kv[events]'"
+            raise ConfigError(EVENTS, problem) from error
+        return TierEvents
+
+    def _connect(self) -> AskedNode:
+        client = self._late.client
+        if client is None:
+            raise PeerUnreachable("the home node")
+        home = client.home_address
+        target = Target(at=home, config=self._config, timeout_s=TIMEOUT_S, has_cluster=True)
+        return Operator(target).__enter__()
+
     def _register_memory(self, client: Any) -> None:
         address = self._rows.__array_interface__["data"][0]
         client.register_memory(address, self._rows.nbytes, self._rows)
+
+
+def _locality(named: object) -> Any:
+    """Return vLLM's locality of the tier: PeerCache's pages are on any host."""
+    try:
+        return Locality.REMOTE if named is None else Locality(named)
+    except ValueError as error:
+        raise ConfigError(LOCALITY, f"LOCAL or REMOTE, not {named!r:.80}") from error

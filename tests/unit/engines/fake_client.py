@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from peercache.client.home import HomeState
-from peercache.client.report import add_moved
+from peercache.client.report import add_missed, add_moved
 from peercache.config.settings import Config
 from peercache.model.keys import Namespace, PageKeys
 from peercache.model.prefix import Overlap
@@ -83,6 +83,7 @@ class FakeClient:
                 ctypes.memmove(int(address), page, len(page))
                 add_moved(1, len(page))
             hits.append(is_hit)
+        add_missed({"absent": hits.count(False)})
         return hits
 
     def remove(self, keys: PageKeys) -> int:

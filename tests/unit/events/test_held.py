@@ -18,8 +18,8 @@ from peercache.wire.messages.directory import ALL_ROWS, ReportChanges, RequestCh
 from tests.pace import wait_until
 
 
-def key(name: str) -> bytes:
-    return name.encode().ljust(16)
+def key(name: str | bytes) -> bytes:
+    return (name if isinstance(name, bytes) else name.encode()).ljust(16)
 
 
 class Node:
@@ -32,7 +32,7 @@ class Node:
         self.problem: Exception | None = None
         self._changed = threading.Condition()
 
-    def report(self, *pages: tuple[str, int], again: bool = False) -> None:
+    def report(self, *pages: tuple[str | bytes, int], again: bool = False) -> None:
         rows = np.zeros(len(pages), CHANGE)
         for row, (name, tier) in zip(rows, pages, strict=True):
             row["key"], row["tier"], row["length"] = key(name), tier, 100 if tier else 0

@@ -31,6 +31,7 @@ class Medium(enum.Enum):
 class Locality(enum.Enum):
     """How far a tier is."""
 
+    LOCAL = "LOCAL"
     REMOTE = "REMOTE"
 
 
@@ -52,6 +53,31 @@ class JobResult:
     transfer_bytes: int | None = None
 
 
+@attrs.frozen(kw_only=True)
+class OffloadingEvent:
+    """A change of what a tier holds."""
+
+    keys: list[bytes]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+    ownership: str | None = None
+    removal_expected: bool = False
+
+
+class Detector:
+    """Decides whether chunks are stored to a tier."""
+
+    def __init__(self) -> None:
+        """Begin without pressure."""
+        self.is_pressed = False
+        self.stats = {"store_latency_ema": 0.123456}
+
+    def is_under_pressure(self) -> bool:
+        """Return whether stores are dropped."""
+        return self.is_pressed
+
+
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 
@@ -61,10 +87,18 @@ class Stats:
     def __init__(self) -> None:
         """Begin with none."""
         self.gauges: dict[str, dict[tuple[str, ...], float]] = {}
+        self.counters: dict[str, dict[tuple[str, ...], float]] = {}
 
     def set_gauge(self, name: str, value: float, labelvalues: tuple[str, ...] = ()) -> None:
         """Note a value."""
         self.gauges.setdefault(name, {})[labelvalues] = value
+
+    def increase_counter(
+        self, name: str, value: float = 1, labelvalues: tuple[str, ...] = ()
+    ) -> None:
+        """Count."""
+        counter = self.counters.setdefault(name, {})
+        counter[labelvalues] = counter.get(labelvalues, 0) + value
 
 
 class SecondaryTierManager:
@@ -103,7 +137,9 @@ def spec(**other: Any) -> SimpleNamespace:
         "canonical_layout": False,
         "replicated_layout": False,
     }
-    return SimpleNamespace(config=SimpleNamespace(**{**facts, **other}))
+    events = SimpleNamespace(enable_kv_cache_events=True)
+    config = SimpleNamespace(**{**facts, **other})
+    return SimpleNamespace(config=config, kv_events_config=events)
 
 
 def engine(*draft: str | None, **other: Any) -> SimpleNamespace:
@@ -142,6 +178,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "LookupResult": LookupResult,
             "Medium": Medium,
             "RequestOffloadingContext": RequestOffloadingContext,
+            "OffloadingCounterMetadata": SimpleNamespace,
+            "OffloadingEvent": OffloadingEvent,
             "OffloadingGaugeMetadata": SimpleNamespace,
         },
         "vllm.v1.kv_offload.tiering": {},
@@ -159,5 +197,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Have the next test import the tier again."""
-    for name in ("peercache.vllm", "peercache.vllm.tier", "peercache.vllm.namespace"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.startswith("peercache.vllm")]:
+        del sys.modules[name]

@@ -17,6 +17,7 @@ import pytest
 from peercache.errors import ConfigError
 from tests.pace import wait_until
 from tests.unit.engines.fake_client import FakeClient
+from tests.unit.events.test_held import Node
 from tests.unit.vllm import fake_vllm
 from tests.unit.vllm.fake_vllm import LookupResult, job
 
@@ -51,14 +52,22 @@ def tier(fake: FakeClient, rows: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
     fake_vllm.forget()
 
 
-def make(fake: FakeClient, rows: Any, vllm_config: Any = ENGINE, **settings: Any) -> Any:
+def make(
+    fake: FakeClient,
+    rows: Any,
+    vllm_config: Any = ENGINE,
+    *,
+    detector: Any = None,
+    spec: Any = None,
+    **settings: Any,
+) -> Any:
     """Build a tier as vLLM's scheduler does, which has the engine's configuration."""
     module = importlib.import_module("peercache.vllm")
     return module.PeerCacheTier(
-        offloading_spec=fake_vllm.spec(),
+        offloading_spec=spec or fake_vllm.spec(),
         primary_kv_view=memoryview(rows),
         tier_type="PeerCacheTier",
-        backpressure_detector=None,
+        backpressure_detector=detector,
         client_factory=fake.open,
         **settings,
     )
@@ -306,6 +315,144 @@ def test_vllm_shows_whether_the_home_node_answers(tier: Any, fake: FakeClient) -
     assert min(tier.get_stats().gauges[ANSWERED].values()) >= 7
     fake.home_state = attrs.evolve(fake.home_state, is_lost=True, reason="no_answer")
     assert shown() == ({"not_open": 0, "no_answer": 1, "refused": 0}, True)
+
+
+def counts(tier: Any) -> dict[tuple[str, str], float]:
+    """Return the counts since the last call, by the end of a metric's name, and the reason."""
+    counters = tier.get_stats().counters
+    definitions = tier.build_metric_definitions({})
+    return {
+        (name.rpartition("peercache_")[2], labels[2]): value
+        for name, values in counters.items()
+        for labels, value in values.items()
+        if len(definitions[name].labelnames) == len(labels)
+    }
+
+
+def test_vllm_shows_what_was_not_moved_and_why(tier: Any, fake: FakeClient) -> None:
+    """Each chunk once, by the client's reason."""
+    tier.submit_store(job(1, KEYS[:2], [0, 1]))
+    tier.submit_load(job(2, KEYS[:3], [2, 3, 4], request="r"))
+    results(tier, 1, 2)
+    assert counts(tier) == {("missed_chunks", "absent"): 1}
+    assert counts(tier) == {}
+    fake.problem = RuntimeError("a bug")
+    tier.submit_store(job(3, KEYS[2:], [2, 3]))
+    results(tier, 3)
+    assert counts(tier) == {("not_stored_chunks", "deadline"): 2}
+    tier._late._client = None
+    tier.submit_store(job(4, KEYS[:1], [0]))
+    tier.submit_load(job(5, KEYS[:1], [0], request="r"))
+    results(tier, 4, 5)
+    assert counts(tier) == {("not_stored_chunks", "not_open"): 1, ("missed_chunks", "not_open"): 1}
+    tier._late._client = fake
+
+
+def test_chunks_that_were_stored_before_count_for_vllms_back_pressure(tier: Any) -> None:
+    """It divides the time of a job by its bytes: a job of known chunks would look slow."""
+    tier.submit_store(job(1, KEYS[:1], [0]))
+    tier.submit_store(job(2, KEYS[:2], [0, 1]))
+    done = results(tier, 1, 2)
+    assert [done[number].transfer_bytes for number in (1, 2)] == [ROW_BYTES, 2 * ROW_BYTES]
+
+
+def test_the_log_says_once_that_vllm_shuts_the_tier_out(
+    fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what to do, and that it is over; vLLM's metrics show it, too."""
+    detector = fake_vllm.Detector()
+    tier = make(fake, rows, detector=detector, log_level="info")
+
+    def shut_out() -> list[float]:
+        return list(tier.get_stats().gauges["vllm:kv_offload_peercache_shut_out"].values())
+
+    for is_pressed in (False, True, True, False, True):
+        detector.is_pressed = is_pressed
+        tier.on_schedule_end(None)
+        assert shut_out() == [is_pressed]
+    assert caplog.text.count("vllm.stores_shut_out") == 2
+    assert caplog.text.count("vllm.stores_admitted") == 1
+    assert "seconds_per_mib=0.1235" in caplog.text
+    assert "high_water_s" in caplog.text
+    tier.shutdown()
+
+
+def test_settings_of_vllms_own_tiers_are_taken(fake: FakeClient, rows: Any) -> None:
+    """With `locality` vLLM chooses the limits of its back-pressure; a wrong one is named."""
+    for named in ("REMOTE", "LOCAL"):
+        tier = make(fake, rows, locality=named)
+        assert tier.locality.value == named
+        tier.shutdown()
+    with pytest.raises(ConfigError, match=r"locality.*NEAR"):
+        make(fake, rows, locality="NEAR")
+
+
+@pytest.fixture
+def node(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Return the home node, whose changes a tier follows."""
+    node = Node()
+    node.report(again=True)
+    operator = SimpleNamespace(__enter__=lambda: node)
+    module = importlib.import_module("peercache.vllm.tier")
+    monkeypatch.setattr(module, "Operator", lambda _: operator)
+    return node
+
+
+def test_events_say_what_the_home_node_holds_of_the_engine(
+    fake: FakeClient, rows: Any, node: Node
+) -> None:
+    """Stored and removed alternate for each chunk, whatever happens between two steps."""
+    tier = make(fake, rows, enable_kv_events=True)
+    names = [name.tobytes() for name in tier._names(KEYS)]
+
+    def events() -> list[tuple[bool, list[bytes]]]:
+        return [(each.removed, each.keys) for each in tier.take_events()]
+
+    def come(*wanted: tuple[bool, list[bytes]]) -> None:
+        found: list[tuple[bool, list[bytes]]] = []
+        wait_until(lambda: found.extend(events()) or found == list(wanted))  # type: ignore[func-returns-value]
+
+    tier.submit_store(job(1, KEYS[:2], [0, 1]))
+    results(tier, 1)
+    assert events() == []
+    node.report((names[0], 1), (names[1], 2), (names[2], 1))
+    come((False, KEYS[:2]))
+    node.report((names[0], 0), (names[0], 1), (names[1], 0))
+    come((True, [KEYS[1]]))
+    tier.submit_store(job(2, KEYS[2:3], [2]))
+    results(tier, 2)
+    come((False, [KEYS[2]]))
+
+    tier.drain_jobs()
+    come((True, [KEYS[0], KEYS[2]]))
+    tier.shutdown()
+    assert events() == []
+
+
+def test_events_are_for_routers_that_know_the_tier(fake: FakeClient, rows: Any, node: Node) -> None:
+    """The home node is on this host; with an owner vLLM keeps the tokens until the removal."""
+    tier = make(fake, rows, enable_kv_events=True)
+    tier.submit_store(job(1, KEYS[:1], [0]))
+    results(tier, 1)
+    node.report((tier._names(KEYS[:1])[0].tobytes(), 1))
+    found: list[Any] = []
+    wait_until(lambda: found.extend(tier.take_events()) or bool(found))  # type: ignore[func-returns-value]
+    (event,) = found
+    assert (event.medium.value, event.locality.value) == ("STORAGE", "LOCAL")
+    assert (event.ownership, event.removal_expected) == ("peercache", True)
+    tier.shutdown()
+
+
+def test_events_want_vllms_own_to_be_on(
+    fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise vLLM would never take them."""
+    spec = fake_vllm.spec()
+    spec.kv_events_config.enable_kv_cache_events = False
+    tier = make(fake, rows, spec=spec, enable_kv_events=True)
+    assert "vllm.events_off" in caplog.text
+    assert list(tier.take_events()) == []
+    tier.shutdown()
 
 
 @pytest.fixture(autouse=True)
