@@ -37,7 +37,7 @@ CARRIED = 200_000
 IMPORTED = """
 import sys
 from peercache import Client
-with Client.open(cluster="off", listen="127.0.0.1:0", pool_size="1MiB") as client:
+with Client.open(cluster="off", embedded=True, listen="127.0.0.1:0", pool_size="1MiB") as client:
     client.batch_exists(["page"])
 print(sum(name.split(".")[0] == "opentelemetry" for name in sys.modules))
 """

@@ -80,7 +80,8 @@ def tracer() -> Tracer:
             provider = _own_provider()
     except ImportError as error:
         raise ConfigError(
-            "otel_traces", f"requires {error.name}: pip install 'peercache-kv[otel]'"
+            "otel_traces",
+            f"requires {error.name}: pip install opentelemetry-exporter-otlp-proto-http",
         ) from error
     _process.is_traced = True
     return provider.get_tracer("peercache")

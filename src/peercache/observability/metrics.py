@@ -127,15 +127,6 @@ class Metrics:
         )
         self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
         self.home_attached = counter("home_attached", "Times a client attached to its home node.")
-        self.rdma_fallbacks = counter(
-            "rdma_fallbacks", "Pages that another fabric read because rdma could not.", "reason"
-        )
-        self.rdma_channels_opened = counter(
-            "rdma_channels_opened", "Channels that this client has opened."
-        )
-        self.rdma_channels_failed = counter(
-            "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
-        )
         self._make_hints(counter)
         # --- node
         self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
@@ -152,10 +143,7 @@ class Metrics:
         self.connections = gauge("connections", "Open connections.", "port")
         self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
         self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
-        self.rdma_channels = gauge("rdma_channels", "Queue pairs between clients and this node.")
-        self.rdma_registered_bytes = gauge(
-            "rdma_registered_bytes", "Bytes of page memory that every rail serves."
-        )
+        self._make_rdma(counter, gauge)
         self._make_latency(registry)
         self._make_directory(counter, gauge)
         self._make_mirrors(counter, gauge)
@@ -164,6 +152,22 @@ class Metrics:
         self._make_trust(counter, gauge)
         self._make_discovery(counter, gauge)
         self._make_disk(registry, counter, gauge)
+
+    def _make_rdma(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        """Create the metrics of the rdma fabric: of a client's reads, and of what a node serves."""
+        self.rdma_fallbacks = counter(
+            "rdma_fallbacks", "Pages that another fabric read because rdma could not.", "reason"
+        )
+        self.rdma_channels_opened = counter(
+            "rdma_channels_opened", "Channels that this client has opened."
+        )
+        self.rdma_channels_failed = counter(
+            "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
+        )
+        self.rdma_channels = gauge("rdma_channels", "Queue pairs between clients and this node.")
+        self.rdma_registered_bytes = gauge(
+            "rdma_registered_bytes", "Bytes of page memory that every rail serves."
+        )
 
     def _make_latency(self, registry: CollectorRegistry) -> None:
         """Create the histograms of calls."""

@@ -63,7 +63,7 @@ def client(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 
     monkeypatch.setattr(tracing, "tracer", tracer)
     with Client.open(
-        cluster="traced", namespace="model", listen="127.0.0.1:0", pool_size="1MiB",
+        cluster="traced", namespace="model", embedded=True, listen="127.0.0.1:0", pool_size="1MiB",
         op_timeout_s=10.0, exists_timeout_s=10.0, otel_traces=True,
     ) as client:  # fmt: skip
         spans.take()
@@ -191,7 +191,7 @@ def test_without_the_setting_nothing_of_it_is_there() -> None:
 import sys
 from peercache import Client
 from peercache.client.tracing import carried
-with Client.open(cluster="untraced", listen="127.0.0.1:0", pool_size="1MiB") as client:
+with Client.open(cluster="untraced", embedded=True, listen="127.0.0.1:0", pool_size="1MiB") as client:
     client.batch_exists(["page"])
     assert "_call" not in vars(client)
 assert carried(print) is print
@@ -204,5 +204,11 @@ def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatc
     """The error names what to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'peercache-kv\[otel\]'"):
-        Client.open(cluster="traced", listen="127.0.0.1:0", pool_size="1MiB", otel_traces=True)
+    with pytest.raises(ConfigError, match=r"pip install opentelemetry-exporter-otlp"):
+        Client.open(
+            cluster="traced",
+            embedded=True,
+            listen="127.0.0.1:0",
+            pool_size="1MiB",
+            otel_traces=True,
+        )
