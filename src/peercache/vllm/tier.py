@@ -385,7 +385,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         try:
             from peercache.vllm.events import TierEvents  # noqa: PLC0415 - of the extra `events`
         except ImportError as error:
-            problem = f"requires {error.name}: pip install 'peercache-kv[events]'"
+            problem = f"requires {error.name}: pip install msgspec pyzmq"
             raise ConfigError(EVENTS, problem) from error
         return TierEvents
 

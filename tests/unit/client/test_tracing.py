@@ -191,7 +191,8 @@ def test_without_the_setting_nothing_of_it_is_there() -> None:
 import sys
 from peercache import Client
 from peercache.client.tracing import carried
-with Client.open(cluster="untraced", embedded=True, listen="127.0.0.1:0", pool_size="1MiB") as client:
+settings = {"embedded": True, "listen": "127.0.0.1:0", "pool_size": "1MiB"}
+with Client.open(cluster="untraced", **settings) as client:
     client.batch_exists(["page"])
     assert "_call" not in vars(client)
 assert carried(print) is print
