@@ -4,8 +4,7 @@ A node that lacks room for what its clients store next offers pages that are nea
 coldest one, not the coldest. So it keeps pages of all ages, as the others do, and what clients
 store beyond the free room costs pages that are about as cold as those that the others evict. Pages
 that were touched within the same second are a prompt as a rule: once begun they are offered to the
-last one, because a prompt on several nodes is lost with the first of its parts. What is offered for
-that alone goes into free memory only.
+last one, because a prompt on several nodes is lost with the first of its parts.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ class SpillOrder:
             groups.setdefault(page.namespace, []).append(page)
         records = self.pages.records
         return ColdPages(
-            tuple(
-                (tag, records(some), self._ages(some, now, is_lacking=lacking > 0))
-                for tag, some in groups.items()
-            ),
+            tuple((tag, records(some), self._ages(some, now)) for tag, some in groups.items()),
             coldest_age_s,
         )
 
@@ -190,12 +186,8 @@ class SpillOrder:
         self._begun = begun
         return named
 
-    def _ages(self, pages: list[Page], now: float, *, is_lacking: bool) -> npt.NDArray[np.float64]:
-        """Return how old pages are, negative where nothing is to be evicted for them elsewhere.
-
-        What is on disk is not lost with its place in memory. And where no room is lacking, more
-        free room here would be memory of the cluster that no page is in.
-        """
+    def _ages(self, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
         ages = np.array([self.slots.ages.age(page.slot.touched, now) for page in pages])
-        spared = np.array([not is_lacking or page.disk_length > 0 for page in pages])
-        return np.where(spared, -np.maximum(ages, 0.001), ages)
+        on_disk = np.array([page.disk_length > 0 for page in pages])
+        # What is on disk is not lost with its place in memory: nothing is evicted for it.
+        return np.where(on_disk, -np.maximum(ages, 0.001), ages)
