@@ -29,7 +29,7 @@ REPORTED_MAX = 8
 KEPT_MAX = 64
 KEPT_S = 3600.0
 
-_WRITTEN = re.compile(r"(\d{1,3}) (\d[\d.e-]{0,15}) (\d{1,10}) (\d{1,16})((?: [a-z_]+=\d{1,10})*)")
+_WRITTEN = re.compile(r"(\d{1,3}) (\d[\d.e+-]{0,15}) (\d{1,10}) (\d{1,16})((?: [a-z_]+=\d{1,10})*)")
 
 
 @attrs.frozen

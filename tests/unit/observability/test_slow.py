@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peercache.observability.latency import PAGE, PLACES, SERIES
@@ -89,6 +89,7 @@ def test_the_log_keeps_the_slowest_of_an_hour() -> None:
     assert log.listed(2 * KEPT_S) == ()
 
 
+@example(series=0, seconds=1e6, pages=0, number=0, missed={})
 @given(
     series=st.sampled_from([p for p, labels in enumerate(SERIES) if labels[0] != PAGE]),
     seconds=st.floats(0, 1e6),

@@ -332,8 +332,9 @@ def counts(tier: Any) -> dict[tuple[str, str], float]:
 def test_vllm_shows_what_was_not_moved_and_why(tier: Any, fake: FakeClient) -> None:
     """Each chunk once, by the client's reason."""
     tier.submit_store(job(1, KEYS[:2], [0, 1]))
+    results(tier, 1)
     tier.submit_load(job(2, KEYS[:3], [2, 3, 4], request="r"))
-    results(tier, 1, 2)
+    results(tier, 2)
     assert counts(tier) == {("missed_chunks", "absent"): 1}
     assert counts(tier) == {}
     fake.problem = RuntimeError("a bug")
