@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from peercache.net import breaker
 
 # A node that is slow because the machine is must not be taken for hung: these tests expect hits.
-# `tests.pace` wants pytest, which is not in this environment.
+# `tests.pace` requires pytest, which is not in this environment.
 breaker.STALL_S = 240.0
 
 

@@ -53,7 +53,7 @@ def engines(node: NodeProcess) -> Iterator[Engines]:
 
 
 @contextmanager
-def told_at(endpoint: str) -> Iterator[Callable[[], set[str]]]:
+def stored_at(endpoint: str) -> Iterator[Callable[[], set[str]]]:
     """Yield what returns the objects that a router would take for stored by now."""
     known: set[str] = set()
     following = -1
@@ -95,18 +95,18 @@ def test_a_router_is_notified_of_what_the_home_node_has_of_an_engine(
     """From the first set on, for a reader that comes late, and after another client's removal."""
     rig, endpoint = engines.open(Shape(kind=kind))
     first, second = prompt(PAGES, 1), prompt(PAGES, 2)
-    with told_at(endpoint) as told:
+    with stored_at(endpoint) as stored:
         assert rig.back_up(first, 1) == PAGES
-        wait_until(lambda: told() == objects_of(first, *suffixes))
+        wait_until(lambda: stored() == objects_of(first, *suffixes))
 
         assert rig.back_up(second, 2) == PAGES
         both = objects_of(first, *suffixes) | objects_of(second, *suffixes)
-        wait_until(lambda: told() == both)
-        with told_at(endpoint) as late:
+        wait_until(lambda: stored() == both)
+        with stored_at(endpoint) as late:
             wait_until(lambda: late() == both)
 
         rig.store.clear()
-        wait_until(lambda: told() == set())
+        wait_until(lambda: stored() == set())
 
 
 def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for(
@@ -119,18 +119,18 @@ def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for(
     rig.store.close()
 
     again, endpoint = engines.open()
-    with told_at(endpoint) as told:
+    with stored_at(endpoint) as stored:
         others = keys_of("other", 2)
         with Client.open(cluster=node.cluster, home=node.ready["home"]) as other:
             wait_until(lambda: all(other.batch_set(others, pages_of(others))))
-        assert told() == set()
+        assert stored() == set()
 
         assert again.prefetch(tokens, 3) == (PAGES, True)
-        wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
+        wait_until(lambda: stored() == objects_of(tokens, "0_k", "0_v"))
 
         # A node that ends holds nothing.
         node.kill()
-        wait_until(lambda: told() == set())
+        wait_until(lambda: stored() == set())
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_only_the_first_rank_of_the_first_stage_publishes(
         socket.create_connection(("127.0.0.1", port))
     tokens = prompt(1, 4)
     rig, endpoint = engines.open(first)
-    with told_at(endpoint) as told:
+    with stored_at(endpoint) as stored:
         assert rig.back_up(tokens, 4) == 1
-        wait_until(lambda: told() == objects_of(tokens, *suffixes))
+        wait_until(lambda: stored() == objects_of(tokens, *suffixes))
 
 
 def test_an_endpoint_that_is_taken_is_named(engines: Engines) -> None:
@@ -184,15 +184,15 @@ def test_a_router_gets_no_object_above_the_limit_of_its_index(
     """Its index would clear itself: pages used longest ago are left out, and the log has it."""
     monkeypatch.setattr(object_events, "OBJECTS_MAX", 2 * PAGES + 2)
     rig, endpoint = engines.open()
-    with told_at(endpoint) as told:
+    with stored_at(endpoint) as stored:
         assert rig.back_up(prompt(PAGES, 6), 6) == PAGES
-        wait_until(lambda: told() == objects_of(prompt(PAGES, 6), "0_k", "0_v"))
+        wait_until(lambda: stored() == objects_of(prompt(PAGES, 6), "0_k", "0_v"))
         assert rig.store.stats()["object_events"]["pages_left_out"] == 0
         assert "router_index_nearly_full" not in caplog.text
 
         assert rig.back_up(prompt(PAGES, 7), 7) == PAGES
-        wait_until(lambda: told() >= objects_of(prompt(PAGES, 7), "0_k", "0_v"))
-        wait_until(lambda: len(told()) == 2 * PAGES + 2)
+        wait_until(lambda: stored() >= objects_of(prompt(PAGES, 7), "0_k", "0_v"))
+        wait_until(lambda: len(stored()) == 2 * PAGES + 2)
         assert rig.store.stats()["object_events"] == {
             "objects": 2 * PAGES + 2, "objects_max": 2 * PAGES + 2, "pages_left_out": PAGES - 1,
         }  # fmt: skip
@@ -203,12 +203,12 @@ def test_pages_of_other_weights_count_no_longer(engines: Engines) -> None:
     """Their keys are of another namespace, though SGLang's hashes are the same."""
     rig, endpoint = engines.open()
     tokens = prompt(PAGES, 5)
-    with told_at(endpoint) as told:
+    with stored_at(endpoint) as stored:
         assert rig.back_up(tokens, 5) == PAGES
-        wait_until(lambda: told() == objects_of(tokens, "0_k", "0_v"))
+        wait_until(lambda: stored() == objects_of(tokens, "0_k", "0_v"))
 
         rig.store._objects.name(["ab" * 32], bytes(16))
-        wait_until(lambda: told() == set())
+        wait_until(lambda: stored() == set())
 
 
 def test_a_call_that_outlasts_the_close_says_nothing(engines: Engines) -> None:

@@ -177,7 +177,7 @@ def main() -> None:
     said["after_reset"] = rig.found(100 + 3 * 30, 3)
     rig.close()
 
-    # No tier is as fast as this one is told to be.
+    # No tier is fast enough for these limits.
     rig = Rig(home, cluster, "shut-out", high_water_s=1e-9, low_water_s=1e-10)
     for number in range(20):
         rig.store(number, 1)

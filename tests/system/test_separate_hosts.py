@@ -22,7 +22,7 @@ import pytest
 import tests.needs_openssl  # noqa: F401 - skips this module
 from peercache.model.keys import Namespace, page_keys
 from tests.pace import TIMEOUT_S, wait_until
-from tests.system.nodes import keys_of, pages_of
+from tests.system.nodes import PAGE_BYTES, keys_of, pages_of
 from tests.system.separate_hosts import (
     PYTHON,
     Host,
@@ -342,3 +342,36 @@ def test_certificates_are_renewed_revoked_and_replaced_by_the_commands_of_the_pa
     shown = "-cert /etc/peercache/engine.crt -key /etc/peercache/engine.key"
     assert "SSL routines" in c.run(f"{command} {shown}").stderr
     assert "SSL routines" not in b.run(f"{command} {shown}").stderr
+
+
+def test_a_prefetch_reads_no_page_that_is_larger_than_the_own_pool() -> None:
+    """A copy of it could not be kept. So a record with an absurd length takes no memory either."""
+    with separate_hosts("host-a", "host-b") as ((a, b), _):
+        (command,) = lines("trial")
+        start_node(a, command, "--metrics-port", "31997")
+        start_node(b, command, "--discovery", "host-a:31998", "--pool-size", "64KiB")
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        producer, reader = (open_client(host, **home) for host in (a, b))
+        for client in (producer, reader):
+            members_at(client, 2)
+        assert producer.ask("set", "prompt", 2) == 2
+
+        assert reader.ask("prefetch", "prompt", 2) == 0
+
+        assert reader.ask("stats")["hint_pages_prefetch_refused"] == 2
+        assert reader.ask("get", "prompt", 2) == 2
+        code = (
+            "from urllib.request import urlopen; "
+            "print(urlopen('http://127.0.0.1:31997/metrics').read().decode())"
+        )
+
+        def served() -> float:
+            found = re.search(
+                r"^peercache_tcp_bytes_served_total (\S+)$",
+                a.run(f"{PYTHON} -c {shlex.quote(code)}").stdout,
+                re.MULTILINE,
+            )
+            return float(found[1]) if found else 0.0
+
+        wait_until(lambda: served() > 0)
+        assert served() < 4 * PAGE_BYTES, "only the get has read them"

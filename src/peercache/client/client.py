@@ -565,7 +565,9 @@ class Client:
         near = _near(where, cluster)
         far = where.known & ~near & ((where.records["flags"] & RESIDENT) != 0)
         self._copy_here(names[far], where.records["length"][far], until)
-        copied, _, cluster = self._bridge.run(self._wiring.reader.load(names[far], cluster, until))
+        # The home node has answered with the records of its copies; owners learn of them later.
+        looks = self._wiring.reader.load(names[far], cluster, until, is_cached=True)
+        copied, _, cluster = self._bridge.run(looks)
         done = int((near & loaded).sum() + _near(copied, cluster).sum())
         here = int(near.sum() + _near(copied, cluster).sum())
         refused = int(near.sum() + far.sum()) - here
@@ -587,6 +589,11 @@ class Client:
     def _copy_here(self, names: PageKeys, lengths: U64, until: float) -> None:
         """Read pages of other hosts, and have the home node keep copies of them."""
         attached, prefetcher = self._tie.attached, self._wiring.prefetcher
+        if attached is None:
+            return
+        # A record may state any length: a page that the home node has no room for is not read.
+        fits = lengths <= attached.memory.page_bytes
+        names, lengths = names[fits], lengths[fits]
         begin = 0
         while begin < len(names) and self._clock() < until and not prefetcher.is_paused:
             sizes = lengths[begin : begin + PREFETCH_PAGES].astype(np.uint64)
@@ -596,8 +603,6 @@ class Client:
             memory = np.empty(int(sizes.sum()), np.uint8)
             first = np.uint64(memory.__array_interface__["data"][0])
             runs = PageRuns.regular(first + ends[: len(sizes)] - sizes, sizes, len(sizes))
-            if attached is None:
-                return
             home = MirrorHome(attached.incarnation, attached.reservations)
             path = self._wiring.reader.get(part, runs, self._tie.cluster, until, home, prefetcher)
             outcome = self._bridge.run(path, attached.memory)

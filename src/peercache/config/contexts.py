@@ -83,7 +83,7 @@ def _read(path: Path, text: str, name: str, values: Any) -> dict[str, str]:
         return ConfigError("context", f"{path}, line {_line_of(text, name, key)}: {problem}")
 
     if not isinstance(values, dict):
-        raise wrong("", f"{name} stands in no context: write [NAME] above it")
+        raise wrong("", f"{name} is in no context: write [NAME] above it")
     for key, value in values.items():
         if key not in KNOWN:
             raise wrong(key, f"a context has no {key}; it has {', '.join(KNOWN)}")

@@ -34,5 +34,7 @@ def default_home() -> str:
 def nearest_home() -> str:
     """Return the address at which a client of this user looks for the node of its host."""
     own = default_folder()
-    has_other = not (own / SOCKET).exists() and SYSTEM_FOLDER.is_dir()
+    # Also False for a folder of another user, which the client then refuses with the reason.
+    has_own = os.path.exists(own / SOCKET)  # noqa: PTH110 - Path.exists may raise PermissionError
+    has_other = not has_own and os.path.isdir(SYSTEM_FOLDER)  # noqa: PTH112 - likewise
     return f"ipc://{(SYSTEM_FOLDER if has_other else own) / SOCKET}"

@@ -20,8 +20,8 @@ from peercache.errors import ConfigError
 COORDINATOR: Final = "coordinator_url"
 
 HELP: Final = f"""PeerCache L2 adapter, in adapter_params:
-- home (str): the address of the host's node, such as ipc:///run/peercache/home.ipc;
-  without it the server embeds a node
+- home (str): the address of the host's node, if it is not the default one
+- embedded (bool): run a node in the server, instead of using the host's
 - namespace (str): separates weights under one model name (default "lmcache")
 - insecure (str), or tls_ca, tls_cert and tls_key (str): how the cluster is protected
 - op_timeout_s (float): the timeout of a load (default 0.8)
@@ -58,8 +58,10 @@ class PeerCacheL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LM
 
 def _checked_url(url: object) -> str:
     if not isinstance(url, str):
-        raise ConfigError(COORDINATOR, f"a URL is wanted, not {url!r:.80}")
+        raise ConfigError(COORDINATOR, f"must be a URL, not {url!r:.80}")
     parts = urlsplit(url)
     if url and (parts.scheme not in {"http", "https"} or not parts.netloc):
-        raise ConfigError(COORDINATOR, f"wants http://HOST:PORT or https://HOST:PORT, not {url!r}")
+        raise ConfigError(
+            COORDINATOR, f"must be http://HOST:PORT or https://HOST:PORT, not {url!r:.80}"
+        )
     return url.rstrip("/")

@@ -341,16 +341,17 @@ class Reader:
         return outcome
 
     def load(
-        self, keys: PageKeys, cluster: Cluster, until: float
+        self, keys: PageKeys, cluster: Cluster, until: float, *, is_cached: bool = False
     ) -> Generator[Step, Any, tuple[Whereabouts, Mask, Cluster]]:
         """Have holders load pages from their disks; return where all of them are by `until`.
 
         And which of them were loaded for that, (n,) bool. Nothing is read. A page that is still
-        only on a disk is known, and not resident.
+        only on a disk is known, and not resident. is_cached: cached records count, which may name
+        memory that a page has left.
         """
         epoch = self._cache.epoch
-        # A cached record may name memory that the page has left.
-        where, cluster = yield from self._locate(keys, cluster, until, cached_since=np.inf)
+        since = -np.inf if is_cached else np.inf
+        where, cluster = yield from self._locate(keys, cluster, until, cached_since=since)
         chosen = np.flatnonzero(where.known & ((where.records["flags"] & RESIDENT) == 0))
         awaited = Awaited(chosen, where.records[chosen], where.fresh[chosen])
         loaded: Mask = np.zeros(len(keys), np.bool_)

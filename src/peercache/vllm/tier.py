@@ -379,7 +379,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _follow_with(self, offloading_spec: Any) -> Callable[..., Any] | None:
         """Return what follows the home node; None, and log why, if vLLM would take no events."""
         if not offloading_spec.kv_events_config.enable_kv_cache_events:
-            hint = "vLLM wants --kv-events-config and prefix caching, too"
+            hint = "vLLM also requires --kv-events-config and prefix caching"
             self._log.warning("vllm.events_off", hint=hint)
             return None
         try:

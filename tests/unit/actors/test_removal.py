@@ -43,10 +43,10 @@ def test_every_live_member_is_notified_and_the_counts_are_summed(
     remover: Remover, asked: Any
 ) -> None:
     """The own node is a member as the others are; the dead are not asked."""
-    told = remover.on_message(CLIENT, asked, 10.0)
+    sent = remover.on_message(CLIENT, asked, 10.0)
 
     forwarded = attrs.evolve(asked, request=1)
-    assert told == [Send(member, forwarded) for member in (1, 2, 5)]
+    assert sent == [Send(member, forwarded) for member in (1, 2, 5)]
     assert remover.on_message(Origin(5), Removed(1, 3), 10.1) == []
     assert remover.on_message(Origin(1), Removed(1, 0), 10.2) == []
     assert remover.on_message(Origin(2), Removed(1, 4), 10.3) == [answered(Removed(9, 7))]
@@ -59,9 +59,9 @@ def test_owners_that_may_still_name_removed_pages_are_named(remover: Remover) ->
     remover.on_message(Origin(1), Removed(1, 3, (5, 99)), 10.1)
     remover.on_message(Origin(5), Removed(1, 0), 10.1)
 
-    told = remover.on_message(Origin(2), Removed(1, 1, (5,)), 10.1)
+    sent = remover.on_message(Origin(2), Removed(1, 1, (5,)), 10.1)
 
-    assert told == [answered(Removed(9, 4, (5,)))]
+    assert sent == [answered(Removed(9, 4, (5,)))]
 
 
 def test_members_that_do_not_answer_in_time_are_named(remover: Remover) -> None:
@@ -139,9 +139,9 @@ DEMOTE = Demote(9, 5, bytes(48), timeout_s=2.0)
 @pytest.mark.parametrize("asked", [RETAIN, DEMOTE])
 def test_a_page_is_retained_or_demoted_if_one_member_does_so(remover: Remover, asked: Any) -> None:
     """The best of what members told, a page; each of them is heard once."""
-    told = remover.on_message(CLIENT, asked, 10.0)
+    sent = remover.on_message(CLIENT, asked, 10.0)
 
-    assert told == [Send(member, attrs.evolve(asked, request=1)) for member in (1, 2, 5)]
+    assert sent == [Send(member, attrs.evolve(asked, request=1)) for member in (1, 2, 5)]
     assert remover.on_message(Origin(1), Retained(1, b"\0\1\0"), 10.1) == []
     assert remover.on_message(Origin(2), Retained(1, b"\2\0\0"), 10.2) == []
     (answer,) = remover.on_message(Origin(5), Retained(1, b"\1\0\0"), 10.3)

@@ -99,7 +99,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         ('[a]\nat = ""\n', 2, "at must be a text"),
         (f'[a]\nat = "h:1"\ncluster = "{"x" * 300}"\n', 3, "must be 1 to 255 characters"),
         ('[a]\nat = "h:1"\n\n["b c"]\ncluster = "x"\n', 4, "the context b c has no address"),
-        ('# none\nat = "h:1"\n', 2, "at stands in no context: write [NAME] above it"),
+        ('# none\nat = "h:1"\n', 2, "at is in no context: write [NAME] above it"),
         ('a = { cluster = "x" }\n', 1, "the context a has no address"),
         (b'[a]\nat = "h:1"\n# \xff\n', 3, "not UTF-8"),
     ],

@@ -66,3 +66,13 @@ def test_a_node_in_this_process_and_the_address_of_another_contradict() -> None:
     with pytest.raises(ConfigError, match="embedded"):
         Config.load({"embedded": True, "home": "ipc:///n.ipc"})
     assert Config.load({"embedded": "true"}).embedded
+
+
+def test_a_folder_that_cannot_be_examined_is_no_error(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that another user has made in /tmp; what opens it reports why it cannot be used."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"/{'x' * 300}")
+    assert nearest_home() == f"ipc:///{'x' * 300}/peercache/home.ipc"
+    system.mkdir()
+    assert nearest_home() == f"ipc://{system}/home.ipc"

@@ -149,7 +149,7 @@ async def test_what_needs_attention_comes_first() -> None:
 
 
 async def test_a_mean_says_over_what_it_is() -> None:
-    """A card of five minutes stands beside charts that end now."""
+    """A card averages over five minutes, and charts end now."""
     busy, idle = member(0, 1, step=400), member(0, 1, step=100)
     found = watching([busy], [with_status(idle, counters={})], *[[idle]] * 4)
     async with served(watching=found) as address:
@@ -219,7 +219,7 @@ async def test_nodes_are_searched_and_sorted() -> None:
 
 
 async def test_alerts_that_fire_are_shown_with_their_names() -> None:
-    """Those that can be told from what members report."""
+    """Those that follow from what members report."""
     before, now = member(0, 1), member(0, 1)
     wrong = with_status(now, counters={**now.status.counters, "pages_missed/verify_failed": 1.0})
     lost = with_status(now, counters={**now.status.counters, "pages_missed/peer_unreachable": 1e6})

@@ -183,7 +183,7 @@ async def test_a_part_of_a_large_pool_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_another_member_is_asked_for_its_pages(autojump_clock: object) -> None:
-    """Its answer is that of the node; without one, the operator is told who is silent."""
+    """Its answer is that of the node; without one, the operator is refused."""
     del autojump_clock
     scanned = Scanned()
     asked = RequestKeys(4, 7, OTHER, 11, 12, 13)
