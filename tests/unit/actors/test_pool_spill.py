@@ -139,6 +139,20 @@ def test_pages_are_named_for_spilling_when_little_room_is_left() -> None:
     assert list(rig.cold()) == [7, 6], "four were evicted"
 
 
+def test_what_no_page_can_use_is_no_room() -> None:
+    """Two slots of four granules leave one of nine: a ninth of this pool holds no page."""
+    rig = Spiller(pages=2304)
+    for number in range(512):
+        rig.reserve_size(number, 4 * GRANULE)
+    rig.now += 30.0
+
+    free_bytes, _ = rig.room()
+
+    assert all(rig.holds(number) == [True] for number in range(512))
+    assert free_bytes == 0
+    assert rig.cold(), "the next page evicts one"
+
+
 def test_a_prompt_is_named_to_its_last_page_once_it_is_begun() -> None:
     """Its begin first, as a prompt is lost with its first page; the rest only if that was taken."""
     for is_taken in (True, False):

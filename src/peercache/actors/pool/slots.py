@@ -143,6 +143,8 @@ class SlotAllocator:
         self.reserved_granules = 0
         self.mirror_granules = 0
         """Held by mirrored pages, and reserved for them."""
+        self._unused_granules = 0
+        """Of extents: what is left over beside their slots."""
         self.held_count = 0
         self.retained_count = 0
         self.reclaims = 0
@@ -167,8 +169,9 @@ class SlotAllocator:
 
     @property
     def free_granules(self) -> int:
-        """Return how much is neither held nor reserved, in whatever pieces."""
-        return self.usable - self.held_granules - self.reserved_granules
+        """Return how much pages may still have, in whatever pieces."""
+        taken = self.held_granules + self.reserved_granules
+        return self.usable - taken - self._unused_granules
 
     def grow(self, usable: int) -> None:
         """Let the first `usable` granules be given out; never takes anything back."""
@@ -605,6 +608,9 @@ class SlotAllocator:
     def _extent_granules(self, extent: Extent) -> int:
         return self._window_granules(extent.first_unit, extent.units)
 
+    def _unused(self, extent: Extent) -> int:
+        return self._extent_granules(extent) - extent.slots_max * extent.size_class.granules
+
     def _units_wanted(self, granules: int) -> int:
         """Return how many units an extent should span: the fewest with little left over."""
         least = -(-granules // self.unit)
@@ -651,6 +657,7 @@ class SlotAllocator:
         self._freed[start : start + units] = _BLOCKED
         self._unassigned -= units
         size_class.tenant.taken += self._extent_granules(extent)
+        self._unused_granules += self._unused(extent)
         self._fresh = max(self._fresh, start + units)
         self._version += 1
         size_class.extents[start] = extent
@@ -681,6 +688,7 @@ class SlotAllocator:
         self._freed[span] = self._version
         self._unassigned += extent.units
         size_class.tenant.taken -= self._extent_granules(extent)
+        self._unused_granules -= self._unused(extent)
 
     def _evict(self, slot: Slot, evicted: list[Slot]) -> None:
         self._no_longer_held(slot)
