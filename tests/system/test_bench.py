@@ -21,6 +21,7 @@ from benchmarks.rdma import RdmaPlan, perftest, perftest_gb_s, rdma_table
 from peercache.cli.bench.command import DISK_SET_BYTES, WORKING_SET_BYTES
 from peercache.cli.bench.engine import Engine, WorkingSet
 from peercache.cli.main import main, run
+from peercache.config.settings import Config
 from peercache.errors import PeerCacheError
 from tests.pace import TIMEOUT_S, paced
 from tests.system.nodes import free_port
@@ -133,8 +134,10 @@ def test_replay_hits_exactly_what_a_trace_that_fits_must_hit(tmp_path: Path) -> 
     )
     asked = sum(map(len, prompts))
     hits = 40 + 50 + 11 + 60
+    speeds = []
 
     def replay(pace_s: float) -> dict[str, Any]:
+        speeds.append(1 / pace_s)
         return bench(
             "peercache", "bench", "replay", "--trace", str(trace), "--nodes", "2",
             "--blocks", "512", "--block-size", "4KiB", "--speed", str(1 / pace_s),
@@ -146,6 +149,8 @@ def test_replay_hits_exactly_what_a_trace_that_fits_must_hit(tmp_path: Path) -> 
 
     (replayed,) = figures["replays"]
     assert figures["blocks"] == asked
+    min_age_s = float(figures["settings"].pop("placement_min_age"))
+    assert min_age_s == pytest.approx(Config().placement_min_age / speeds[-1], rel=1e-4)
     assert figures["settings"] == {"verify": "full"}
     assert replayed["hit_rate"] == replayed["lru_hit_rate"] == round(hits / asked, 4)
     assert replayed["node_lru_hit_rate"] == replayed["hit_rate"]

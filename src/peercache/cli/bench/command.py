@@ -209,7 +209,8 @@ def disk(
 @click.option(
     "--speed",
     type=click.FloatRange(min=0, min_open=True),
-    help="Factor by which the trace's times are divided. Default: about a minute, at most 60.",
+    help="Factor by which the trace's times, and placement_min_age, are divided. "
+    "Default: about a minute, at most 60.",
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the routing.")
 @click.option(
@@ -283,14 +284,17 @@ def plan_of(
         raise _refusal("prefill", f"{prefill} are more than all {nodes} nodes")
     if block_bytes & (block_bytes - 1):
         raise _refusal("block-size", f"{block_bytes} must be a power of two")
+    speed = speed or speed_for(asked)
     settings = dict(_assignment(one, OWN_SETTINGS) for one in assignments)
-    Config.load(settings)
+    config = Config.load(settings)
+    # A time of the trace too: what is in use there must be in use here.
+    settings.setdefault("placement_min_age", f"{config.placement_min_age / speed:g}")
     plan = Plan(
         requests=asked,
         nodes=nodes,
         prefill=prefill or nodes,
         block_bytes=block_bytes,
-        speed=speed or speed_for(asked),
+        speed=speed,
         settings=settings,
         **more,
     )
