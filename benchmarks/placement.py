@@ -43,7 +43,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import Placement
-from peercache.actors.placement.spill import Spilling, SpillProgress
+from peercache.actors.placement.offers import OfferProgress, Offers
 from peercache.actors.pool.actor import Pool
 from peercache.cli.traces import LRU, Prompt, hit_rate, requests_of
 from peercache.model.ids import Incarnation
@@ -88,7 +88,7 @@ class Cluster:
                     rng=rng,
                 )
             )
-            spilling = Spilling(2**30 if spills else 0, min_age_s, rng)
+            spilling = Offers(2**30 if spills else 0, min_age_s, rng)
             self.placements.append(Placement(number + 1, spilling=spilling))
         for number in range(nodes):
             self._place(number, Origin(0), ViewChanged(members))
@@ -228,7 +228,7 @@ def shares(
     blocks: int,
     min_age_s: float,
     batch_s: float,
-) -> Iterator[tuple[float, SpillProgress]]:
+) -> Iterator[tuple[float, OfferProgress]]:
     """Yield the share of hits without spill and with it, and what came of the offers."""
     asked = sum(len(request.blocks) for request in requests)
     for spills in (False, True):
@@ -236,7 +236,7 @@ def shares(
             nodes, blocks // nodes, spills=spills, min_age_s=min_age_s, batch_s=batch_s
         )
         hits = sum(cluster.ask(home, one) for home, one in zip(homes, requests, strict=True))
-        sums = SpillProgress()
+        sums = OfferProgress()
         for placement in cluster.placements:
             for name, value in attrs.asdict(placement.spilling.progress).items():
                 setattr(sums, name, getattr(sums, name) + value)

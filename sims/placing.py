@@ -37,7 +37,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import Placement
-from peercache.actors.placement.spill import Spilling
+from peercache.actors.placement.offers import Offers
 from peercache.actors.pool.actor import Pool
 from peercache.model.ids import Incarnation
 from peercache.model.member import ALIVE, Member
@@ -266,7 +266,7 @@ def _node(number: int, rng: random.Random) -> Node:
         client_uncommitted_max=0,
         rng=rng,
     )
-    return Node(pool, Placement(number + 1, spilling=Spilling(RATE, 0.0, rng)))
+    return Node(pool, Placement(number + 1, spilling=Offers(RATE, 0.0, rng)))
 
 
 def _member(number: int) -> Member:

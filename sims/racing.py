@@ -16,7 +16,7 @@ import numpy as np
 import trio
 
 from peercache.actors.mailboxes import ColdPages, DrainCancelled, PagesToCopy
-from peercache.actors.placement.spill import Spilling
+from peercache.actors.placement.offers import Offers
 from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
 from sims import determinism
@@ -110,7 +110,7 @@ async def _copy(world: World, page: int, rng: random.Random) -> None:
 async def _offer(
     world: World,
     page: int,
-    offers: Spilling,
+    offers: Offers,
     named: Callable[..., ColdPages | PagesToCopy],
 ) -> None:
     crew, counts = world.nodes["n0"].crew, world.calls.counts

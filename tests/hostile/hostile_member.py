@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from peercache.actors.effects import Send
-from peercache.actors.placement.spill import Spilling
+from peercache.actors.placement.offers import Offers
 from peercache.actors.placement.takings import Takings
 from peercache.actors.pool.actor import Pool
 from peercache.cli.node import main
@@ -60,13 +60,13 @@ class Inventor:
     def __init__(self) -> None:
         """Take the place of two methods of a node that spills."""
         self.own = 0
-        follow, named = Spilling.follow, Spilling.named
+        follow, named = Offers.follow, Offers.named
 
-        def follow_as_before(spilling: Spilling, members: Any, own: int, now: float) -> None:
+        def follow_as_before(spilling: Offers, members: Any, own: int, now: float) -> None:
             self.own = own
             follow(spilling, members, own, now)
 
-        def name_others(spilling: Spilling, cold: Any, now: float) -> list[Any]:
+        def name_others(spilling: Offers, cold: Any, now: float) -> list[Any]:
             records = np.zeros(INVENTED, RECORD)
             records["key"] = np.frombuffer(np.random.default_rng().bytes(16 * INVENTED), "V16")
             records["holder"], records["generation"] = self.own, 2
@@ -76,8 +76,8 @@ class Inventor:
             groups = ((1, records, np.full(INVENTED, 1e6)),)
             return named(spilling, type(cold)(groups), now)
 
-        setattr(Spilling, "follow", follow_as_before)  # noqa: B010 - mypy forbids an assignment
-        setattr(Spilling, "named", name_others)  # noqa: B010
+        setattr(Offers, "follow", follow_as_before)  # noqa: B010 - mypy forbids an assignment
+        setattr(Offers, "named", name_others)  # noqa: B010
 
 
 TAKERS = {"silent": answers_nothing, "forgets": forgets, "answers-for-others": answers_for_others}

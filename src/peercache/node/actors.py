@@ -18,8 +18,8 @@ from peercache.actors.membership.actor import Membership
 from peercache.actors.placement.actor import (
     Placement,
 )
-from peercache.actors.placement.spill import (
-    Spilling,
+from peercache.actors.placement.offers import (
+    Offers,
 )
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
@@ -132,12 +132,12 @@ def _placement(
     rng: random.Random,
     spaces: Callable[[], frozenset[int] | None],
 ) -> Placement:
-    spilling = Spilling(
+    spilling = Offers(
         rate=config.placement_rate if config.spill else 0,
         min_age_s=config.placement_min_age,
         rng=rng,
     )
-    copying = Spilling(
+    copying = Offers(
         rate=config.placement_rate if config.copies > 1 else 0,
         min_age_s=config.placement_min_age,
         rng=rng,

@@ -25,7 +25,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import Placement
 from peercache.actors.placement.drain import OFFER_S
-from peercache.actors.placement.spill import LOOK_S, REFUSED_S, Spilling, SpillProgress
+from peercache.actors.placement.offers import LOOK_S, REFUSED_S, OfferProgress, Offers
 from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
 from peercache.wire.messages.membership import (
     CopiesEvicted,
@@ -64,12 +64,12 @@ class Story:
     actor: Placement = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        copying = Spilling(self.rate, 20.0, random.Random(1), is_copying=True)
-        spilling = Spilling(self.spill_rate, 20.0, random.Random(2))
+        copying = Offers(self.rate, 20.0, random.Random(1), is_copying=True)
+        spilling = Offers(self.spill_rate, 20.0, random.Random(2))
         self.actor = Placement(ME, spilling=spilling, copying=copying)
 
     @property
-    def progress(self) -> SpillProgress:
+    def progress(self) -> OfferProgress:
         return self.actor.copying.progress
 
     def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
@@ -141,7 +141,7 @@ def test_a_page_without_a_copy_is_offered_and_stays() -> None:
     answer = PagesTaken(offer.number, bytes((COMMITTED, HERE, REFUSED_FULL)))
     effects = story.hear(answer, Origin(ONE))
     assert made_in(effects) == [([2, 4], ONE, True)]
-    assert story.progress == SpillProgress(moved=1, there=1, refused=1, moved_bytes=PAGE)
+    assert story.progress == OfferProgress(moved=1, there=1, refused=1, moved_bytes=PAGE)
     assert NotifyPool(RequestCopies()) in [*effects, *story.wait(LOOK_S)]
 
 
@@ -157,7 +157,7 @@ def test_a_copy_takes_the_place_of_what_is_colder() -> None:
         effects = story.answer(story.name(1, age=age), {ONE: (0, colder), TWO: (0, 0.0)})
         assert bool([e for e in effects if isinstance(e, Send)]) == is_offered
         if not is_offered:
-            assert story.progress == SpillProgress(refused=1)
+            assert story.progress == OfferProgress(refused=1)
             requests: list[Any] = []
             for _ in range(12):
                 story.hear(PagesToCopy(()))

@@ -9,7 +9,7 @@ from peercache.actors.mailboxes import DrainBegan, PagesStored, PagesToGive, Pul
 from peercache.actors.origin import Origin
 from peercache.actors.placement.drain import OFFER_S
 from peercache.actors.placement.figures import PEERS_MAX, PlacementFigures, reasons_of
-from peercache.actors.placement.spill import LOOK_S
+from peercache.actors.placement.offers import LOOK_S
 from peercache.model.keys import tag_of
 from peercache.model.status import MovedPages
 from peercache.observability.metrics import Metrics

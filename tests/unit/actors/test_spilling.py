@@ -29,7 +29,7 @@ from peercache.actors.placement.actor import (
 from peercache.actors.placement.drain import (
     OFFER_S,
 )
-from peercache.actors.placement.spill import (
+from peercache.actors.placement.offers import (
     HALT_S,
     LOOK_S,
     LOST_S,
@@ -38,8 +38,8 @@ from peercache.actors.placement.spill import (
     SETTLE_S,
     SILENT_S,
     VAIN_S,
-    Spilling,
-    SpillProgress,
+    OfferProgress,
+    Offers,
 )
 from peercache.model.keys import tag_of
 from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
@@ -92,11 +92,11 @@ class Story:
     actor: Placement = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        spilling = Spilling(self.rate, self.min_age_s, random.Random(1))
+        spilling = Offers(self.rate, self.min_age_s, random.Random(1))
         self.actor = Placement(ME, lambda: self.spaces, spilling)
 
     @property
-    def progress(self) -> SpillProgress:
+    def progress(self) -> OfferProgress:
         return self.actor.spilling.progress
 
     def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
@@ -187,7 +187,7 @@ def test_pages_go_to_the_node_with_the_most_room() -> None:
     given, *then = story.hear(answer, Origin(ONE))
     assert isinstance(given.fact, PagesGiven)
     assert given.fact.drops["generation"].tolist() == [2, 4]
-    assert story.progress == SpillProgress(moved=1, there=1, failed=1, moved_bytes=PAGE)
+    assert story.progress == OfferProgress(moved=1, there=1, failed=1, moved_bytes=PAGE)
     assert asks_pool([*then, *story.wait(LOOK_S)])
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_offered_where_nothing_is_colder(age: float, colder: float) -
         effects += story.hear(ReportRoom(effect.message.number, 0, colder), Origin(effect.to))
 
     assert effects == []
-    assert story.progress == SpillProgress(refused=2)
+    assert story.progress == OfferProgress(refused=2)
     assert not asks_pool(story.wait(REFUSED_S - 0.01))
     assert asks_pool(story.wait(LOOK_S + 0.02))
 
@@ -249,7 +249,7 @@ def test_a_node_that_does_not_answer_an_offer_is_left_alone() -> None:
 
     effects = story.wait(OFFER_S + LOOK_S)
 
-    assert story.progress == SpillProgress(failed=2)
+    assert story.progress == OfferProgress(failed=2)
     assert asks_pool(effects)
     asked = {effect.to for _ in range(8) for effect in _asked_again(story)}
     assert asked == {ONE, TWO} - {to}
@@ -291,7 +291,7 @@ def test_an_offer_to_a_node_that_dies_ends_at_once() -> None:
     story.see(ONE if to == TWO else TWO, dead=to)
 
     assert asks_pool(story.wait(LOOK_S + 0.01))
-    assert story.progress == SpillProgress(failed=1)
+    assert story.progress == OfferProgress(failed=1)
 
 
 def test_a_node_that_leaves_with_an_offer_is_not_remembered() -> None:
@@ -305,7 +305,7 @@ def test_a_node_that_leaves_with_an_offer_is_not_remembered() -> None:
     story.wait(LOOK_S + 0.01)
 
     assert to != silent
-    assert story.progress == SpillProgress(failed=2)
+    assert story.progress == OfferProgress(failed=2)
 
 
 def test_an_answer_that_does_not_fit_moves_nothing() -> None:
@@ -317,7 +317,7 @@ def test_an_answer_that_does_not_fit_moves_nothing() -> None:
     assert story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 2), Origin(other)) == []
     story.hear(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
 
-    assert story.progress == SpillProgress(failed=2)
+    assert story.progress == OfferProgress(failed=2)
 
 
 def test_pages_are_offered_at_a_rate() -> None:

@@ -59,10 +59,10 @@ from peercache.actors.placement.drain import (
 from peercache.actors.placement.figures import (
     PlacementFigures,
 )
-from peercache.actors.placement.spill import (
+from peercache.actors.placement.offers import (
     COPY_NUMBERS,
     SPILL_NUMBERS,
-    Spilling,
+    Offers,
 )
 from peercache.actors.placement.takings import (
     Takings,
@@ -97,8 +97,8 @@ class Placement:
 
     incarnation: int
     spaces: Callable[[], frozenset[int] | None] = lambda: None
-    spilling: Spilling = attrs.field(factory=Spilling)
-    copying: Spilling = attrs.field(factory=partial(Spilling, is_copying=True))
+    spilling: Offers = attrs.field(factory=Offers)
+    copying: Offers = attrs.field(factory=partial(Offers, is_copying=True))
     giving: Giving = attrs.field(init=False)
     figures: PlacementFigures = attrs.field(factory=PlacementFigures)
     takings: Takings = attrs.field(init=False)
@@ -233,7 +233,7 @@ class Placement:
 
     def _taken(self, sender: int, message: PagesTaken, now: float) -> list[Effect]:
         """Note what another node has taken."""
-        offered: Giving | Spilling = self.giving
+        offered: Giving | Offers = self.giving
         if message.number > SPILL_NUMBERS:
             offered = self.copying if message.number > COPY_NUMBERS else self.spilling
         pages, size = self._given()

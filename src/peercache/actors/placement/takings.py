@@ -26,7 +26,7 @@ from peercache.actors.placement.figures import (
     PlacementFigures,
     reasons_of,
 )
-from peercache.actors.placement.spill import COPY_COLDER_FACTOR, drops_of
+from peercache.actors.placement.offers import COPY_COLDER_FACTOR, drops_of
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of

@@ -86,7 +86,7 @@ COPY_NUMBERS: Final = 2**48
 
 
 @attrs.define
-class SpillProgress:
+class OfferProgress:
     """What came of pages that this node offered ahead of their eviction, each time they were.
 
     moved: another node took them. there: it had them. refused: no node that was asked had room or
@@ -113,7 +113,7 @@ class Pace:
 
 @final
 @attrs.define(eq=False)
-class Spilling:
+class Offers:
     """Pages that this node offers while it keeps serving: to whom, and how fast.
 
     Either those that it evicts next, or (`is_copying`) those of which no other node has a copy.
@@ -130,7 +130,7 @@ class Spilling:
     pace: Pace = attrs.field(factory=Pace)
     may_give: Callable[[int], bool] = lambda _: True
     """Whether this node may hand over pages of a namespace, given its tag."""
-    progress: SpillProgress = attrs.field(factory=SpillProgress)
+    progress: OfferProgress = attrs.field(factory=OfferProgress)
     not_moved: Callable[[str, int], None] = lambda _, __: None
     """Counts pages that were refused or failed, by reason."""
     _targets: tuple[int, ...] = ()
