@@ -144,7 +144,7 @@ class SlotAllocator:
         self.mirror_granules = 0
         """Held by mirrored pages, and reserved for them."""
         self._unused_granules = 0
-        """Of extents: what is left over beside their slots."""
+        """Of extents: what their slots leave over."""
         self.held_count = 0
         self.retained_count = 0
         self.reclaims = 0
