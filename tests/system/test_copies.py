@@ -64,3 +64,25 @@ def test_pages_outlive_the_kill_of_two_nodes_one_after_the_other(fabric: str) ->
             wait_until(lambda: is_safe(second, third))
             second.kill()
             assert read(client, keys, SIZE) == there
+
+
+def test_a_copy_made_after_a_page_was_retained_outlives_a_flood_too() -> None:
+    """No member but its holder had the page when it was retained."""
+    with LocalCluster() as cluster:
+        first = cluster.start(pool="8MiB", flags=FLAGS)
+        keys = keys_of("retained", BATCH)
+        with cluster.client(first) as client:
+            assert all(client.batch_set(keys, pages_of(keys, SIZE)))
+            assert client.retain(keys, 3600) == BATCH
+        second = cluster.start(pool="8MiB", flags=FLAGS)
+        cluster.wait_for_members(first, 2)
+        wait_until(lambda: is_safe(first))
+        wait_until(lambda: counted(second, "pool_bytes_retained") > 0)
+        first.kill()
+
+        with cluster.client(second) as client:
+            for number in range(4):
+                flood = keys_of(f"flood-{number}", 2 * BATCH)
+                client.batch_set(flood, pages_of(flood, SIZE))
+
+            assert read(client, keys, SIZE) == [True] * BATCH

@@ -29,9 +29,10 @@ from peercache.actors.pool.copies import (
     REPORT_KEYS,
     REPORT_S,
 )
+from peercache.model.keys import split_keys
 from peercache.model.records import DROP
 from peercache.wire.messages.membership import CopiesEvicted
-from peercache.wire.messages.pool import RESERVED, Commit, Remove, Reserve
+from peercache.wire.messages.pool import RESERVED, Commit, Remove, Reserve, Retain
 from tests.examples import examples
 from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, Rig, key, taken
 
@@ -84,6 +85,18 @@ class Copier(Rig):
         commit = Commit(0, self.sequence, written, bytes(8 * len(numbers)), 0.0)
         self.say(TakenOver(commit, ages, is_copy=True), INSIDE)
         self.copied(*numbers, to=source)
+
+    def asked_to_retain(self, *numbers: int, to: int) -> dict[int, tuple[int, ...]]:
+        """Let pages be copied; return which the other node is asked to retain, by seconds."""
+        effects = self.say(CopiesMade(self.drops(*numbers), to), INSIDE)
+        asked = [(effect.to, effect.message) for effect in effects]
+        assert all(node == to and isinstance(one, Retain) for node, one in asked)
+        return {
+            round(one.seconds): tuple(
+                int.from_bytes(each, "big") for each in sorted(split_keys(one.keys))
+            )
+            for _, one in asked
+        }
 
     def report(self, number: int, *numbers: int, source: int = ONE) -> list[Any]:
         """Hear from another node that it has evicted pages."""
@@ -231,6 +244,20 @@ def test_a_page_that_was_taken_as_a_copy_has_one() -> None:
     rig.report(1, 2)
 
     assert rig.named() == [2]
+
+
+def test_a_copy_of_a_retained_page_is_retained_for_as_long() -> None:
+    """It is made after every member was asked to retain the page; one that is gone is not named."""
+    rig = Copier(pages=64)
+    rig.store(1, 2, 3, 4, 5)
+    rig.retain(1, 2, seconds=60.0)
+    rig.retain(3, seconds=90.0)
+    rig.retain(5, seconds=10.0)
+    rig.now += 20.0
+    rig.pool.on_tick(rig.now)
+
+    assert rig.asked_to_retain(1, 2, 3, 4, 5, to=ONE) == {40: (1, 2), 70: (3,)}
+    assert rig.asked_to_retain(1, to=TWO) == {}, "another node has its copy"
 
 
 def test_a_third_node_that_offers_a_page_in_vain_changes_nothing() -> None:

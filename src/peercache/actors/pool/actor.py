@@ -15,7 +15,7 @@ Sends   Granted, Retained, Refused to the client that asked; Committed for mirro
         PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
         the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
         Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it commits the
-        publisher has answered. ReportRoom and CopiesEvicted to members.
+        publisher has answered. ReportRoom, CopiesEvicted and Retain to members.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
@@ -127,7 +127,7 @@ from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.pool.spill_order import SpillOrder
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
 from peercache.model.ids import Incarnation
-from peercache.model.keys import KEY_BYTES, covers, space_of, split_keys
+from peercache.model.keys import KEY_BYTES, Tag, covers, space_of, split_keys
 from peercache.model.records import DROP, DROP_BYTES, PAGE_BYTES_MAX, Records
 from peercache.model.reuse import MEMORY, MEMORY_NAMES, ReuseSample, hashes_in
 from peercache.model.room import QuotaRule
@@ -634,6 +634,7 @@ class Pool:
                 return [*self._copies.report(now), NotifyPlacement(named)]
             case CopiesMade():
                 self._copies.made(message)
+                return self._retain_copies(message, now)
             case HoldersChanged(nodes):
                 self._copies.changed(frozenset(nodes))
             case CopiesLost(node, report):
@@ -641,6 +642,23 @@ class Pool:
             case _:
                 assert_never(message)
         return []
+
+    def _retain_copies(self, made: CopiesMade, now: float) -> list[Effect]:
+        """Let the node that has new copies of retained pages retain them for as long.
+
+        Of a page that has its copy already it is asked by the home node, as every member is.
+        """
+        if not made.node or not self._slots.retained_count:
+            return []
+        ends: dict[tuple[Tag, float], list[bytes]] = {}
+        for page in self._pages.of_keys(made.drops["key"].tolist()):
+            until = page.slot.retained_until
+            if until > now and page.copy_at == made.node:
+                ends.setdefault((page.namespace, until), []).append(page.key)
+        return [
+            Send(made.node, Retain(0, namespace, b"".join(keys), until - now))
+            for (namespace, until), keys in ends.items()
+        ]
 
     def _give(self, drops: Records) -> list[Effect]:
         """Evict pages that another node holds now, but those touched since they were named.
