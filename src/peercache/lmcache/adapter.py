@@ -239,7 +239,6 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         self._warn_once = WarnOnce(self._log)
         self._used_bytes = 0
         self._usage_asked_s = -math.inf
-        self._clock = time.monotonic
         self._late = LateClient(
             config,
             Namespace.of(name, GEOMETRY, {}),
@@ -349,8 +348,8 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         By cache salt: the bytes of the objects that this server has stored or loaded, and that are
         still held.
         """
-        if self._clock() - self._usage_asked_s >= USAGE_S:
-            self._usage_asked_s = self._clock()
+        if time.monotonic() - self._usage_asked_s >= USAGE_S:
+            self._usage_asked_s = time.monotonic()
             self._lanes.ask.submit(self._refresh, lambda: None)
         return AdapterUsage(self._used_bytes, 0, MappingProxyType(self._known.bytes_by_salt()))
 

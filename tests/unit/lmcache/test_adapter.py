@@ -206,7 +206,7 @@ def test_a_close_is_bounded_and_later_tasks_are_misses(
     assert fake.is_closed
     # The number of a closed descriptor may be another's by now.
     signals: list[int] = []
-    adapter._loads._notifier.notify = lambda: signals.append(1)
+    monkeypatch.setattr(fake_lmcache.Notifier, "notify", signals.append)
     assert adapter.submit_load_task([KEY], [MemoryObject(HELD)]) > 0
     assert signals == []
     adapter.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,12 @@ SIZE = len(HELD)
 LOST = HomeState(is_lost=True, answered_s=0.0, reason="no_answer", why="no answer")
 
 
+@pytest.fixture(autouse=True)
+def no_pause(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each call for the usage check the known objects."""
+    monkeypatch.setattr("peercache.lmcache.adapter.USAGE_S", 0.0)
+
+
 def all_listed(adapter: Any, **of: Any) -> list[Any]:
     """Return the keys of all pages of a list."""
     found, cursor = [], None
@@ -42,7 +47,6 @@ def all_listed(adapter: Any, **of: Any) -> list[Any]:
 
 def refreshed(adapter: Any, comes: Callable[[dict[str, int]], bool]) -> None:
     """Wait until the usage by salt is right."""
-    adapter._usage_asked_s = -math.inf
     wait_until(lambda: comes(dict(adapter.get_usage().bytes_by_cache_salt)))
 
 
@@ -122,9 +126,8 @@ def test_a_node_that_is_lost_makes_no_object_gone(adapter: Any, fake: FakeClient
     store(adapter, (KEYS[0], MemoryObject(HELD)))
     fake.home_state = LOST
     evict(fake, 0)
-    adapter._usage_asked_s = -math.inf
     adapter.get_usage()
-    wait_until(lambda: len(adapter._lanes.ask) == 0)
+    wait_until(lambda: adapter.report_status()["lookups_waiting"] == 0)
     assert dict(adapter.get_usage().bytes_by_cache_salt) == {"a": SIZE}
     assert adapter.deleted == []
 

@@ -399,6 +399,6 @@ def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
     wait_until(lambda: files_open() <= before)
     while listener.receive_now() is not None:
         pass
-    wait_until(lambda: len(listener._socket._pipes) == 0)
+    wait_until(lambda: listener.pipe_count() == 0)
     assert len(ended) == len(set(ended))
     listener.close()

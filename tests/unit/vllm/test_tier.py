@@ -208,10 +208,12 @@ def test_a_drain_waits_for_what_touches_a_row(tier: Any, fake: FakeClient) -> No
 
 def test_a_shutdown_leaves_vllm_its_memory(tier: Any, fake: FakeClient, rows: Any) -> None:
     """No array may refer to the cache that vLLM unmaps next. Later calls are misses."""
+    view = memoryview(rows)
+    tier = make(fake, view)
     tier.shutdown()
     assert fake.is_closed
-    assert tier._rows is None
-    assert fake.registered == [(rows.ctypes.data, rows.nbytes)]
+    view.release()  # A BufferError, if an array refers to it.
+    assert fake.registered[-1] == (rows.ctypes.data, rows.nbytes)
     tier.submit_load(job(9, KEYS, [0, 1, 2, 3], request="asks"))
     assert not results(tier, 9)[9].success
     tier.shutdown()
@@ -329,7 +331,7 @@ def counts(tier: Any) -> dict[tuple[str, str], float]:
     }
 
 
-def test_vllm_shows_what_was_not_moved_and_why(tier: Any, fake: FakeClient) -> None:
+def test_vllm_shows_what_was_not_moved_and_why(tier: Any, fake: FakeClient, rows: Any) -> None:
     """Each chunk once, by the client's reason."""
     tier.submit_store(job(1, KEYS[:2], [0, 1]))
     results(tier, 1)
@@ -341,12 +343,13 @@ def test_vllm_shows_what_was_not_moved_and_why(tier: Any, fake: FakeClient) -> N
     tier.submit_store(job(3, KEYS[2:], [2, 3]))
     results(tier, 3)
     assert counts(tier) == {("not_stored_chunks", "deadline"): 2}
-    tier._late._client = None
+    tier.shutdown()
+    tier = make(fake, rows)
     tier.submit_store(job(4, KEYS[:1], [0]))
     tier.submit_load(job(5, KEYS[:1], [0], request="r"))
     results(tier, 4, 5)
     assert counts(tier) == {("not_stored_chunks", "not_open"): 1, ("missed_chunks", "not_open"): 1}
-    tier._late._client = fake
+    tier.shutdown()
 
 
 def test_chunks_that_were_stored_before_count_for_vllms_back_pressure(tier: Any) -> None:
@@ -403,8 +406,13 @@ def test_events_say_what_the_home_node_holds_of_the_engine(
     fake: FakeClient, rows: Any, node: Node
 ) -> None:
     """Stored and removed alternate for each chunk, whatever happens between two steps."""
+    other = make(fake, rows)
+    other.submit_store(job(0, KEYS, [0, 1, 2, 3]))
+    results(other, 0)
+    other.shutdown()
+    names = list(fake.pages)
+    fake.pages.clear()
     tier = make(fake, rows, enable_kv_events=True)
-    names = [name.tobytes() for name in tier._names(KEYS)]
 
     def events() -> list[tuple[bool, list[bytes]]]:
         return [(each.removed, each.keys) for each in tier.take_events()]
@@ -435,7 +443,8 @@ def test_events_are_for_routers_that_know_the_tier(fake: FakeClient, rows: Any, 
     tier = make(fake, rows, enable_kv_events=True)
     tier.submit_store(job(1, KEYS[:1], [0]))
     results(tier, 1)
-    node.report((tier._names(KEYS[:1])[0].tobytes(), 1))
+    (name,) = fake.pages
+    node.report((name, 1))
     found: list[Any] = []
     wait_until(lambda: found.extend(tier.take_events()) or bool(found))  # type: ignore[func-returns-value]
     (event,) = found
