@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, TypeGuard, final
+from functools import partial
+from typing import Any, Final, TypeGuard, cast, final
 
+import attrs
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -88,214 +91,198 @@ STARTED: Final[Mapping[str, tuple[str, ...]]] = {
 """Counters that a node shows from its start, and the values of their label."""
 
 
+@attrs.frozen
+class _Declared:
+    """A metric before it is made for a registry. make: its class."""
+
+    make: Callable[..., Any]
+    text: str
+    labels: tuple[str, ...]
+
+    def made(self, name: str, registry: CollectorRegistry) -> Any:
+        """Return the metric; one of times is named after seconds."""
+        whole = re.sub("_s$", "_seconds", name)
+        return self.make(whole, self.text, self.labels, registry=registry)
+
+
+def _counter(text: str, *labels: str) -> Counter:
+    return cast("Counter", _Declared(Counter, text, labels))
+
+
+def _gauge(text: str, *labels: str) -> Gauge:
+    return cast("Gauge", _Declared(Gauge, text, labels))
+
+
+def _histogram(text: str) -> Histogram:
+    make = partial(Histogram, buckets=LATENCY_BUCKETS_S)
+    return cast("Histogram", _Declared(make, text, ()))
+
+
+def _latency(text: str, *labels: str) -> Latency:
+    return cast("Latency", _Declared(Latency, text, labels))
+
+
 class Metrics:
-    """The metrics of one process, in a registry of their own."""
+    """The metrics of one process, in a registry of their own.
+
+    Each is named after its attribute, with the prefix `peercache_`; docs/reference/metrics.md is
+    generated from this.
+    """
 
     _describes_process: bool = False
 
+    # --- client
+    pages_hit = _counter("Pages returned by get, verified.", "fabric")
+    pages_missed = _counter("Pages that a get did not return.", "reason")
+    pages_set = _counter("Pages committed, or already held.", "outcome")
+    sets_refused = _counter("Pages that a set did not store.", "reason")
+    pages_unpublished = _counter(
+        "Stored pages that not every directory owner acknowledged in time."
+    )
+    exists_asked = _counter("Keys that exists was asked for.")
+    exists_found = _counter("Keys that exists found, in the leading run.")
+    exists_asked_again = _counter("Keys of batches that an engine asked again after a miss.")
+    pages_short = _counter("Pages that SGLang asked for after exists had reported them.", "pool")
+    bytes_read = _counter("Bytes of verified pages.", "fabric")
+    bytes_written = _counter("Bytes copied into the home pool.")
+    deadlines_overrun = _counter("Calls that ended after their deadline.")
+    breakers_opened = _counter("Times a peer's circuit breaker opened.")
+    home_attached = _counter("Times a client attached to its home node.")
+    # --- hints: of engines, and of calls of the client
+    hint_pages = _counter("Pages that hints named, by what became of them.", "hint", "outcome")
+    hints_refused = _counter("Hints of engines that were not obeyed.", "reason")
+    # --- node
+    pool_bytes = _gauge("Bytes of the pool.", "state")
+    pool_pages = _gauge("Pages in the pool.")
+    pages_evicted = _counter("Pages evicted to make room.")
+    hit_rate_estimate = _gauge(
+        "Estimated hit rate of a pool with so many times the memory.", "memory"
+    )
+    reservations = _gauge("Live reservations.")
+    messages_received = _counter("Control messages accepted.", "kind")
+    messages_dropped = _counter("Control messages dropped.", "reason")
+    connections = _gauge("Open connections.", "port")
+    tcp_bytes_served = _counter("Page bytes sent by the tcp fabric.")
+    tcp_refused = _counter("Requests the tcp fabric refused.", "reason")
+    # --- the rdma fabric: of a client's reads, and of what a node serves
+    rdma_fallbacks = _counter("Pages that another fabric read because rdma could not.", "reason")
+    rdma_channels_opened = _counter("Channels that this client has opened.")
+    rdma_channels_failed = _counter("Channels of this client that failed in a read.", "reason")
+    rdma_channels = _gauge("Queue pairs between clients and this node.")
+    rdma_registered_bytes = _gauge("Bytes of page memory that every rail serves.")
+    # --- calls
+    latency_s = _latency(
+        "Time of one batch call; the tier is the farthest that it read, or that answered it.",
+        "operation",
+        "tier",
+        "outcome",
+    )
+    page_s = _latency(
+        "Time of one get that returned all of its pages, divided by their number.", "tier"
+    )
+    # --- the directory, and its readers
+    tables_unusable = _counter(
+        "Failed reads of directory tables of this host; their nodes were asked instead.", "reason"
+    )
+    directory_records = _gauge("Records in this shard.")
+    directory_authority = _gauge(
+        "1 while this shard has the records of all live nodes: other pages do not exist."
+    )
+    directory_holders_doubted = _gauge("Nodes whose records may be missing in this shard.")
+    directory_owners_lagging = _gauge(
+        "Lagging directory owners: no set of this node waits for them until they catch up."
+    )
+    followers = _gauge("Subscribers to the changes of the pages of this node.")
+    records_refused = _counter("Records that this shard refused.", "reason")
+    repairs = _counter("Record streams repaired after a summary differed.")
+    # --- copies of pages that other hosts hold
+    pages_mirrored = _counter("Pages of other hosts that were copied into the home pool.")
+    pool_bytes_mirrored = _gauge("Bytes of the pool for pages of other hosts.")
+    # --- namespaces with quotas; a node shows a bounded number of them
+    namespace_bytes = _gauge(
+        'Bytes that a namespace takes, by tier; "(others)" is all without a quota.',
+        "namespace",
+        "tier",
+    )
+    pool_bytes_retained = _gauge("Bytes of the pool for retained pages.")
+    namespace_retained_bytes = _gauge(
+        "Bytes of a namespace that are retained.", "namespace", "tier"
+    )
+    namespace_quota_bytes = _gauge("Bytes that a namespace is guaranteed.", "namespace", "tier")
+    namespace_pages_evicted = _counter(
+        "Pages of a namespace that were evicted to make room, by tier.", "namespace", "tier"
+    )
+    # --- pages that move to other nodes
+    drain_pages = _gauge(
+        "Pages of this node's drain: given, there before, lost without room or time, and left.",
+        "state",
+    )
+    drain_bytes = _gauge(
+        "Bytes of this node's drain: given, there before, lost without room or time, and left.",
+        "state",
+    )
+    pages_taken_over = _counter("Pages that this node took over from nodes that offered them.")
+    bytes_taken_over = _counter("Bytes of these pages.")
+    pages_not_taken_over = _counter(
+        "Pages that other nodes offered and this node did not take over.", "reason"
+    )
+    placement_pages = _gauge(
+        "Pages offered ahead of their eviction since the node began: moved to another node, "
+        "there before, refused without room or colder pages, and failed.",
+        "outcome",
+    )
+    placement_bytes = _gauge("Bytes of the pages that were moved to another node.")
+    pages_not_moved = _counter(
+        "Pages that were offered to other nodes while this one serves, and refused or failed.",
+        "reason",
+    )
+    copies_pages = _gauge(
+        "Pages offered for a second copy since the node began: copied to another node, there "
+        "before, refused without room or colder pages, and failed.",
+        "outcome",
+    )
+    copies_bytes = _gauge("Bytes of the pages that were copied.")
+    pages_single = _gauge("Pages of this node of which no other node has a copy, with copies = 2.")
+    # --- the build, and access rights
+    build_info = _gauge("1; the labels show what runs.", "version", "python")
+    objective_s = _gauge(
+        "Limit of an objective; le is its bucket in the histograms.", "objective", "le"
+    )
+    messages_refused = _counter(
+        "Control messages that their senders may not send.", "reason", "message"
+    )
+    insecure = _gauge("1 while this node serves other hosts without certificates.")
+    certificate_days = _gauge("Days until this process's certificate expires; NaN without TLS.")
+    http_refused = _counter("HTTP requests and handshakes refused.", "reason")
+    # --- members, and the sources of their addresses
+    members = _gauge("Members of the view.", "state")
+    discovery_answering = _gauge("1 while a source of discovery_addr answers.", "source")
+    discovery_addresses = _gauge("Addresses that a source of discovery_addr gave last.", "source")
+    discovery_failures = _counter("Times a source of discovery_addr failed.", "source")
+    discovery_dropped = _counter(
+        "Dropped addresses of sources: not HOST:PORT, or too many.", "source"
+    )
+    # --- the disk tier
+    disk_open = _gauge("1 while the disk tier of this node works.")
+    disk_bytes = _gauge("Bytes of the disk tier.", "state")
+    disk_pages = _gauge("Pages on disk.")
+    disk_pages_written = _counter("Pages written to disk.")
+    disk_bytes_written = _counter("Bytes of pages written to disk.")
+    disk_writes_dropped = _counter("Pages that were dropped instead of written to disk.", "reason")
+    pages_promoted = _counter("Pages loaded from disk into the pool.")
+    bytes_promoted = _counter("Bytes of pages loaded from disk into the pool.")
+    disk_pages_lost = _counter("Pages deleted from disk.", "reason")
+    promote_s = _histogram("Time from a Promote to its answer.")
+
     def __init__(self) -> None:
-        """Create every metric; docs/reference/metrics.md is generated from this."""
+        """Create every metric."""
         self.registry = registry = CollectorRegistry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"peercache_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"peercache_{name}", text, labels, registry=registry)
-
-        # --- client
-        self.pages_hit = counter("pages_hit", "Pages returned by get, verified.", "fabric")
-        self.pages_missed = counter("pages_missed", "Pages that a get did not return.", "reason")
-        self.pages_set = counter("pages_set", "Pages committed, or already held.", "outcome")
-        self.sets_refused = counter("sets_refused", "Pages that a set did not store.", "reason")
-        self.pages_unpublished = counter(
-            "pages_unpublished",
-            "Stored pages that not every directory owner acknowledged in time.",
-        )
-        self.exists_asked = counter("exists_asked", "Keys that exists was asked for.")
-        self.exists_found = counter("exists_found", "Keys that exists found, in the leading run.")
-        self.exists_asked_again = counter(
-            "exists_asked_again", "Keys of batches that an engine asked again after a miss."
-        )
-        self.pages_short = counter(
-            "pages_short", "Pages that SGLang asked for after exists had reported them.", "pool"
-        )
-        self.bytes_read = counter("bytes_read", "Bytes of verified pages.", "fabric")
-        self.bytes_written = counter("bytes_written", "Bytes copied into the home pool.")
-        self.deadlines_overrun = counter(
-            "deadlines_overrun", "Calls that ended after their deadline."
-        )
-        self.breakers_opened = counter("breakers_opened", "Times a peer's circuit breaker opened.")
-        self.home_attached = counter("home_attached", "Times a client attached to its home node.")
-        self._make_hints(counter)
-        # --- node
-        self.pool_bytes = gauge("pool_bytes", "Bytes of the pool.", "state")
-        self.pool_pages = gauge("pool_pages", "Pages in the pool.")
-        self.pages_evicted = counter("pages_evicted", "Pages evicted to make room.")
-        self.hit_rate_estimate = gauge(
-            "hit_rate_estimate",
-            "Estimated hit rate of a pool with so many times the memory.",
-            "memory",
-        )
-        self.reservations = gauge("reservations", "Live reservations.")
-        self.messages_received = counter("messages_received", "Control messages accepted.", "kind")
-        self.messages_dropped = counter("messages_dropped", "Control messages dropped.", "reason")
-        self.connections = gauge("connections", "Open connections.", "port")
-        self.tcp_bytes_served = counter("tcp_bytes_served", "Page bytes sent by the tcp fabric.")
-        self.tcp_refused = counter("tcp_refused", "Requests the tcp fabric refused.", "reason")
-        self._make_rdma(counter, gauge)
-        self._make_latency(registry)
-        self._make_directory(counter, gauge)
-        self._make_mirrors(counter, gauge)
-        self._make_namespaces(counter, gauge)
-        self._make_drain(counter, gauge)
-        self._make_trust(counter, gauge)
-        self._make_discovery(counter, gauge)
-        self._make_disk(registry, counter, gauge)
-
-    def _make_rdma(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of the rdma fabric: of a client's reads, and of what a node serves."""
-        self.rdma_fallbacks = counter(
-            "rdma_fallbacks", "Pages that another fabric read because rdma could not.", "reason"
-        )
-        self.rdma_channels_opened = counter(
-            "rdma_channels_opened", "Channels that this client has opened."
-        )
-        self.rdma_channels_failed = counter(
-            "rdma_channels_failed", "Channels of this client that failed in a read.", "reason"
-        )
-        self.rdma_channels = gauge("rdma_channels", "Queue pairs between clients and this node.")
-        self.rdma_registered_bytes = gauge(
-            "rdma_registered_bytes", "Bytes of page memory that every rail serves."
-        )
-
-    def _make_latency(self, registry: CollectorRegistry) -> None:
-        """Create the histograms of calls."""
         self.slow = SlowLog()
         """The slowest calls of clients: no series, as each call has facts of its own."""
-        self.latency_s = Latency(
-            "peercache_latency_seconds",
-            "Time of one batch call; the tier is the farthest that it read, or that answered it.",
-            ("operation", "tier", "outcome"),
-            registry,
-        )
-        self.page_s = Latency(
-            "peercache_page_seconds",
-            "Time of one get that returned all of its pages, divided by their number.",
-            ("tier",),
-            registry,
-        )
-
-    def _make_mirrors(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of copies of pages that other hosts hold."""
-        self.pages_mirrored = counter(
-            "pages_mirrored", "Pages of other hosts that were copied into the home pool."
-        )
-        self.pool_bytes_mirrored = gauge(
-            "pool_bytes_mirrored", "Bytes of the pool for pages of other hosts."
-        )
-
-    def _make_hints(self, counter: Callable[..., Counter]) -> None:
-        """Create the metrics of hints: of engines, and of calls of the client."""
-        self.hint_pages = counter(
-            "hint_pages", "Pages that hints named, by what became of them.", "hint", "outcome"
-        )
-        self.hints_refused = counter(
-            "hints_refused", "Hints of engines that were not obeyed.", "reason"
-        )
-
-    def _make_namespaces(
-        self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]
-    ) -> None:
-        """Create the metrics of namespaces with quotas; a node shows a bounded number of them."""
-        self.namespace_bytes = gauge(
-            "namespace_bytes",
-            'Bytes that a namespace takes, by tier; "(others)" is all without a quota.',
-            "namespace",
-            "tier",
-        )
-        self.pool_bytes_retained = gauge(
-            "pool_bytes_retained", "Bytes of the pool for retained pages."
-        )
-        self.namespace_retained_bytes = gauge(
-            "namespace_retained_bytes",
-            "Bytes of a namespace that are retained.",
-            "namespace",
-            "tier",
-        )
-        self.namespace_quota_bytes = gauge(
-            "namespace_quota_bytes", "Bytes that a namespace is guaranteed.", "namespace", "tier"
-        )
-        self.namespace_pages_evicted = counter(
-            "namespace_pages_evicted",
-            "Pages of a namespace that were evicted to make room, by tier.",
-            "namespace",
-            "tier",
-        )
-
-    def _make_drain(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of pages that are handed over when a node is drained."""
-        reported = "of this node's drain: given, there before, lost without room or time, and left."
-        self.drain_pages = gauge("drain_pages", f"Pages {reported}", "state")
-        self.drain_bytes = gauge("drain_bytes", f"Bytes {reported}", "state")
-        self.pages_taken_over = counter(
-            "pages_taken_over", "Pages that this node took over from nodes that offered them."
-        )
-        self.bytes_taken_over = counter("bytes_taken_over", "Bytes of these pages.")
-        self.pages_not_taken_over = counter(
-            "pages_not_taken_over",
-            "Pages that other nodes offered and this node did not take over.",
-            "reason",
-        )
-        self.placement_pages = gauge(
-            "placement_pages",
-            "Pages offered ahead of their eviction since the node began: moved to another node, "
-            "there before, refused without room or colder pages, and failed.",
-            "outcome",
-        )
-        self.placement_bytes = gauge(
-            "placement_bytes", "Bytes of the pages that were moved to another node."
-        )
-        self.pages_not_moved = counter(
-            "pages_not_moved",
-            "Pages that were offered to other nodes while this one serves, and refused or failed.",
-            "reason",
-        )
-        self.copies_pages = gauge(
-            "copies_pages",
-            "Pages offered for a second copy since the node began: copied to another node, there "
-            "before, refused without room or colder pages, and failed.",
-            "outcome",
-        )
-        self.copies_bytes = gauge("copies_bytes", "Bytes of the pages that were copied.")
-        self.pages_single = gauge(
-            "pages_single", "Pages of this node of which no other node has a copy, with copies = 2."
-        )
-
-    def _make_directory(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of the directory, and of its readers."""
-        self.tables_unusable = counter(
-            "tables_unusable",
-            "Failed reads of directory tables of this host; their nodes were asked instead.",
-            "reason",
-        )
-        self.directory_records = gauge("directory_records", "Records in this shard.")
-        self.directory_authority = gauge(
-            "directory_authority",
-            "1 while this shard has the records of all live nodes: other pages do not exist.",
-        )
-        self.directory_holders_doubted = gauge(
-            "directory_holders_doubted", "Nodes whose records may be missing in this shard."
-        )
-        self.directory_owners_lagging = gauge(
-            "directory_owners_lagging",
-            "Lagging directory owners: no set of this node waits for them until they catch up.",
-        )
-        self.followers = gauge("followers", "Subscribers to the changes of the pages of this node.")
-        self.records_refused = counter(
-            "records_refused", "Records that this shard refused.", "reason"
-        )
-        self.repairs = counter("repairs", "Record streams repaired after a summary differed.")
+        for name, declared in vars(Metrics).items():
+            if isinstance(declared, _Declared):
+                setattr(self, name, declared.made(f"peercache_{name}", registry))
+        self.certificate_days.set(math.nan)
 
     def describe_objectives(self, limits_s: Mapping[str, float]) -> None:
         """Add the limit of each objective, as the bucket by which it is judged."""
@@ -313,73 +300,6 @@ class Metrics:
         if not self._describes_process:
             ProcessCollector(registry=self.registry)
             self._describes_process = True
-
-    def _make_trust(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of the build, and of access rights."""
-        self.build_info = gauge("build_info", "1; the labels show what runs.", "version", "python")
-        self.objective_s = gauge(
-            "objective_seconds",
-            "Limit of an objective; le is its bucket in the histograms.",
-            "objective",
-            "le",
-        )
-        reported = "Control messages that their senders may not send."
-        self.messages_refused = counter("messages_refused", reported, "reason", "message")
-        self.insecure = gauge(
-            "insecure", "1 while this node serves other hosts without certificates."
-        )
-        self.certificate_days = gauge(
-            "certificate_days", "Days until this process's certificate expires; NaN without TLS."
-        )
-        self.certificate_days.set(math.nan)
-        self.http_refused = counter(
-            "http_refused", "HTTP requests and handshakes refused.", "reason"
-        )
-
-    def _make_discovery(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
-        """Create the metrics of members, and of the sources of their addresses."""
-        self.members = gauge("members", "Members of the view.", "state")
-        self.discovery_answering = gauge(
-            "discovery_answering", "1 while a source of discovery_addr answers.", "source"
-        )
-        self.discovery_addresses = gauge(
-            "discovery_addresses", "Addresses that a source of discovery_addr gave last.", "source"
-        )
-        self.discovery_failures = counter(
-            "discovery_failures", "Times a source of discovery_addr failed.", "source"
-        )
-        self.discovery_dropped = counter(
-            "discovery_dropped",
-            "Dropped addresses of sources: not HOST:PORT, or too many.",
-            "source",
-        )
-
-    def _make_disk(
-        self,
-        registry: CollectorRegistry,
-        counter: Callable[..., Counter],
-        gauge: Callable[..., Gauge],
-    ) -> None:
-        """Create the metrics of the disk tier."""
-        self.disk_open = gauge("disk_open", "1 while the disk tier of this node works.")
-        self.disk_bytes = gauge("disk_bytes", "Bytes of the disk tier.", "state")
-        self.disk_pages = gauge("disk_pages", "Pages on disk.")
-        self.disk_pages_written = counter("disk_pages_written", "Pages written to disk.")
-        self.disk_bytes_written = counter("disk_bytes_written", "Bytes of pages written to disk.")
-        self.disk_writes_dropped = counter(
-            "disk_writes_dropped", "Pages that were dropped instead of written to disk.", "reason"
-        )
-        self.pages_promoted = counter("pages_promoted", "Pages loaded from disk into the pool.")
-        self.bytes_promoted = counter(
-            "bytes_promoted", "Bytes of pages loaded from disk into the pool."
-        )
-        self.disk_pages_lost = counter("disk_pages_lost", "Pages deleted from disk.", "reason")
-        self.promote_s = Histogram(
-            "peercache_promote_seconds",
-            "Time from a Promote to its answer.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
 
 
 def totals_of(counter: Counter) -> dict[str, float]:
