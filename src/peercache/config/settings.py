@@ -39,7 +39,6 @@ from peercache.config.table import (
     SECONDS,
     SHARE,
     SIZE,
-    SWITCH,
     TEXT,
     USERS,
     WHOLE,
@@ -47,6 +46,7 @@ from peercache.config.table import (
     choice,
     environment_name,
     setting,
+    switch,
 )
 from peercache.errors import ConfigError
 from peercache.model.room import QuotaRule
@@ -282,9 +282,7 @@ class Config:
         "folder, else home.ipc in $XDG_RUNTIME_DIR/peercache, or without it in /tmp/peercache-UID. "
         "A client of a user without such a node looks in /run/peercache, too.",
     )
-    embedded: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    embedded: bool = switch(
         "For a client: run a node in this process, with a pool of its own, instead of using the "
         "node of this host. A node itself ignores it.",
     )
@@ -398,9 +396,7 @@ class Config:
     mirror_share: float = setting(
         SHARE, 0.25, "Most of a node's pool that copies of other hosts' pages take.", low=0, below=1
     )
-    spill: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    spill: bool = switch(
         "Offer the pages that this node evicts next to nodes with free memory or colder pages.",
     )
     copies: int = setting(
@@ -429,9 +425,7 @@ class Config:
         "'tenant-a=20%,priority=2;team-*=4GiB;*=1%/5%'. A second share is that of the disk.",
     )
     # --- disk
-    disk_enabled: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    disk_enabled: bool = switch(
         "Keep pages on disk too: they outlive eviction and restarts.",
     )
     disk_path: str = setting(
@@ -584,9 +578,7 @@ class Config:
         low=1,
         high=128,
     )
-    rdma_clear_text: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    rdma_clear_text: bool = switch(
         "Use RDMA with TLS, too: its packets are not encrypted, so its network must be trusted.",
     )
     verify: str = setting(
@@ -624,9 +616,7 @@ class Config:
         "HOST or HOST:PORT of the dashboard, /metrics and /healthz; beyond loopback it requires "
         "tls_ca, http_open or insecure. Default: 127.0.0.1, and the port of metrics_port.",
     )
-    http_open: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    http_open: bool = switch(
         "Show /metrics and /healthz to every client that can connect to http_listen, in clear text "
         "too: probes and scrapers often have no certificate.",
     )
@@ -656,9 +646,7 @@ class Config:
         "Addresses or networks of the hosts that may read `object_events`, such as 10.0.0.0/16. "
         "Required if that endpoint is beyond loopback: its readers show no certificate.",
     )
-    otel_traces: bool = setting(
-        SWITCH,
-        False,  # noqa: FBT003 - the default of a setting
+    otel_traces: bool = switch(
         "Make an OpenTelemetry span of each call of a client, in the trace that is current in its "
         "thread: by the engine's tracer provider, or sent by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT. "
         "Requires the extra `otel`.",

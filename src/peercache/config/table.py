@@ -178,3 +178,8 @@ def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
     """Return the configuration field that one row of the table describes."""
     row = Setting(kind=kind, default=default, help=help_text, **more)
     return attrs.field(default=default, kw_only=True, metadata={"row": row})
+
+
+def switch(help_text: str) -> Any:
+    """Return the field of a setting that is off by default."""
+    return setting(SWITCH, False, help_text)  # noqa: FBT003 - the default of a setting
