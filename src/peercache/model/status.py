@@ -520,25 +520,10 @@ _PLAIN: dict[str, Any] = {
 
 
 _CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Tier,
-        Worker,
-        Latencies,
-        PeerStatus,
-        NamespaceUse,
-        Shard,
-        Draining,
-        MovedPages,
-        Spilled,
-        Copied,
-        Reuse,
-        Thread,
-        SlowCall,
-        Detail,
-        Status,
-    )
+    name: kind for name, kind in globals().items() if isinstance(kind, type) and attrs.has(kind)
 }
+"""The classes above, and those that they are made of."""
+
 _ITEMS = {f"tuple[{name}, ...]": kind for name, kind in _CLASSES.items()}
 _NAMED = {f"dict[str, {name}]": kind for name, kind in _CLASSES.items()}
 

@@ -15,12 +15,8 @@ from peercache.actors.directory.table import SEED_BYTES
 from peercache.actors.disk.actor import DiskTier
 from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
-from peercache.actors.placement.actor import (
-    Placement,
-)
-from peercache.actors.placement.offers import (
-    Offers,
-)
+from peercache.actors.placement.actor import Placement
+from peercache.actors.placement.offers import Offers
 from peercache.actors.pool.actor import Pool
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.publisher.actor import Publisher
@@ -104,18 +100,12 @@ class NodeActors:
         self.placement = _placement(config, me, rng, spaces)
         if metrics is not None:
             self.placement.show(metrics)
-        self.mailboxes = boxes = NodeMailboxes()
-        self.actors: tuple[NamedActor[Any], ...] = (
-            NamedActor("membership", self.membership, boxes.membership),
-            NamedActor("ring", self.ring, boxes.ring),
-            NamedActor("publisher", self.publisher, boxes.publisher),
-            NamedActor("directory", self.directory, boxes.directory),
-            NamedActor("pool", self.pool, boxes.pool),
-            NamedActor("disk", self.disk, boxes.disk),
-            NamedActor("promote", self.promote, boxes.promote),
-            NamedActor("rdma", self.rdma, boxes.rdma),
-            NamedActor("removal", self.removal, boxes.removal),
-            NamedActor("placement", self.placement, boxes.placement),
+        self.mailboxes = NodeMailboxes()
+        self.actors = tuple(
+            [
+                NamedActor[Any](name, getattr(self, name), box)
+                for name, box in self.mailboxes.named().items()
+            ]
         )
 
     def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
