@@ -166,10 +166,6 @@ class ClientParts:
             self._node.close()
         self.log.info("client.closed")
 
-    def control_address(self) -> str:
-        """Return HOST:PORT of the embedded node's control port, "" without an embedded node."""
-        return self._node.ready.control if self._node is not None else ""
-
     def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
         """Register memory with the fabrics that need it; return a function that ends that."""
         ends = [

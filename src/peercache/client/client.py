@@ -17,6 +17,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Condition, RLock
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, final
@@ -224,32 +225,30 @@ class Client:
         0 also without an answer. Only a get shows whether a page can be read. Has the short
         deadline `exists_timeout_s`.
         """
-        return self._run(keys, touch=False)
+        return self._look_up(keys, 0, partial(self._leading, touch=False))
 
     def batch_touch(self, keys: Keys) -> int:
         """Return the same as `batch_exists`, and have the holders evict that run last (`touch`)."""
-        return self._run(keys, touch=True)
+        return self._look_up(keys, 0, partial(self._leading, touch=True))
 
     def contains(self, keys: Keys) -> list[bool]:
         """Return for each key whether it has a holder: a hint, like `batch_exists`.
 
         False also without an answer. Has the short deadline `exists_timeout_s`.
         """
-        return self._exists(keys, touch=False)
+        return self._look_up(keys, [False] * len(keys), partial(self._contains, touch=False))
 
     def lengths(self, keys: Keys) -> list[int]:
         """Return the size of each page in bytes, to allocate buffers; 0 if no node holds it.
 
         A hint: the page may be gone when it is read. Has the short deadline `exists_timeout_s`.
         """
-        path = self._wiring.reader.lengths
-        return self._call(
-            "exists",
-            len(keys),
-            [0] * len(keys),
-            lambda until: self._bridge.run(path(self._names(keys), self._tie.cluster, until)),
-            timeout_s=self.config.exists_timeout_s,
-        )
+
+        def ask(keys: Keys, until: float) -> list[int]:
+            path = self._wiring.reader.lengths(self._names(keys), self._tie.cluster, until)
+            return self._bridge.run(path)
+
+        return self._look_up(keys, [0] * len(keys), ask)
 
     def touch(self, keys: Keys) -> list[bool]:
         """Return the same as `contains`, and have the holders evict the found pages last.
@@ -258,7 +257,7 @@ class Client:
         a call, which may be lost, and treats these pages as just read. A batch that was touched
         within the last second is not sent again. Has the short deadline `exists_timeout_s`.
         """
-        return self._exists(keys, touch=True)
+        return self._look_up(keys, [False] * len(keys), partial(self._contains, touch=True))
 
     def remove(self, keys: Keys) -> int:
         """Remove these pages at every live holder; return how many were removed.
@@ -524,14 +523,9 @@ class Client:
         hits: list[bool] = outcome.hits.tolist()
         return hits
 
-    def _run(self, keys: Keys, *, touch: bool) -> int:
-        return self._call(
-            "exists",
-            len(keys),
-            0,
-            lambda until: self._leading(keys, until, touch=touch),
-            timeout_s=self.config.exists_timeout_s,
-        )
+    def _look_up(self, keys: Keys, miss: Result, look: Callable[[Keys, float], Result]) -> Result:
+        timeout_s = self.config.exists_timeout_s
+        return self._call("exists", len(keys), miss, partial(look, keys), timeout_s)
 
     def _hint(self, hint: str, keys: Keys, message: Callable[[bytes, float], Message]) -> int:
         """Have every holder of these pages do something; return of how many one has done it."""
@@ -612,15 +606,6 @@ class Client:
         for outcome, pages in pages_by_outcome.items():
             if pages:
                 self.metrics.hint_pages.labels(hint, outcome).inc(pages)
-
-    def _exists(self, keys: Keys, *, touch: bool) -> list[bool]:
-        return self._call(
-            "exists",
-            len(keys),
-            [False] * len(keys),
-            lambda until: self._contains(keys, until, touch=touch),
-            timeout_s=self.config.exists_timeout_s,
-        )
 
     def _contains(self, keys: Keys, until: float, *, touch: bool) -> list[bool]:
         path = self._wiring.reader.exists(self._names(keys), self._tie.cluster, until, touch=touch)
