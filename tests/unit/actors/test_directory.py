@@ -160,25 +160,15 @@ def test_put_upserts_only_what_is_newer() -> None:
     assert (older, newer) == ([20], [30])
 
 
-def test_delete_spares_what_is_newer() -> None:
-    """A page committed again survives the delete of its old record."""
-    shard = shard_of(A)
+def test_delete_spares_what_is_newer_and_the_records_of_others() -> None:
+    """A page committed again survives; order exists within one holder only."""
+    shard = shard_of(A, B)
     heard(shard, A, put(1, A, [1, 2], 20))
+    heard(shard, B, put(1, B, [2], 20))
 
     heard(shard, A, delete(2, [1, 2], [18, 22]))
 
-    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A)]
-
-
-def test_delete_of_one_holder_leaves_the_others() -> None:
-    """Order exists within one holder only: no delete touches another holder's record."""
-    shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, B, put(1, B, [1], 10))
-
-    heard(shard, A, delete(2, [1], [10]))
-
-    assert names_and_holders(located(shard, [1]), [1]) == [(1, B)]
+    assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A), (2, B)]
 
 
 def test_key_named_twice_in_one_put_counts_once() -> None:

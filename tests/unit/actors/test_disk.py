@@ -459,28 +459,19 @@ def test_removal_is_answered_in_time_by_a_slow_disk() -> None:
     assert world.answers[-1] == Removed(7, 1)
 
 
-def test_clear_empties_one_namespace_on_disk() -> None:
-    """Others' pages stay."""
+@pytest.mark.parametrize(
+    ("namespaces", "cleared"),
+    [((1, 1, 9), 1), ((tag_of(5, 7), tag_of(5, 8), tag_of(6, 7)), 5)],
+    ids=["whole", "by its space"],
+)
+def test_clear_empties_one_namespace_on_disk(namespaces: tuple[int, ...], cleared: int) -> None:
+    """A space tag names all geometries of a name, as in memory; others' pages stay."""
     world = DiskWorld()
-    world.set(1, 2)
-    world.set(3, namespace=9)
-    world.finish()
-
-    world.clear(1)
-    world.finish()
-
-    assert world.answers[-1] == Removed(8, 2)
-    assert world.tier.figures()["disk_pages"] == 1
-
-
-def test_clear_of_a_name_empties_all_its_geometries_on_disk() -> None:
-    """By its space tag, as in memory."""
-    world = DiskWorld()
-    for page, namespace in enumerate((tag_of(5, 7), tag_of(5, 8), tag_of(6, 7)), 1):
+    for page, namespace in enumerate(namespaces, 1):
         world.set(page, namespace=namespace)
     world.finish()
 
-    world.clear(5)
+    world.clear(cleared)
     world.finish()
 
     assert world.answers[-1] == Removed(8, 2)

@@ -633,16 +633,6 @@ def test_page_that_its_holder_has_lost_is_not_remembered(world: World) -> None:
     assert world.exists("a") == [False]
 
 
-def test_holder_loads_no_longer_than_the_caller_waits(world: World) -> None:
-    """A longer timeout would bring the answer after the deadline, with pages that came in time."""
-    world.publish(world.nodes[2].keep("a"))
-
-    assert world.get("a", timeout_s=0.05).hits == [True]
-
-    asked = [message for message in world.nodes[2].heard if isinstance(message, Promote)]
-    assert [message.timeout_s < 0.05 for message in asked] == [True]
-
-
 def test_a_dispute_is_one_message_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves out is found wrong by the next reader."""
     monkeypatch.setattr("peercache.paths.read.RECORDS_A_MESSAGE_MAX", 3)
