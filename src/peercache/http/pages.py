@@ -9,12 +9,13 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from peercache.errors import InvalidRequest
 from peercache.http.dashboard import (
     PageFacts,
     PageQuery,
@@ -63,14 +64,26 @@ class Health:
     facts: dict[str, int | float | str] = attrs.Factory(dict)
 
 
+ObeyHint: TypeAlias = Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]]
+"""Obeys a hint for pages of a namespace, for some seconds; returns pages by outcome."""
+
+
+async def no_hints(*_: object) -> Mapping[str, int]:
+    """Obey no hint."""
+    raise InvalidRequest("this index takes no hints")
+
+
 @attrs.frozen(eq=False)
 class IndexParts:
-    """What the prefix index asks; as `http.prefix.PrefixIndex` has it."""
+    """What the prefix index (`http.prefix`) asks.
+
+    overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
+    """
 
     overlap: Callable[[PageKeys], Awaitable[Overlap]]
     named: Callable[[int], str]
     gpu: GpuBlocks
-    hint: Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]] | None = None
+    hint: ObeyHint = no_hints
 
 
 @attrs.frozen(eq=False)
@@ -128,10 +141,7 @@ class Pages:
 
             return (Route("/api/v1/prefix/{what}", _not_installed, methods=["GET", "POST"]),)
         index = self.index
-        found = PrefixIndex(overlap=index.overlap, named=index.named, gpu=index.gpu)
-        if index.hint is not None:
-            found = attrs.evolve(found, hint=index.hint)
-        return found.routes()
+        return PrefixIndex(index.overlap, index.named, index.gpu, index.hint).routes()
 
     async def _measured(self, request: Request) -> Response:
         """Answer with the samples of this node; the Accept header chooses the exposition format."""

@@ -15,8 +15,8 @@ from them. A node without the extra `rest` says so at these paths, and serves al
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import attrs
 import msgspec
@@ -37,9 +37,9 @@ from peercache.content.chain import (
     token_ids,
 )
 from peercache.errors import InvalidRequest
-from peercache.manager.gpu_blocks import FoundPrefix, GpuBlocks, OnGpu, prefix_of
-from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, Tag, page_keys
-from peercache.model.prefix import Overlap
+from peercache.http.pages import IndexParts
+from peercache.manager.gpu_blocks import FoundPrefix, OnGpu, prefix_of
+from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
 
 QUESTIONS_MAX = 8
 """Bodies of 2 MiB that are held at once."""
@@ -152,27 +152,10 @@ class Problem(msgspec.Struct):
     error: str
 
 
-ObeyHint: TypeAlias = Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]]
-"""Obeys a hint for pages of a namespace, for some seconds; returns pages by outcome."""
-
-
-async def no_hints(*_: object) -> Mapping[str, int]:
-    """Obey no hint."""
-    raise InvalidRequest("this index takes no hints")
-
-
 @attrs.frozen(eq=False)
-class PrefixIndex:
-    """Answers questions about prompts.
+class PrefixIndex(IndexParts):
+    """Answers questions about prompts."""
 
-    overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
-    hint: obeys a hint for pages of a namespace, and returns the number of pages by outcome.
-    """
-
-    overlap: Callable[[PageKeys], Awaitable[Overlap]]
-    named: Callable[[int], str]
-    gpu: GpuBlocks
-    hint: ObeyHint = no_hints
     limit: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(QUESTIONS_MAX))
 
     def routes(self) -> Sequence[Route]:

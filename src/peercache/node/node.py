@@ -61,7 +61,7 @@ from peercache.node.questions import Gathering, MemberBroker, Overlaps, Scans
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
 from peercache.node.switchboard import Envelopes, Inbound, Links, Switchboard, links_that_fit
-from peercache.node.web import Web
+from peercache.node.web import serve_web
 from peercache.observability.log import get_logger
 from peercache.observability.metrics import Metrics, absorb
 from peercache.rdma.serving import DeviceQueuePairs
@@ -609,8 +609,11 @@ class Node:
         address = self.config.http_address(in_process=self._in_process)
         if address is None:
             return ""
-        web = Web(
+        return await serve_web(
             self.config,
+            nursery,
+            address,
+            self._shares().http,
             sharing=self.sharing,
             tls=self.tls,
             metrics=self.metrics,
@@ -625,7 +628,6 @@ class Node:
                 self.hints.hint,
             ),
         )
-        return await web.serve(nursery, address, self._shares().http)
 
     def _members(self) -> tuple[Member, ...]:
         return self._crew.membership.view.members()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import trio
 
@@ -22,57 +22,50 @@ from peercache.trust.files import LiveTls
 from peercache.trust.sharing import Sharing
 
 
-@final
-class Web:
-    """The HTTP server of a node."""
+async def serve_web(
+    config: Config,
+    nursery: trio.Nursery,
+    address: tuple[str, int],
+    connections_max: int,
+    *,
+    sharing: Sharing,
+    tls: LiveTls | None,
+    metrics: Metrics,
+    log: Any,
+    health: Callable[[], Health],
+    own: Callable[[], str],
+    gathering: Gathering,
+    index: IndexParts,
+) -> str:
+    """Serve the pages of a node in the nursery; return HOST:PORT. own: its control address.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        sharing: Sharing,
-        tls: LiveTls | None,
-        metrics: Metrics,
-        log: Any,
-        health: Callable[[], Health],
-        own: Callable[[], str],
-        gathering: Gathering,
-        index: IndexParts,
-    ) -> None:
-        """Raise ConfigError for settings that cannot be served. own: this node's HOST:PORT."""
-        metrics.describe_process(version())
-        metrics.describe_objectives(
-            {each.name: getattr(config, f"objective_{each.name}_s") for each in OBJECTIVES}
-        )
-        if tls is not None:
-            metrics.certificate_days.set_function(lambda: tls.days_left)
-        self._access = Access(config, sharing=sharing, tls=tls, metrics=metrics, log=log)
-        self._watching = Watching(gathering.statuses)
-        self._engines = config.engine_events
-        self._gpu = index.gpu
-        self._pages = Pages(metrics.registry, health, own, self._watching, index)
+    Raises ConfigError for settings that cannot be served.
+    """
+    metrics.describe_process(version())
+    metrics.describe_objectives(
+        {each.name: getattr(config, f"objective_{each.name}_s") for each in OBJECTIVES}
+    )
+    if tls is not None:
+        metrics.certificate_days.set_function(lambda: tls.days_left)
+    access = Access(config, sharing=sharing, tls=tls, metrics=metrics, log=log)
+    watching = Watching(gathering.statuses)
+    pages = Pages(metrics.registry, health, own, watching, index)
+    nursery.start_soon(watching.run)
+    nursery.start_soon(access.follow)
+    if config.engine_events:
+        nursery.start_soon(_follow, EngineFollower(config.engine_events, index.gpu))
+    serve = partial(
+        serve_http,
+        *address,
+        application=pages.application(),
+        access=access,
+        connections_max=connections_max,
+    )
+    return str(await nursery.start(serve))
 
-    async def serve(
-        self, nursery: trio.Nursery, address: tuple[str, int], connections_max: int
-    ) -> str:
-        """Serve in the nursery; return HOST:PORT."""
-        nursery.start_soon(self._watching.run)
-        nursery.start_soon(self._access.follow)
-        if self._engines:
-            nursery.start_soon(self._follow, EngineFollower(self._engines, self._gpu))
-        application = self._pages.application()
-        serve = partial(
-            serve_http,
-            *address,
-            application=application,
-            access=self._access,
-            connections_max=connections_max,
-        )
-        return str(await nursery.start(serve))
 
-    @staticmethod
-    async def _follow(follower: EngineFollower) -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            follower.close()
+async def _follow(follower: EngineFollower) -> None:
+    try:
+        await trio.sleep_forever()
+    finally:
+        follower.close()
