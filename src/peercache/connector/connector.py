@@ -560,13 +560,10 @@ class RemoteKVConnector:
         Raises InvalidRequest for malformed arguments, before `register_kv_buffers`, and after
         `close`.
         """
-        core = self.core
-        core.check_open()
-        chain, timeout_s = self._options(kw)
-        ids = checked(req_id, tokens_list)
-        span = span_of(page_to_tokens_mapping, core.page_tokens, len(ids))
-        core.buffers().check(span.indices)
-        return core.keep(req_id, span, ids, chain, timeout_s)
+        ids, chain, timeout_s = self._asked(kw, req_id, tokens_list)
+        span = span_of(page_to_tokens_mapping, self.core.page_tokens, len(ids))
+        self.core.buffers().check(span.indices)
+        return self.core.keep(req_id, span, ids, chain, timeout_s)
 
     def retrieve_kv_async(
         self, req_id: str, page_to_tokens_mapping: PageMapping, tokens_list: Tokens, **kw: Any
@@ -578,13 +575,10 @@ class RemoteKVConnector:
 
         Raises InvalidRequest as a store.
         """
-        core = self.core
-        core.check_open()
-        chain, timeout_s = self._options(kw)
-        ids = checked(req_id, tokens_list)
-        span = span_of(page_to_tokens_mapping, core.page_tokens, len(ids))
-        core.check_writable(span)
-        return core.retrieve(req_id, span, ids, chain, timeout_s)
+        ids, chain, timeout_s = self._asked(kw, req_id, tokens_list)
+        span = span_of(page_to_tokens_mapping, self.core.page_tokens, len(ids))
+        self.core.check_writable(span)
+        return self.core.retrieve(req_id, span, ids, chain, timeout_s)
 
     def num_external_matched_tokens(
         self, req_id: str, tokens: Tokens, num_local_computed_tokens: int, **kw: Any
@@ -598,9 +592,7 @@ class RemoteKVConnector:
         fails.
         """
         core = self.core
-        core.check_open()
-        chain, _ = self._options(kw)
-        ids = checked(req_id, tokens, num_local_computed_tokens)
+        ids, chain, _ = self._asked(kw, req_id, tokens, num_local_computed_tokens)
         local_pages = num_local_computed_tokens // core.page_tokens
         pages = core.matched_pages(req_id, ids, chain, local_pages)
         (pages,) = core.agree([pages]) or [0]
@@ -617,15 +609,12 @@ class RemoteKVConnector:
         The result is the number of tokens in pages for which it is done. A store without hints, as
         a folder, does nothing.
         """
-        core = self.core
-        core.check_open()
-        chain, timeout_s = self._options(kw)
-        ids = checked(req_id, tokens_list)
+        ids, chain, timeout_s = self._asked(kw, req_id, tokens_list)
         if hint not in reasons.HINT_OUTCOMES:
             raise InvalidRequest(f"{hint!r:.40} is no hint: {', '.join(reasons.HINT_OUTCOMES)} are")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise InvalidRequest(f"seconds are a number, not {seconds!r:.40}")
-        return core.hint(req_id, hint, seconds, ids, chain, timeout_s)
+        return self.core.hint(req_id, hint, seconds, ids, chain, timeout_s)
 
     def finish_req(self, req_id: str) -> None:
         """End the running operations of this request, and forget its tokens; may be repeated.
@@ -642,11 +631,16 @@ class RemoteKVConnector:
         """
         self.core.close()
 
-    def _options(self, kw: Mapping[str, Any]) -> tuple[Chain, float]:
+    def _asked(
+        self, kw: Mapping[str, Any], req_id: object, tokens: Tokens, local_tokens: object = 0
+    ) -> tuple[TokenIds, Chain, float]:
+        """Return the token ids of a call, its chain and its timeout, if it is valid."""
+        self.core.check_open()
         unknown = sorted(kw.keys() - {"salts", "timeout_s"})
         if unknown:
             raise InvalidRequest(f"{unknown[0]!r} is no option: salts and timeout_s are")
         salts, timeout_s = kw.get("salts"), kw.get("timeout_s", self.core.metadata.timeout_s)
         if salts is not None and not isinstance(salts, Mapping):
             raise InvalidRequest(f"salts are texts by name, not {salts!r:.60}")
-        return self.core.chain_of(salts), seconds(timeout_s)
+        chain, timeout_s = self.core.chain_of(salts), seconds(timeout_s)
+        return checked(req_id, tokens, local_tokens), chain, timeout_s

@@ -36,6 +36,12 @@ TEXT_MAX = 1024
 Kind = TypeVar("Kind")
 
 
+def _added(one: Kind, other: Kind, *names: str) -> Kind:
+    """Return a value with the sums of two in these fields; the others are those of the first."""
+    sums = {name: getattr(one, name) + getattr(other, name) for name in names}
+    return cast("Kind", attrs.evolve(cast("Any", one), **sums))
+
+
 @attrs.frozen(kw_only=True)
 class Tier:
     """Memory or disk of a node, in bytes and pages.
@@ -187,13 +193,7 @@ class MovedPages:
 
     def plus(self, more: MovedPages) -> MovedPages:
         """Return the sum of two rows, under the name of this one."""
-        return attrs.evolve(
-            self,
-            given=self.given + more.given,
-            given_bytes=self.given_bytes + more.given_bytes,
-            taken=self.taken + more.taken,
-            taken_bytes=self.taken_bytes + more.taken_bytes,
-        )
+        return _added(self, more, "given", "given_bytes", "taken", "taken_bytes")
 
 
 @attrs.frozen(kw_only=True)
@@ -386,18 +386,8 @@ def namespaces_of(statuses: Sequence[Status]) -> list[NamespaceUse]:
     for status in statuses:
         for use in status.namespaces:
             known = found.get(use.name)
-            found[use.name] = (
-                use
-                if known is None
-                else attrs.evolve(
-                    known,
-                    bytes=known.bytes + use.bytes,
-                    pages=known.pages + use.pages,
-                    disk_bytes=known.disk_bytes + use.disk_bytes,
-                    quota=known.quota + use.quota,
-                    retained=known.retained + use.retained,
-                )
-            )
+            summed = ("bytes", "pages", "disk_bytes", "quota", "retained")
+            found[use.name] = use if known is None else _added(known, use, *summed)
     return sorted(found.values(), key=lambda use: -use.bytes)
 
 
