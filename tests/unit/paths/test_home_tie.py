@@ -1,4 +1,4 @@
-"""What a client takes from its home node: memory, slots ahead, and a view from others beside it."""
+"""What a client takes from its home node: memory, slots ahead, and a view from other nodes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ HOME, PREDECESSOR, OTHER = 7, 6, 5
 
 @attrs.define
 class Nodes:
-    """The answers of a cluster, and what the tie told about."""
+    """The answers of a cluster, and what the tie reported about."""
 
     views: dict[int, Message] = attrs.field(factory=dict)
     greeting: Message | None = None
-    told: list[object] = attrs.field(factory=list)
+    reported: list[object] = attrs.field(factory=list)
     asked: list[object] = attrs.field(factory=list)
     report: ClientReport | None = None
     touches: Touches = attrs.field(factory=Touches)
@@ -61,7 +61,7 @@ class Nodes:
             report=self.report,
             clock=lambda: self.now,
             open_memory=self._open,
-            on_attached=lambda new, old: self.told.append((new.memory, old and old.memory)),
+            on_attached=lambda new, old: self.reported.append((new.memory, old and old.memory)),
             on_rejected=self._rejected,
             on_view=self._view,
         )
@@ -101,10 +101,10 @@ class Nodes:
         return f"memory of {member.incarnation}"
 
     def _rejected(self, error: PeerCacheError) -> None:
-        self.told.append(str(error))
+        self.reported.append(str(error))
 
     def _view(self, _: Cluster, cluster: Cluster) -> None:
-        self.told.append(sorted(cluster.members))
+        self.reported.append(sorted(cluster.members))
 
 
 def view_of(*incarnations: int) -> ShareView:
@@ -150,7 +150,7 @@ def test_home_node_that_restarted_is_attached_to_again() -> None:
 
     assert is_well
     assert nodes.asked == [PREDECESSOR, "ipc:///home", HOME]
-    assert nodes.told == [
+    assert nodes.reported == [
         ("memory of 6", None),
         ("memory of 7", "memory of 6"),
         [OTHER, HOME],
@@ -160,7 +160,7 @@ def test_home_node_that_restarted_is_attached_to_again() -> None:
 
 
 def test_home_node_that_restarted_hears_by_what_peers_are_read() -> None:
-    """The report tells changes only, and the new incarnation has heard nothing yet."""
+    """A report has changes only, and the new incarnation has received none yet."""
     report = ClientReport(Metrics(), lambda: {"aa": "tcp"})
     nodes = Nodes(greeting=welcome_of(PREDECESSOR), report=report)
     tie = nodes.tie()
@@ -174,7 +174,7 @@ def test_home_node_that_restarted_hears_by_what_peers_are_read() -> None:
 
 
 def test_view_comes_from_others_while_the_home_node_refuses() -> None:
-    """A refusal is told, and reads go on over what other members know."""
+    """A refusal is reported, and reads go on over what other members know."""
     nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER)})
     tie = nodes.tie()
     nodes.drive(tie.attach(11.0))
@@ -182,19 +182,19 @@ def test_view_comes_from_others_while_the_home_node_refuses() -> None:
     nodes.greeting = Refused(0, "lock", "no such file")
     nodes.views = {OTHER: view_of(OTHER)}
     nodes.asked.clear()
-    nodes.told.clear()
+    nodes.reported.clear()
 
     is_well = nodes.drive(tie.beat())
 
     assert not is_well
     assert nodes.asked == [HOME, OTHER, "ipc:///home", HOME, OTHER]
-    assert nodes.told == [[OTHER], "refused (lock): no such file", [OTHER]]
+    assert nodes.reported == [[OTHER], "refused (lock): no such file", [OTHER]]
     assert sorted(tie.cluster.members) == [OTHER]
     assert tie.cluster.handover_until > 0
 
 
 def test_home_node_that_no_view_names_yet_is_read_and_owns_nothing() -> None:
-    """It has restarted: others have not let it in, and it has not told its own view yet."""
+    """It has restarted: others have not let it in, and it has not reported its own view yet."""
     nodes = Nodes(
         greeting=welcome_of(PREDECESSOR), views={PREDECESSOR: view_of(PREDECESSOR, OTHER)}
     )
@@ -253,7 +253,7 @@ def test_only_members_that_answer_hear_what_was_read() -> None:
 
     nodes.drive(tie.beat())
 
-    assert [peer for peer, told in nodes.posted if isinstance(told, Touched)] == [OTHER]
+    assert [peer for peer, reported in nodes.posted if isinstance(reported, Touched)] == [OTHER]
 
 
 def test_greeting_that_is_answered_closes_the_breaker() -> None:
@@ -276,7 +276,7 @@ def test_home_node_that_is_attached_already_stays_so() -> None:
     assert nodes.drive(tie.attach(11.0))
 
     assert tie.attached is before
-    assert nodes.told == [(f"memory of {HOME}", None)]
+    assert nodes.reported == [(f"memory of {HOME}", None)]
 
 
 def test_home_node_whose_memory_cannot_be_mapped_is_not_attached() -> None:

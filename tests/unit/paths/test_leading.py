@@ -27,11 +27,11 @@ def stored(world: World, *names: str) -> None:
 def asked(world: World) -> tuple[int, int]:
     """Return how many Lookups were sent since the last call, and for how many keys."""
     lookups = [
-        message for node in world.nodes.values() for message in node.heard
+        message for node in world.nodes.values() for message in node.received
         if isinstance(message, Lookup)
     ]  # fmt: skip
     for node in world.nodes.values():
-        node.heard.clear()
+        node.received.clear()
     return len(lookups), sum(len(message.keys) // 16 for message in lookups)
 
 
@@ -149,4 +149,4 @@ def test_an_owner_that_is_behind_is_no_owner_of_an_absent_page(world: World) -> 
     owner.script.append(lambda message: Located(message.request, b"", behind=True))
 
     assert world.leading(*NAMES).run == 1
-    assert other.heard
+    assert other.received

@@ -94,7 +94,7 @@ def test_an_owner_that_refuses_connections_is_replaced_at_once(world: World) -> 
 
 
 def test_owner_and_replica_silent_is_unreachable_or_deadline(world: World) -> None:
-    """The reason tells whether there was still time when every owner had been asked."""
+    """The reason shows whether there was still time when every owner had been asked."""
     name, owners = elsewhere(world)
     for owner in owners:
         owner.mood = "silent"
@@ -167,7 +167,7 @@ def test_where_every_host_owns_every_key_two_owners_that_are_behind_have_the_las
 
 
 def test_in_a_handover_the_next_owner_is_asked_and_the_one_before_the_change() -> None:
-    """For a while after a view change the new owner may not have been told yet."""
+    """For a while after a view change the new owner may not know the records yet."""
     world = World(5, handover_until=200.0)
     name, (owner, replica, former) = elsewhere(world)
     held_by(world, name, former)
@@ -324,7 +324,7 @@ def test_a_large_batch_is_asked_in_messages_that_fit(monkeypatch: pytest.MonkeyP
     world.publish(*[world.nodes[1].hold(name, content=content_of(name)) for name in names])
 
     assert world.exists(*names) == [True] * 35
-    assert [len(m.keys) // 16 for m in world.nodes[1].heard if isinstance(m, Lookup)] == [
+    assert [len(m.keys) // 16 for m in world.nodes[1].received if isinstance(m, Lookup)] == [
         10, 10, 10, 5,
     ]  # fmt: skip
 
@@ -363,7 +363,7 @@ def test_of_several_owners_each_is_asked_for_its_own_keys_only() -> None:
     world.exists(*names)
 
     asked = {
-        number: [message.keys for message in node.heard if isinstance(message, Lookup)]
+        number: [message.keys for message in node.received if isinstance(message, Lookup)]
         for number, node in world.nodes.items()
     }
     assert asked[1] == [named(*names).tobytes()]
@@ -502,7 +502,7 @@ def test_what_is_in_flight_counts() -> None:
 
 
 def test_only_whole_reads_of_some_size_are_measured() -> None:
-    """What was shared among holders, broken off or small tells no holder's speed."""
+    """What was shared among holders, broken off or small does not show a holder's speed."""
     clock = Clock()
     loads = HolderLoad(salt=3, clock=clock)
     order = sorted((1, 2), key=loads.cost_of)

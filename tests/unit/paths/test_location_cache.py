@@ -105,14 +105,14 @@ def test_holders_are_named_once_if_all_pages_are_in_memory() -> None:
     assert cache.holders(named(), not_before=10.0) is None
 
 
-def test_holders_may_have_to_be_told() -> None:
+def test_holders_may_have_to_be_notified() -> None:
     """A record that is stored again says whether its holder was notified, and nothing of before."""
     cache = LocationCache(entries_max=100)
-    told = record("a", holder=7, flags=RESIDENT)
+    reported = record("a", holder=7, flags=RESIDENT)
 
-    cache.store(told, 10.0, are_touched=True)
+    cache.store(reported, 10.0, are_touched=True)
     assert cache.holders(named("a"), not_before=0.0, are_touched=True) == [7]
-    cache.store(told, 10.0)
+    cache.store(reported, 10.0)
     assert cache.holders(named("a"), not_before=0.0, are_touched=True) is None
     assert cache.holders(named("a"), not_before=0.0) == [7]
 
@@ -158,7 +158,7 @@ def test_a_cleared_cache_is_empty_and_as_large_as_before() -> None:
 def test_cache_behaves_like_an_ordered_list(
     steps: list[tuple[str, str, int]], entries_max: int
 ) -> None:
-    """Store, find, drop and forget, beside the obvious slow cache."""
+    """Store, find, drop and forget, compared with an obvious slow cache."""
     cache = LocationCache(entries_max=entries_max)
     slow: list[tuple[str, int]] = []
     for action, name, generation in steps:

@@ -37,7 +37,7 @@ from tests.unit.paths.world import PAGE, World, content_of, named
 
 
 def far_world(pulls: str = "all", **options: str) -> World:
-    """Return three nodes: 1 at home, 2 beside it, 3 on another host."""
+    """Return three nodes: 1 at home, 2 on the same host, 3 on another host."""
     return World(remote=frozenset({3}), mirror_pulls=pulls, **options)
 
 
@@ -47,7 +47,7 @@ def held(world: World, holder: int, *names: str, **fields: int) -> None:
 
 
 def asked_home(world: World, kind: type[Any]) -> list[Any]:
-    return [message for message in world.nodes[1].heard if type(message) is kind]
+    return [message for message in world.nodes[1].received if type(message) is kind]
 
 
 def at_home(world: World, name: str) -> bytes:
@@ -389,7 +389,7 @@ def test_slots_for_copies_are_given_back_before_a_page_is_awaited_from_a_disk(wo
 
     got = world.get("a", "b", "c")
 
-    kinds = [type(message) for message in world.nodes[1].heard]
+    kinds = [type(message) for message in world.nodes[1].received]
     assert got.hits == [True, True, True]
     assert got.mirrored == 2
     assert kinds.index(ReserveMirror) < kinds.index(Commit) < kinds.index(Promote)

@@ -68,7 +68,7 @@ def problems_of(path: str, tree: ast.Module) -> list[str]:
         return [] if judged == [TAKEN] else [f"{path}: verified is not called once, with the seals"]
     kinds = ("ReadOutcome", "verified", "checksums_agree")
     found = [f"{c.lineno}: {kind} is called" for kind in kinds for c in calls_of(tree, kind)]
-    # Those above the client may count what they were told, under whatever name.
+    # Those above the client may count what they received, under whatever name.
     found += [
         f"{target.lineno}: hits are stored"
         for target, _ in stores_of(tree, "hits")

@@ -26,7 +26,7 @@ from peercache.wire.messages.pool import (
     LiveReservations,
     Reserve,
 )
-from tests.unit.paths.test_writing import home_that_grants, told_home
+from tests.unit.paths.test_writing import home_that_grants, sent_home
 from tests.unit.paths.world import PAGE, World, content_of, named, runs_of
 
 NAMES = [f"p{i}" for i in range(12)]
@@ -97,19 +97,19 @@ def test_no_portion_is_committed_before_all_its_bytes_are_in_place(world: World)
     home.script.extend([looks] * 100)
 
     assert world.set(NAMES).stored.all()
-    assert len(told_home(world, Commit)) == 3
+    assert len(sent_home(world, Commit)) == 3
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize("is_received", [False, True])
 def test_a_lost_commit_of_any_portion_is_sent_again(
-    world: World, number: int, *, is_heard: bool
+    world: World, number: int, *, is_received: bool
 ) -> None:
     """Lost on its way there or back; the home node does not count as hung."""
     home = world.nodes[1]
 
     def lose(message: Message) -> None:
-        if is_heard:
+        if is_received:
             home.serve(message)
 
     at_commit(world, number, lose)
@@ -118,7 +118,7 @@ def test_a_lost_commit_of_any_portion_is_sent_again(
 
     assert outcome.stored.all()
     assert outcome.reasons == [""] * 12
-    sequences = [commit.sequence for commit in told_home(world, Commit)]
+    sequences = [commit.sequence for commit in sent_home(world, Commit)]
     assert sorted(sequences) == sorted([1, 2, 3, number])
     assert world.breakers.opened_count == 0
     assert world.get(*NAMES).hits == [True] * 12
@@ -138,7 +138,7 @@ def test_a_lost_reserve_of_any_portion_is_sent_again(world: World, number: int) 
     home.script.extend([answer] * 100)
 
     assert world.set(NAMES).stored.all()
-    asked = [reserve.sequence for reserve in told_home(world, Reserve)]
+    asked = [reserve.sequence for reserve in sent_home(world, Reserve)]
     assert sorted(asked) == sorted([1, 2, 3, number])
     assert world.breakers.opened_count == 0
 
@@ -186,7 +186,7 @@ def test_a_deadline_in_the_middle_commits_what_is_whole_and_aborts_the_rest(worl
     # 0.9 s are left for copies and questions: six pages.
     assert outcome.stored.tolist() == [True] * 6 + [False] * 6
     assert outcome.reasons == [""] * 6 + [reasons.DEADLINE] * 6
-    assert [list(commit.written) for commit in told_home(world, Commit)] == [
+    assert [list(commit.written) for commit in sent_home(world, Commit)] == [
         [1, 1, 1, 1],
         [1, 1, 0, 0],
     ]
@@ -205,7 +205,7 @@ def test_nothing_of_a_portion_in_time_is_an_abort_of_it(world: World) -> None:
     outcome = world.set(NAMES, timeout_s=1.0)
 
     assert outcome.stored.tolist() == [True] * 4 + [False] * 8
-    assert [commit.sequence for commit in told_home(world, Commit)] == [1]
+    assert [commit.sequence for commit in sent_home(world, Commit)] == [1]
     assert world.posts(Abort) == [(1, Abort(2)), (1, Abort(3))]
 
 
@@ -218,8 +218,8 @@ def test_a_portion_refused_as_full_comes_again_after_the_others_are_committed(wo
 
     assert outcome.stored.all()
     assert outcome.reasons == [""] * 12
-    assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [4] * 4
-    assert told_home(world, Reserve)[-1].keys == named(*NAMES[4:8]).tobytes()
+    assert [len(r.keys) // 16 for r in sent_home(world, Reserve)] == [4] * 4
+    assert sent_home(world, Reserve)[-1].keys == named(*NAMES[4:8]).tobytes()
 
 
 def test_a_pool_that_stays_full_ends_the_call_with_its_portions(world: World) -> None:
@@ -229,7 +229,7 @@ def test_a_pool_that_stays_full_ends_the_call_with_its_portions(world: World) ->
     outcome = world.set(NAMES)
 
     assert outcome.reasons == [reasons.POOL_FULL] * 12
-    assert len(told_home(world, Reserve)) == 3
+    assert len(sent_home(world, Reserve)) == 3
     assert not any(isinstance(step, Place) for step in world.steps)
 
 
@@ -278,7 +278,7 @@ def test_every_page_has_its_checksum_whatever_its_portion() -> None:
 
     assert world.set(NAMES).stored.all()
     assert world.get(*NAMES).hits == [True] * 12
-    assert all(0 not in np.frombuffer(c.checksums, "<u8") for c in told_home(world, Commit))
+    assert all(0 not in np.frombuffer(c.checksums, "<u8") for c in sent_home(world, Commit))
 
 
 def test_what_no_owner_acknowledged_is_counted_over_all_portions(world: World) -> None:
@@ -302,16 +302,16 @@ def test_only_the_first_portion_asks_for_slots_ahead_and_takes_them(world: World
     world.now += 0.01
     world.set([f"{name}/2" for name in NAMES])
     world.now += 0.01
-    asked = [bool(commit.ahead) for commit in told_home(world, Commit)]
-    world.nodes[1].heard.clear()
+    asked = [bool(commit.ahead) for commit in sent_home(world, Commit)]
+    world.nodes[1].received.clear()
     names = [f"{name}/3" for name in NAMES]
 
     assert world.set(names).stored.all()
 
     assert asked == [False] * 3 + [True, False, False]
-    commits = told_home(world, Commit)
+    commits = sent_home(world, Commit)
     assert [bool(commit.keys) for commit in commits] == [True, False, False]
-    assert len([r for r in told_home(world, Reserve) if r.keys]) == 2
+    assert len([r for r in sent_home(world, Reserve) if r.keys]) == 2
     assert world.get(*names).hits == [True] * 12
 
 
@@ -351,6 +351,6 @@ def test_pages_that_no_pool_takes_stand_in_no_portion(world: World) -> None:
     stored = [place not in (1, 9) for place in range(12)]
     assert outcome.stored.tolist() == stored
     assert [why == reasons.WRONG_SIZE for why in outcome.reasons] == [not one for one in stored]
-    assert len(told_home(world, Commit)) == 2
+    assert len(sent_home(world, Commit)) == 2
     kept = [name for name, one in zip(NAMES, stored, strict=True) if one]
     assert world.get(*kept).hits == [True] * 10

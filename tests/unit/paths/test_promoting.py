@@ -40,7 +40,7 @@ def test_page_on_a_disk_is_promoted_and_read(world: World) -> None:
     assert got.hits == [True]
     assert got.content() == content_of("a").tobytes()
     assert world.asked(Promote)[-1] == [2]
-    asked = [message for message in world.nodes[2].heard if isinstance(message, Promote)]
+    asked = [message for message in world.nodes[2].received if isinstance(message, Promote)]
     assert [message.timeout_s < 0.05 for message in asked] == [True]
     assert world.fetched_from() == [[2]]
 
@@ -58,7 +58,7 @@ def test_copy_in_memory_is_read_before_one_on_a_disk() -> None:
     assert not asked_for_pages(world)
 
 
-def test_copy_in_memory_that_is_told_later_wins_over_one_on_a_disk(world: World) -> None:
+def test_copy_in_memory_that_is_reported_later_wins_over_one_on_a_disk(world: World) -> None:
     """The first answer, of what is on disk, does not end the search for something better."""
     name = world.page_owned_by(2, 3)
     world.nodes[1].know(world.nodes[1].keep(name))
@@ -163,7 +163,7 @@ def test_pages_in_memory_are_hits_although_a_disk_is_too_slow(world: World) -> N
 
 
 def test_lost_page_is_disputed_and_looked_for_elsewhere(world: World) -> None:
-    """A holder that has not what it told of is no end: another one may have the page."""
+    """A holder that lost what it reported is no end: another one may have the page."""
     name = world.page_owned_by(2, 3)
     world.nodes[2].know(world.nodes[1].keep(name))
 
@@ -219,7 +219,7 @@ def test_holder_that_answers_nonsense_is_not_asked_forever(world: World, answer:
 
 
 def test_record_of_another_length_is_not_read_into_the_destination(world: World) -> None:
-    """A holder that promotes another page than it told of has nothing for us."""
+    """A holder that promotes another page than it reported has nothing for us."""
     name = world.page_owned_by(1, 3)
     record = world.nodes[2].keep(name)
     world.nodes[1].know(record)
@@ -235,9 +235,9 @@ def test_record_of_another_length_is_not_read_into_the_destination(world: World)
 def test_promoted_record_of_another_place_is_not_read(world: World, field: str, value: int) -> None:
     """A holder speaks for its own memory only, and what is still on disk is no page to read."""
     world.publish(world.nodes[2].keep("a"))
-    told = world.nodes[2].hold("a")
-    told[field] = value
-    world.nodes[2].script.extend([_serving(world, Promoted(0, bytes([PROMOTED]), told.tobytes()))])
+    sent = world.nodes[2].hold("a")
+    sent[field] = value
+    world.nodes[2].script.extend([_serving(world, Promoted(0, bytes([PROMOTED]), sent.tobytes()))])
 
     got = world.get("a")
 
@@ -257,7 +257,7 @@ def test_questions_for_pages_on_disk_are_bounded(monkeypatch: pytest.MonkeyPatch
     got = world.get(*NAMES)
 
     assert got.hits == [True] * len(NAMES)
-    asked = [len(one.keys) // 16 for one in world.nodes[2].heard if isinstance(one, Promote)]
+    asked = [len(one.keys) // 16 for one in world.nodes[2].received if isinstance(one, Promote)]
     assert asked == [3, 4, 2]
 
 

@@ -68,7 +68,7 @@ def test_a_page_is_found_read_and_verified(world: World) -> None:
 
 
 def test_a_page_evicted_between_its_bytes_and_its_word_is_a_miss(world: World) -> None:
-    """The word is read last, so it tells that the bytes may be another page's."""
+    """The word is read last, so it shows that the bytes may be another page's."""
     record = held(world, 2, "a")
     evict_between(world, record, "b")
     for owner in world.owners("a"):
@@ -136,14 +136,14 @@ def test_a_stale_directory_record_is_disputed_and_forgotten(world: World) -> Non
 
     assert got.hits == [False]
     assert got.reasons == [reasons.EVICTED]
-    told = world.posts(ReportStale)
-    assert [peer for peer, _ in told] == sorted(node.number for node in world.owners("a")[:2])
-    assert {message.records for _, message in told} == {record.tobytes()}
+    sent = world.posts(ReportStale)
+    assert [peer for peer, _ in sent] == sorted(node.number for node in world.owners("a")[:2])
+    assert {message.records for _, message in sent} == {record.tobytes()}
     assert len(world.cache) == 0
 
 
 def test_a_record_that_failed_is_not_read_again(world: World) -> None:
-    """Its owners tell of it until the holder has withdrawn it; the reader has seen it fail."""
+    """Its owners report it until the holder has withdrawn it; the reader has seen it fail."""
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
     for owner in world.owners("a"):
@@ -155,19 +155,19 @@ def test_a_record_that_failed_is_not_read_again(world: World) -> None:
     assert len(world.fetched_from()) == 1
 
 
-def test_a_directory_that_goes_on_lying_costs_three_attempts(world: World) -> None:
+def test_a_directory_with_forged_records_costs_three_attempts(world: World) -> None:
     """Attempts are bounded, whatever new records the owners make up."""
     record = held(world, 2, "a")
     world.nodes[2].evict(record, content_of("b"))
 
-    def lie(message: Message) -> Message | None:
+    def forge(message: Message) -> Message | None:
         if not isinstance(message, Lookup):
             return None
         record["generation"] += np.uint64(1000)
         return Located(message.request, record.tobytes())
 
     for owner in world.owners("a"):
-        owner.script.extend([lie] * 20)
+        owner.script.extend([forge] * 20)
 
     got = world.get("a")
 
@@ -306,7 +306,7 @@ def test_a_repeated_key_fills_every_destination_of_it(world: World) -> None:
     assert got.hits == [True, True, True, False, True]
     assert [got.content(i) for i in (0, 2, 4)] == [content_of("a").tobytes()] * 3
     assert got.reasons[3] == reasons.ABSENT
-    lookups = [m for node in world.nodes.values() for m in node.heard if isinstance(m, Lookup)]
+    lookups = [m for node in world.nodes.values() for m in node.received if isinstance(m, Lookup)]
     assert max(len(lookup.keys) for lookup in lookups) == 3 * 16
 
 
@@ -429,19 +429,19 @@ def test_disputes_of_one_attempt_are_posted_together() -> None:
 
 
 def test_readers_remember_what_they_read_from_whom(world: World) -> None:
-    """Hits and only hits are told to their holders, keys and generations."""
+    """Hits and only hits are reported to their holders, keys and generations."""
     records = {name: held(world, 2, name) for name in "ab"}
     world.nodes[2].evict(records["b"], content_of("x"))
 
     world.get("a", "b")
 
-    told = world.reader.touches.take()
+    sent = world.reader.touches.take()
     record = records["a"]
-    assert told == {2: record["key"].tobytes() + record["generation"].tobytes()}
+    assert sent == {2: record["key"].tobytes() + record["generation"].tobytes()}
     assert world.reader.touches.take() == {}
 
 
-def told_hottest_first(world: World) -> dict[int, list[str]]:
+def reported_hottest_first(world: World) -> dict[int, list[str]]:
     """Return which pages each holder is notified were read, the hottest first."""
     names = {named(name).tobytes(): name for name in "abcdef"}
     return {
@@ -458,7 +458,7 @@ def test_what_was_read_last_is_the_hottest_and_the_first_pages_of_a_prefix(world
     for batch in ("ab", "cde", "f"):
         assert all(world.get(*batch).hits)
 
-    assert told_hottest_first(world) == {2: ["f", "c", "d", "a", "b"], 3: ["e"]}
+    assert reported_hottest_first(world) == {2: ["f", "c", "d", "a", "b"], 3: ["e"]}
 
 
 def test_pages_that_a_get_has_waited_for_keep_their_place_in_its_prefix(world: World) -> None:
@@ -472,11 +472,11 @@ def test_pages_that_a_get_has_waited_for_keep_their_place_in_its_prefix(world: W
 
     assert world.get(*"abcd").hits == [True] * 4
 
-    assert told_hottest_first(world) == {2: ["a", "b", "c", "d"]}
+    assert reported_hottest_first(world) == {2: ["a", "b", "c", "d"]}
 
 
 def test_touches_are_bounded() -> None:
-    """A holder that is never told costs no more than its share."""
+    """A holder that gets no report costs no more than its share."""
     touches = Touches()
     records = np.repeat(World().nodes[1].hold("a"), TOUCHES_MAX - 1)
 
@@ -497,17 +497,17 @@ def test_exists_notifies_each_holder_at_once_what_it_reports(world: World) -> No
         path = world.reader.exists(keys, world.cluster, world.now + 0.1, touch=True)
         known, _, _ = world.run(path)
 
-        told = {peer: m.drops for peer, m in world.posted if isinstance(m, Touched)}
+        sent = {peer: m.drops for peer, m in world.posted if isinstance(m, Touched)}
         drops = {n: r["key"].tobytes() + r["generation"].tobytes() for n, r in records.items()}
         assert known.tolist() == [True, True, False, True, True]
-        assert told == {2: drops["a"] + drops["c"], 3: drops["b"]}
+        assert sent == {2: drops["a"] + drops["c"], 3: drops["b"]}
 
     world.posted.clear()
     world.exists("a", "b", "c")
     assert world.posted == []
 
 
-def test_what_exists_tells_a_holder_is_bounded(world: World) -> None:
+def test_what_exists_reports_to_a_holder_is_bounded(world: World) -> None:
     """A prompt longer than a message: its head is notified."""
     names = [f"p{i}" for i in range(20)]
     for name in names:
@@ -516,9 +516,9 @@ def test_what_exists_tells_a_holder_is_bounded(world: World) -> None:
     with patch.object(reading, "TOUCHES_MAX", 5):
         world.run(world.reader.exists(named(*names), world.cluster, world.now + 1, touch=True))
 
-    told = [m.drops for _, m in world.posted if isinstance(m, Touched)]
-    assert [from_bytes(d[:16])[0] for d in told] == [named("p0")[0]]
-    assert len(told[0]) == 5 * 24
+    sent = [m.drops for _, m in world.posted if isinstance(m, Touched)]
+    assert [from_bytes(d[:16])[0] for d in sent] == [named("p0")[0]]
+    assert len(sent[0]) == 5 * 24
 
 
 def test_a_page_without_residence_is_not_read(world: World) -> None:
@@ -578,7 +578,7 @@ def test_remembered_record_of_another_size_is_forgotten(world: World) -> None:
 
 
 def test_nothing_is_read_after_the_deadline(world: World) -> None:
-    """A table of this host tells of another copy at once, but there is no time to read it."""
+    """A table of this host has another copy at once, but there is no time to read it."""
     old = world.nodes[2].hold("a")
     world.publish(old)
     assert world.exists("a") == [True]
@@ -610,7 +610,7 @@ def test_holder_that_cannot_be_asked_gives_way_to_another_disk() -> None:
 
 
 def test_page_that_its_holder_has_lost_is_asked_for_once(world: World) -> None:
-    """Its owners tell of the record until the holder withdraws it."""
+    """Its owners report the record until the holder withdraws it."""
     world.publish(world.nodes[2].keep("a"))
     world.nodes[2].disk.clear()
     for owner in world.owners("a"):

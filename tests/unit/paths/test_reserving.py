@@ -193,7 +193,7 @@ def test_a_batch_that_follows_two_others_reserves_nothing(world: World) -> None:
 
 
 def test_a_commit_brings_the_slots_of_the_batch_after_it(world: World) -> None:
-    """From then on a batch is one question, and nothing else is to be heard."""
+    """From then on a batch is one question, and no other message comes."""
     for names in (["a", "b"], ["c", "d"], ["e", "f"]):
         world.set(names)
     world.steps.clear()
@@ -207,7 +207,7 @@ def test_a_commit_brings_the_slots_of_the_batch_after_it(world: World) -> None:
     ]
 
 
-def test_slots_told_with_a_commit_that_do_not_fit_are_given_up(
+def test_slots_in_an_answer_to_a_commit_that_do_not_fit_are_given_up(
     reservations: ClientReservations,
 ) -> None:
     """The home node is believed as far as it goes."""
@@ -223,14 +223,14 @@ def test_slots_beyond_a_short_batch_are_not_written_to(world: World) -> None:
 
     outcome = world.set(["e"])
 
-    commit = world.nodes[1].heard[-1]
+    commit = world.nodes[1].received[-1]
     assert isinstance(commit, Commit)
     assert (len(commit.written), len(commit.keys)) == (1, 16)
     assert outcome.stored.tolist() == [True]
     assert world.get("e").content(0) == content_of("e").tobytes()
 
 
-def test_slots_whose_grant_was_not_heard_are_asked_for_once_more(world: World) -> None:
+def test_slots_without_a_received_grant_are_asked_for_once_more(world: World) -> None:
     """Under their own number: the home node has them, or reserves them now."""
     for names in (["a", "b"], ["c", "d"]):
         world.set(names)
@@ -241,7 +241,7 @@ def test_slots_whose_grant_was_not_heard_are_asked_for_once_more(world: World) -
 
     assert outcome.stored.all()
     assert kinds(world) == ["Drain", "Reserve", "Place", "Commit"]
-    reserve = next(m for m in reversed(world.nodes[1].heard) if isinstance(m, Reserve))
+    reserve = next(m for m in reversed(world.nodes[1].received) if isinstance(m, Reserve))
     assert reserve.keys == b""
     assert reserve.sequence not in world.reservations.report(0.0).sequences
 
@@ -297,7 +297,7 @@ def test_a_batch_that_was_not_written_whole_asks_for_nothing(world: World) -> No
 
     world.set(["c", "d"], timeout_s=1.0)
 
-    commits = [m for m in world.nodes[1].heard if isinstance(m, Commit)]
+    commits = [m for m in world.nodes[1].received if isinstance(m, Commit)]
     assert [commit.ahead for commit in commits] == [(), ()]
 
 
@@ -312,7 +312,7 @@ def test_a_lost_commit_is_asked_again_with_the_same_number(world: World) -> None
     home.script.extend([home.serve, lost])
     outcome = world.set(["c", "d"])
 
-    commits = [m for m in home.heard if isinstance(m, Commit)][-2:]
+    commits = [m for m in home.received if isinstance(m, Commit)][-2:]
     assert commits[0] == commits[1]
     assert commits[0].ahead
     assert outcome.stored.all()

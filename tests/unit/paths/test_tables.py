@@ -87,7 +87,7 @@ def test_authority_counts_for_keys_that_the_node_owns() -> None:
 
     assert world.exists(owned, foreign) == [False, True]
 
-    assert all(len(message.keys) == 16 for message in world.nodes[1].heard)
+    assert all(len(message.keys) == 16 for message in world.nodes[1].received)
 
 
 def test_other_tables_of_the_host_are_read_for_the_keys_that_their_nodes_own(world: World) -> None:
@@ -230,7 +230,7 @@ def test_a_batch_is_touched_once_a_second(world: World) -> None:
     def touches() -> int:
         return sum(isinstance(message, Touched) for _, message in world.posted)
 
-    # What was only asked for, or stored, was told to none of its holders.
+    # What was only asked for, or stored, was reported to none of its holders.
     assert world.exists("a") == [True]
     assert world.exists("a", touch=True) == [True]
     assert touches() == 1

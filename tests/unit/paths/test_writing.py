@@ -55,8 +55,8 @@ def _lost(_answer: Message | None) -> None:
     return
 
 
-def told_home(world: World, kind: type[Any]) -> list[Any]:
-    return [message for message in world.nodes[1].heard if isinstance(message, kind)]
+def sent_home(world: World, kind: type[Any]) -> list[Any]:
+    return [message for message in world.nodes[1].received if isinstance(message, kind)]
 
 
 def test_pages_are_reserved_copied_and_committed(world: World) -> None:
@@ -122,7 +122,7 @@ def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time(world:
 
     world.set(["a"], timeout_s=0.3)
 
-    first, *again = told_home(world, Commit)
+    first, *again = sent_home(world, Commit)
     asks = [s for s in world.steps if isinstance(s, Ask) and isinstance(s.questions[0][1], Commit)]
     assert first.timeout_s == PUBLISH_TIMEOUT_S
     assert again
@@ -139,7 +139,7 @@ def test_only_pages_wholly_copied_in_time_are_committed(world: World) -> None:
 
     outcome = world.set(names, timeout_s=1.0)
 
-    commit = told_home(world, Commit)[0]
+    commit = sent_home(world, Commit)[0]
     assert list(commit.written) == [1, 1] + [0] * 8
     assert outcome.stored.tolist() == [True] * 2 + [False] * 8
     assert outcome.reasons[2:] == [reasons.DEADLINE] * 8
@@ -205,7 +205,7 @@ def test_a_lost_grant_is_asked_for_again(world: World) -> None:
     outcome = world.set(["a"])
 
     assert outcome.stored.tolist() == [True]
-    assert [reserve.sequence for reserve in told_home(world, Reserve)] == [1, 1]
+    assert [reserve.sequence for reserve in sent_home(world, Reserve)] == [1, 1]
     assert world.breakers.opened_count == 0
 
 
@@ -217,7 +217,7 @@ def test_a_lost_answer_to_a_commit_is_asked_for_again(world: World) -> None:
     outcome = world.set(["a"])
 
     assert outcome.stored.tolist() == [True]
-    assert len(told_home(world, Commit)) == 2
+    assert len(sent_home(world, Commit)) == 2
     assert world.breakers.opened_count == 0
 
 
@@ -310,8 +310,8 @@ def test_a_pool_without_room_is_asked_in_portions(world: World) -> None:
     assert outcome.stored.tolist() == [True] * 5
     # A page stored at the second try has no miss reason.
     assert outcome.reasons == [""] * 5
-    assert [len(r.keys) // 16 for r in told_home(world, Reserve)] == [5, 3, 2]
-    assert [r.sequence for r in told_home(world, Reserve)] == [1, 2, 3]
+    assert [len(r.keys) // 16 for r in sent_home(world, Reserve)] == [5, 3, 2]
+    assert [r.sequence for r in sent_home(world, Reserve)] == [1, 2, 3]
 
 
 def test_one_page_of_progress_at_a_time_still_ends(world: World) -> None:
@@ -322,7 +322,7 @@ def test_one_page_of_progress_at_a_time_still_ends(world: World) -> None:
     outcome = world.set(names)
 
     assert outcome.stored.all()
-    assert len(told_home(world, Reserve)) == 12
+    assert len(sent_home(world, Reserve)) == 12
 
 
 def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +333,12 @@ def test_a_large_batch_goes_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
     outcome = world.set([f"p{i}" for i in range(10)])
 
     assert outcome.stored.all()
-    assert [len(c.written) for c in told_home(world, Commit)] == [4, 4, 2]
-    assert max(len(r.lengths) // 8 for r in told_home(world, Reserve)) == 4
+    assert [len(c.written) for c in sent_home(world, Commit)] == [4, 4, 2]
+    assert max(len(r.lengths) // 8 for r in sent_home(world, Reserve)) == 4
 
 
 def test_a_second_size_under_one_key_is_refused(world: World) -> None:
-    """The first stays; the second is told why."""
+    """The first stays; the second gets the reason."""
     home_that_grants(world, [RESERVED, REFUSED_SIZE])
 
     outcome = world.set(["a", "a"], [content_of("a"), content_of("a", 2 * PAGE)])
@@ -366,7 +366,7 @@ def test_pages_that_cannot_be_are_not_asked_for(world: World) -> None:
 
     assert outcome.stored.tolist() == [False, True]
     assert outcome.reasons == [reasons.WRONG_SIZE, ""]
-    assert told_home(world, Reserve)[0].keys == named("a").tobytes()
+    assert sent_home(world, Reserve)[0].keys == named("a").tobytes()
 
 
 def test_an_empty_batch_does_nothing(world: World) -> None:
@@ -432,7 +432,7 @@ def test_a_rival_that_was_faster_counts_as_stored(world: World) -> None:
 
 
 def test_numbers_rise_and_are_never_used_twice() -> None:
-    """The home node tells a lost Grant by them."""
+    """The home node recognises a lost Grant by them."""
     reservations = ClientReservations()
 
     numbers = [reservations.begin() for _ in range(3)]
@@ -449,7 +449,7 @@ def test_checksums_are_those_of_the_source() -> None:
 
     world.set(["a", "b"], pages)
 
-    commit = told_home(world, Commit)[0]
+    commit = sent_home(world, Commit)[0]
     assert commit.checksums == checksums_of(runs_of(pages), np.arange(2)).tobytes()
     assert world.get("a", "b").hits == [True, True]
 
@@ -503,7 +503,7 @@ def test_commit_that_is_late_asks_for_no_timeout() -> None:
 
     world.set(["a", "b"], timeout_s=1.0)
 
-    assert [commit.timeout_s for commit in told_home(world, Commit)] == [0.0]
+    assert [commit.timeout_s for commit in sent_home(world, Commit)] == [0.0]
 
 
 def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:
@@ -547,5 +547,5 @@ def test_a_short_deadline_has_time_for_the_copy_and_for_the_answer(world: World)
     """An answer after the deadline would make pages that are stored look lost."""
     assert world.set(["a"], timeout_s=0.05).stored.tolist() == [True]
 
-    assert [commit.timeout_s <= 0.025 for commit in told_home(world, Commit)] == [True]
+    assert [commit.timeout_s <= 0.025 for commit in sent_home(world, Commit)] == [True]
     assert PUBLISH_TIMEOUT_S > 0.025

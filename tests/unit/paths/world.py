@@ -1,7 +1,7 @@
 """A scripted cluster for the sans-IO paths: owners with records, holders with bytes and words.
 
 Time is virtual: an answer takes its node's `latency_s`, a page `page_s`, silence lasts until the
-asker gives up. `between` and `before` run beside each page that is read, as another process would.
+asker gives up. `between` and `before` run during the read of each page, as another process would.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Node:
     taken: int = 0
     script: deque[Callable[[Message], Message | None]] = attrs.field(factory=deque)
     """What it answers to the next messages, instead of what a correct node would."""
-    heard: list[Message] = attrs.field(factory=list)
+    received: list[Message] = attrs.field(factory=list)
     late: deque[Granted] = attrs.field(factory=deque)
     """Its messages that are not received yet."""
 
@@ -150,7 +150,7 @@ class Node:
 
     def answer(self, message: Message) -> Message | None:
         """Return what this node says to a message; None: nothing."""
-        self.heard.append(message)
+        self.received.append(message)
         return self.script.popleft()(message) if self.script else self.serve(message)
 
     def send_report(self, keys: bytes) -> bytes:
@@ -196,7 +196,7 @@ class Node:
         return record
 
     def promote(self, message: Promote) -> Promoted | None:
-        """Load the first of what is asked for; a wish is heard, and nothing is said."""
+        """Load the first of what is asked for; a wish is received, and not answered."""
         keys = [message.keys[at : at + 16] for at in range(0, len(message.keys), 16)]
         states, records, room = bytearray(), b"", self.portion
         for key in keys:
@@ -215,7 +215,7 @@ class Node:
 
     reserved: dict[int, tuple[Reserve, Granted]] = attrs.field(factory=dict)
     held_back: list[Granted] = attrs.field(factory=list)
-    """Slots ahead that the answer to the next Commit tells of."""
+    """Slots ahead that the answer to the next Commit names."""
 
     def grant(self, reserve: Reserve, states: Sequence[int] | None = None) -> Granted:
         """Grant a Reserve, page by page as `states` says; the same again to a repeated one."""
@@ -252,14 +252,14 @@ class Node:
             record["flags"] = RESIDENT | (HAS_CHECKSUM if checksums[i] else 0)
             record["checksum"] = checksums[i]
             made.append(record.tobytes())
-        told = self.held_back.pop(0) if self.held_back else Granted(0, 0, b"", b"")
+        reported = self.held_back.pop(0) if self.held_back else Granted(0, 0, b"", b"")
         for place, number in enumerate(commit.ahead):
             asked = self.grant(Reserve(0, number, reserve.namespace, b"", reserve.lengths))
-            # The client needs one at once, unless it was told of one just now.
-            (self.held_back if place or told.sequence else self.late).append(asked)
+            # The client needs one at once, unless this answer has one.
+            (self.held_back if place or reported.sequence else self.late).append(asked)
         return Committed(
             0, commit.sequence, bytes(states), b"".join(made), len(made),
-            told.sequence, told.offsets,
+            reported.sequence, reported.offsets,
         )  # fmt: skip
 
 
@@ -285,7 +285,7 @@ class World:
         self.removals = 0
         self.renewed = 0
         self.cluster_of_now: Cluster | None = None
-        """The view that is told when it is asked for, if not the client's."""
+        """The view that is the answer to a request for it, if not the client's."""
         self.now, self.fabric, self.answered_by = 100.0, "world", ""
         self.page_s = 0.0
         self.checksum_s = 0.0
@@ -531,10 +531,10 @@ class World:
         assert step.ring == self.cluster.ring.version
         if node.table == "lost":
             return None
-        told = node.send_report(step.keys)
+        reported = node.send_report(step.keys)
         asked = [step.keys[at : at + KEY_BYTES] for at in range(0, len(step.keys), KEY_BYTES)]
-        places = [asked.index(key) for key in records_from_bytes(told)["key"].tolist()]
-        return Looked(told, np.array(places, np.uint32), node.table == "final", True)
+        places = [asked.index(key) for key in records_from_bytes(reported)["key"].tolist()]
+        return Looked(reported, np.array(places, np.uint32), node.table == "final", True)
 
     def _ask(self, step: Ask) -> list[Message | None]:
         answers: list[Message | None] = [None] * len(step.questions)
