@@ -41,7 +41,7 @@ class LonePublisher:
     """A publisher and its owners, of which each applies what it is sent at once.
 
     held: packed records by owner and key; numbers: that of the last message to each owner;
-    handed_over: the owners that have heard on this ring that they were told of everything.
+    handed_over: the owners that were notified on this ring that they have everything.
     """
 
     actor: Publisher
@@ -112,11 +112,11 @@ def publisher_in(
         former_s=former_s,
     )
     made = LonePublisher(actor, ring)
-    heard(made, ME, RingChanged(ring), 0.0)
+    take(made, ME, RingChanged(ring), 0.0)
     return made
 
 
-def heard(made: LonePublisher, sender: int, message: object, now: float) -> list[Effect]:
+def take(made: LonePublisher, sender: int, message: object, now: float) -> list[Effect]:
     effects = made.on_message(Origin(sender), message, now)
     made.check()
     return effects
@@ -138,7 +138,7 @@ def summary_to(made: LonePublisher, owner: int, now: float) -> StreamSummary | H
 
 def check_books(made: LonePublisher, now: float) -> None:
     """Fail unless each owner is asked about exactly what it was sent and not told to drop."""
-    heard(made, ME, Republish(), now)
+    take(made, ME, Republish(), now)
     asked = dict(sent(ticked(made, now), SUMMARIES))
     assert list(asked) == made.owners()
     for owner, summary in asked.items():
@@ -198,7 +198,7 @@ def acknowledge(made: LonePublisher, effects: list[Effect], now: float) -> list[
     for effect in effects:
         if isinstance(effect, Send) and isinstance(effect.message, Put | Delete | Repair):
             assert isinstance(effect.to, int)
-            more += heard(made, effect.to, Acknowledged(effect.message.number), now)
+            more += take(made, effect.to, Acknowledged(effect.message.number), now)
     return more
 
 

@@ -27,7 +27,7 @@ RING = HashRing([ME, A, B], virtual_nodes=16, replicas=2)
 
 def shard_of(*members: int) -> DirectoryShard:
     shard = DirectoryShard(incarnation=ME, metrics=Metrics())
-    heard(shard, ME, view(ME, *members))
+    take(shard, ME, view(ME, *members))
     return shard
 
 
@@ -46,7 +46,7 @@ def hear(shard: DirectoryShard, sender: int, message: object, now: float) -> lis
     return effects
 
 
-def heard(shard: DirectoryShard, sender: int, message: object, now: float = 0.0) -> list[Message]:
+def take(shard: DirectoryShard, sender: int, message: object, now: float = 0.0) -> list[Message]:
     """Give a shard a message; return its answers, all of which go back to the sender."""
     answers = []
     for effect in hear(shard, sender, message, now):
@@ -70,7 +70,7 @@ def tick(shard: DirectoryShard, until: float) -> list[tuple[int, object]]:
 
 def has_authority(shard: DirectoryShard, now: float) -> bool:
     """Return what readers of the table see, after checking that answers say the same."""
-    (answer,) = heard(shard, 77, Lookup(1, key_of(9)), now)
+    (answer,) = take(shard, 77, Lookup(1, key_of(9)), now)
     assert isinstance(answer, Located)
     word = shard.table.authority
     assert answer.behind == (word is None)

@@ -34,13 +34,13 @@ class Node:
         self.now = 50.0
         self.first = self.actor.start(self.now)
 
-    def hears(self, sender: int, message: object, pipe: int = 0) -> list[Effect]:
+    def take(self, sender: int, message: object, pipe: int = 0) -> list[Effect]:
         effects = self.actor.on_message(Origin(sender, pipe), message, self.now)
         self.actor.check()
         return effects
 
     def reported_by(self, sender: int, *members: Member) -> list[Effect]:
-        return self.hears(sender, ShareView(0, members))
+        return self.take(sender, ShareView(0, members))
 
     def knows(self, *incarnations: int) -> Node:
         """Have these answer at their addresses, a moment ago."""
@@ -50,7 +50,7 @@ class Node:
 
     def meets(self, known: Member) -> list[Effect]:
         """Have a member answer at its own address, which this node has dialled."""
-        return self.hears(0, PeerAnswered(known.control, known))
+        return self.take(0, PeerAnswered(known.control, known))
 
     def passes(self, seconds: float, speaking: tuple[int, ...] = ()) -> list[Effect]:
         """Let ticks happen on time; who speaks answers a heartbeat before each."""
@@ -59,7 +59,7 @@ class Node:
         while self.actor.deadline() <= until:
             self.now = self.actor.deadline()
             for incarnation in speaking:
-                effects += self.hears(incarnation, HeartbeatSeen(self.actor.view.digest()))
+                effects += self.take(incarnation, HeartbeatSeen(self.actor.view.digest()))
             effects += self.actor.on_tick(self.now)
             self.actor.check()
             assert self.actor.deadline() > self.now

@@ -40,12 +40,12 @@ from tests.unit.actors.lone_shard import (
     B,
     C,
     delete,
-    heard,
     names_and_holders,
     put,
     refused,
     shard_of,
     summary_of,
+    take,
 )
 from tests.unit.actors.record_cluster import (
     NO_DROPS,
@@ -65,8 +65,8 @@ from tests.unit.actors.record_cluster import (
 def test_lookup_answers_in_key_order_with_every_holder() -> None:
     """Present keys have their records in the order of the question; absent ones have none."""
     shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
-    heard(shard, B, put(1, B, [2], 20))
+    take(shard, A, put(1, A, [1, 2, 3], 10))
+    take(shard, B, put(1, B, [2], 20))
 
     found = located(shard, [3, 9, 2, 1])
 
@@ -77,7 +77,7 @@ def test_lookup_repeats_its_correlation_number() -> None:
     """The asker finds its question again in the answer."""
     shard = shard_of()
 
-    assert heard(shard, 77, Lookup(4711, key_of(1))) == [Located(4711, b"")]
+    assert take(shard, 77, Lookup(4711, key_of(1))) == [Located(4711, b"")]
 
 
 def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
@@ -85,7 +85,7 @@ def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
     holders = list(range(100, 120))
     shard = shard_of(*holders)
     for holder in holders:
-        heard(shard, holder, put(1, holder, [1], 10))
+        take(shard, holder, put(1, holder, [1], 10))
 
     seen = [located(shard, [1], asker)["holder"].tolist() for asker in range(20)]
 
@@ -96,8 +96,8 @@ def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
 def test_own_pages_are_found_whichever_node_owns_the_key() -> None:
     """The pool tells its own shard directly, and its drops end what they name."""
     shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, [1, 2], 10), NO_DROPS))
-    heard(shard, ME, RecordsChanged(NO_RECORDS, drops_of([1], [10])))
+    take(shard, ME, RecordsChanged(records_of(ME, [1, 2], 10), NO_DROPS))
+    take(shard, ME, RecordsChanged(NO_RECORDS, drops_of([1], [10])))
 
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(2, ME)]
 
@@ -105,9 +105,9 @@ def test_own_pages_are_found_whichever_node_owns_the_key() -> None:
 def test_own_pages_are_served_even_if_the_view_has_us_dead() -> None:
     """Others may be wrong about us; our own pool is not."""
     shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
+    take(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
 
-    heard(shard, ME, view(member(ME, DEAD), A))
+    take(shard, ME, view(member(ME, DEAD), A))
 
     assert len(located(shard, [1])) == 1
 
@@ -120,7 +120,7 @@ def test_forged_record_is_ignored_and_counted() -> None:
     shard = shard_of(A, B)
     mixed = np.concatenate([records_of(A, [1], 10), records_of(B, [2], 10)])
 
-    answers = heard(shard, A, Put(1, mixed.tobytes()))
+    answers = take(shard, A, Put(1, mixed.tobytes()))
 
     assert answers == [Acknowledged(1)]
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A)]
@@ -131,7 +131,7 @@ def test_forged_record_in_a_repair_is_ignored() -> None:
     """A repair is no way around that rule."""
     shard = shard_of(A, B)
 
-    heard(shard, A, Repair(1, bytes(range(256)), records_of(B, [2], 10).tobytes()))
+    take(shard, A, Repair(1, bytes(range(256)), records_of(B, [2], 10).tobytes()))
 
     assert len(located(shard, [2])) == 0
 
@@ -139,10 +139,10 @@ def test_forged_record_in_a_repair_is_ignored() -> None:
 def test_stranger_cannot_speak_for_our_own_pool() -> None:
     """A message that claims to come from us is not from our pool, which does not use the wire."""
     shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
+    take(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
 
-    heard(shard, ME, delete(1, [1], [99]))
-    heard(shard, ME, put(2, ME, [2], 10))
+    take(shard, ME, delete(1, [1], [99]))
+    take(shard, ME, put(2, ME, [2], 10))
 
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, ME)]
 
@@ -150,11 +150,11 @@ def test_stranger_cannot_speak_for_our_own_pool() -> None:
 def test_put_upserts_only_what_is_newer() -> None:
     """Generations order one holder's records, whatever the order of arrival."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 20))
+    take(shard, A, put(1, A, [1], 20))
 
-    heard(shard, A, put(2, A, [1], 10))
+    take(shard, A, put(2, A, [1], 10))
     older = located(shard, [1])["generation"].tolist()
-    heard(shard, A, put(3, A, [1], 30))
+    take(shard, A, put(3, A, [1], 30))
     newer = located(shard, [1])["generation"].tolist()
 
     assert (older, newer) == ([20], [30])
@@ -163,10 +163,10 @@ def test_put_upserts_only_what_is_newer() -> None:
 def test_delete_spares_what_is_newer_and_the_records_of_others() -> None:
     """A page committed again survives; order exists within one holder only."""
     shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1, 2], 20))
-    heard(shard, B, put(1, B, [2], 20))
+    take(shard, A, put(1, A, [1, 2], 20))
+    take(shard, B, put(1, B, [2], 20))
 
-    heard(shard, A, delete(2, [1, 2], [18, 22]))
+    take(shard, A, delete(2, [1, 2], [18, 22]))
 
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A), (2, B)]
 
@@ -175,9 +175,9 @@ def test_key_named_twice_in_one_put_counts_once() -> None:
     """The digest covers what is held, even if a holder repeats itself."""
     shard = shard_of(A)
     newest = records_of(A, [1], 14)
-    heard(shard, A, put(1, A, [1, 1, 1], 10))
+    take(shard, A, put(1, A, [1, 1, 1], 10))
 
-    assert heard(shard, A, summary_of(1, newest)) == [SummaryMatches(1)]
+    assert take(shard, A, summary_of(1, newest)) == [SummaryMatches(1)]
 
 
 # --- disputes -----------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def doubted(shard: DirectoryShard, failed: Records, now: float = 0.0) -> list[tu
 def test_a_dispute_asks_the_holders_and_removes_nothing() -> None:
     """A reader's word alone hides no page; a record that has changed since is not asked about."""
     shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1, 2], 10))
-    heard(shard, B, put(1, B, [1], 10))
+    take(shard, A, put(1, A, [1, 2], 10))
+    take(shard, B, put(1, B, [1], 10))
     stale = records_of(A, [1], 10)
 
     asked = doubted(shard, np.concatenate([stale, records_of(A, [2], 4), records_of(C, [1], 10)]))
@@ -204,7 +204,7 @@ def test_a_dispute_asks_the_holders_and_removes_nothing() -> None:
     assert asked == [(A, stale.tobytes())]
     names = names_and_holders(located(shard, [1, 2]), [1, 2])
     assert names == [(1, A), (1, B), (2, A)]
-    assert heard(shard, A, summary_of(1, records_of(A, [1], 10), records_of(A, [2], 12))) == [
+    assert take(shard, A, summary_of(1, records_of(A, [1], 10), records_of(A, [2], 12))) == [
         SummaryMatches(1)
     ]
 
@@ -213,7 +213,7 @@ def test_a_holder_is_asked_once_a_second_about_a_record(monkeypatch: pytest.Monk
     """However many readers dispute it, and about a bounded number in all."""
     monkeypatch.setattr(directory, "DISPUTES_MAX", 2)
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
+    take(shard, A, put(1, A, [1, 2, 3], 10))
     stale = records_of(A, [1, 2, 3], 10)
 
     first, again = doubted(shard, stale, 1.0), doubted(shard, stale, 1.5)
@@ -229,9 +229,9 @@ def test_dispute_cannot_drop_the_own_pools_records() -> None:
     """They come from the pool itself, which says what goes."""
     shard = shard_of(A)
     own = records_of(ME, [1], 10)
-    heard(shard, ME, RecordsChanged(own, NO_DROPS))
+    take(shard, ME, RecordsChanged(own, NO_DROPS))
 
-    heard(shard, 77, ReportStale(own.tobytes()))
+    take(shard, 77, ReportStale(own.tobytes()))
 
     assert len(located(shard, [1])) == 1
 
@@ -243,13 +243,13 @@ def test_a_member_has_its_share_of_the_records_and_leaves_the_others_theirs() ->
     """A half at most, or twice an even share: what is beyond is refused and counted."""
     members = range(100, 108)
     shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=80)
-    heard(shard, ME, view(ME, *members))
+    take(shard, ME, view(ME, *members))
     for holder in members:
-        heard(shard, holder, Put(1, b""))
+        take(shard, holder, Put(1, b""))
 
     for at, name in enumerate(range(1000, 1050)):
-        heard(shard, 100, put(2 + at, 100, [name], 10))
-    honest = [heard(shard, holder, put(2, holder, [1, 2], 10)) for holder in members[1:]]
+        take(shard, 100, put(2 + at, 100, [name], 10))
+    honest = [take(shard, holder, put(2, holder, [1, 2], 10)) for holder in members[1:]]
 
     assert honest == [[Acknowledged(2)]] * 7
     assert shard.record_count == 2 * 80 // 9 + 14
@@ -259,12 +259,12 @@ def test_a_member_has_its_share_of_the_records_and_leaves_the_others_theirs() ->
 def test_a_repair_of_a_full_share_replaces_its_buckets() -> None:
     """What it removes makes room for what it brings."""
     shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=8)
-    heard(shard, ME, view(ME, A))
+    take(shard, ME, view(ME, A))
     names = [1, 2, 3, 4]
-    heard(shard, A, put(1, A, names, 10))
+    take(shard, A, put(1, A, names, 10))
     buckets = bytes({key_of(name)[0] for name in names})
 
-    answers = heard(shard, A, Repair(2, buckets, records_of(A, names, 20).tobytes()))
+    answers = take(shard, A, Repair(2, buckets, records_of(A, names, 20).tobytes()))
 
     assert answers == [Acknowledged(2)]
     assert len(located(shard, names)) == 4
@@ -276,11 +276,11 @@ def test_what_this_host_has_no_memory_for_is_not_acknowledged(
     """Its holder keeps the former owners' records; readers ask on; a smaller message comes in."""
     monkeypatch.setattr(directory, "ROWS_MAX", 5000)
     shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, list(range(4998)), 10), NO_DROPS))
+    take(shard, ME, RecordsChanged(records_of(ME, list(range(4998)), 10), NO_DROPS))
 
-    refused_too = heard(shard, A, put(1, A, [1, 2, 3], 10))
-    (answer,) = heard(shard, 77, Lookup(1, key_of(1)))
-    taken = heard(shard, A, put(2, A, [1, 2], 10))
+    refused_too = take(shard, A, put(1, A, [1, 2, 3], 10))
+    (answer,) = take(shard, 77, Lookup(1, key_of(1)))
+    taken = take(shard, A, put(2, A, [1, 2], 10))
 
     assert refused_too == []
     assert isinstance(answer, Located)
@@ -291,9 +291,9 @@ def test_what_this_host_has_no_memory_for_is_not_acknowledged(
 
 
 def test_ticks_complete_a_growth_of_the_table() -> None:
-    """A shard that hears nothing more does not keep two indices."""
+    """A shard that receives nothing more does not keep two indices."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, list(range(3000)), 10))
+    take(shard, A, put(1, A, list(range(3000)), 10))
     assert shard.table.is_growing
 
     ticks = 0
@@ -311,7 +311,7 @@ def test_a_question_of_too_many_keys_is_refused_with_a_sentence() -> None:
     """Its answer would not fit into a message."""
     shard = shard_of(A)
 
-    (answer,) = heard(shard, 77, Lookup(4, bytes(16 * (directory.LOOKUP_KEYS_MAX + 1))))
+    (answer,) = take(shard, 77, Lookup(4, bytes(16 * (directory.LOOKUP_KEYS_MAX + 1))))
 
     assert isinstance(answer, Refused)
     assert (answer.request, answer.reason) == (4, "malformed")
@@ -324,9 +324,9 @@ def test_the_answer_to_the_longest_question_fits_into_a_message() -> None:
     shard = shard_of(*holders)
     names = list(range(directory.LOOKUP_KEYS_MAX))
     for holder in holders:
-        heard(shard, holder, put(1, holder, names, 10))
+        take(shard, holder, put(1, holder, names, 10))
 
-    (answer,) = heard(shard, 77, Lookup(1, b"".join(map(key_of, names))))
+    (answer,) = take(shard, 77, Lookup(1, b"".join(map(key_of, names))))
 
     assert isinstance(answer, Located)
     assert len(encode(Envelope(1, 2, answer), cluster="c")) <= MESSAGE_BYTES_MAX
@@ -341,9 +341,9 @@ def test_the_answer_to_the_longest_question_fits_into_a_message() -> None:
 def test_late_put_does_not_resurrect() -> None:
     """A put overtaken by the delete of its record is dropped when it arrives at last."""
     shard = shard_of(A)
-    heard(shard, A, delete(2, [1], [10]))
+    take(shard, A, delete(2, [1], [10]))
 
-    answers = heard(shard, A, put(1, A, [1], 10))
+    answers = take(shard, A, put(1, A, [1], 10))
 
     assert answers == []
     assert len(located(shard, [1])) == 0
@@ -352,11 +352,11 @@ def test_late_put_does_not_resurrect() -> None:
 def test_repeated_message_is_acknowledged_and_not_applied() -> None:
     """A duplicate changes nothing; its holder may have missed the first acknowledgement."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
+    take(shard, A, put(1, A, [1], 10))
+    take(shard, A, delete(2, [1], [10]))
 
-    first = heard(shard, A, put(1, A, [1], 10))
-    again = heard(shard, A, delete(2, [1], [10]))
+    first = take(shard, A, put(1, A, [1], 10))
+    again = take(shard, A, delete(2, [1], [10]))
 
     assert (first, again) == ([], [Acknowledged(2)])
     assert len(located(shard, [1])) == 0
@@ -367,8 +367,8 @@ def test_gap_is_applied_and_told_by_the_summary() -> None:
     shard = shard_of(A)
     lost, came = records_of(A, [1], 10), records_of(A, [2], 12)
 
-    answers = heard(shard, A, Put(2, came.tobytes()))
-    differs = heard(shard, A, summary_of(2, lost, came))
+    answers = take(shard, A, Put(2, came.tobytes()))
+    differs = take(shard, A, summary_of(2, lost, came))
 
     assert answers == [Acknowledged(2)]
     assert len(located(shard, [2])) == 1
@@ -382,11 +382,11 @@ def test_gap_is_applied_and_told_by_the_summary() -> None:
 def test_summary_that_matches_ends_what_is_late() -> None:
     """Once holder and owner agree at a number, nothing numbered below may change it."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
+    take(shard, A, put(1, A, [1], 10))
+    take(shard, A, delete(2, [1], [10]))
 
-    answers = heard(shard, A, summary_of(7))
-    late = heard(shard, A, put(6, A, [3], 16))
+    answers = take(shard, A, summary_of(7))
+    late = take(shard, A, put(6, A, [3], 16))
 
     assert answers == [SummaryMatches(7)]
     assert late == []
@@ -396,10 +396,10 @@ def test_summary_that_matches_ends_what_is_late() -> None:
 def test_late_summary_is_not_answered() -> None:
     """A summary of the past would call a repair for what has changed since."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, put(2, A, [2], 12))
+    take(shard, A, put(1, A, [1], 10))
+    take(shard, A, put(2, A, [2], 12))
 
-    assert heard(shard, A, summary_of(1, records_of(A, [1], 10))) == []
+    assert take(shard, A, summary_of(1, records_of(A, [1], 10))) == []
 
 
 def test_repair_replaces_exactly_its_buckets() -> None:
@@ -407,24 +407,24 @@ def test_repair_replaces_exactly_its_buckets() -> None:
     shard = shard_of(A)
     by_bucket = sorted(range(200), key=lambda name: (key_of(name)[0], name))
     first, other = by_bucket[0], by_bucket[-1]
-    heard(shard, A, put(1, A, [first, other], 10))
+    take(shard, A, put(1, A, [first, other], 10))
     fresh = next(n for n in range(200, 10**5) if key_of(n)[0] == key_of(first)[0])
     held = records_of(A, [fresh], 8)
 
-    answers = heard(shard, A, Repair(2, bytes([key_of(first)[0]]), held.tobytes()))
+    answers = take(shard, A, Repair(2, bytes([key_of(first)[0]]), held.tobytes()))
 
     assert answers == [Acknowledged(2)]
     assert {name for name, _ in names_and_holders(
         located(shard, [first, other, fresh]), [first, other, fresh]
     )} == {other, fresh}  # fmt: skip
-    assert heard(shard, A, summary_of(2, held, records_of(A, [other], 12))) == [SummaryMatches(2)]
+    assert take(shard, A, summary_of(2, held, records_of(A, [other], 12))) == [SummaryMatches(2)]
 
 
 def test_repair_puts_nothing_into_buckets_it_does_not_name() -> None:
     """A record outside of the named buckets is passed over."""
     shard = shard_of(A)
 
-    heard(shard, A, Repair(1, bytes([key_of(1)[0] ^ 1]), records_of(A, [1], 10).tobytes()))
+    take(shard, A, Repair(1, bytes([key_of(1)[0] ^ 1]), records_of(A, [1], 10).tobytes()))
 
     assert held_of(shard, A) == {}
 
@@ -436,11 +436,11 @@ def test_a_number_that_no_holder_sends_does_not_end_its_stream() -> None:
     """The next summary resets it, and the holder repairs what the forged message removed."""
     shard = shard_of(A)
     held = records_of(A, [1, 2], 10)
-    heard(shard, A, Put(7, held.tobytes()))
-    heard(shard, A, Repair(2**64 - 1, bytes(range(256)), b""))
+    take(shard, A, Put(7, held.tobytes()))
+    take(shard, A, Repair(2**64 - 1, bytes(range(256)), b""))
 
-    (differs,) = heard(shard, A, summary_of(7, held))
-    repaired = heard(shard, A, Repair(8, bytes({key_of(1)[0], key_of(2)[0]}), held.tobytes()))
+    (differs,) = take(shard, A, summary_of(7, held))
+    repaired = take(shard, A, Repair(8, bytes({key_of(1)[0], key_of(2)[0]}), held.tobytes()))
 
     assert isinstance(differs, SummaryDiffers)
     assert repaired == [Acknowledged(8)]
@@ -451,36 +451,36 @@ def test_a_number_slightly_too_high_is_reset_after_a_while() -> None:
     """One late summary may have been overtaken; for seconds none is."""
     shard = shard_of(A)
     held = records_of(A, [1], 10)
-    heard(shard, A, Put(7, held.tobytes()))
-    heard(shard, A, Delete(60, drops_of([1], [10]).tobytes()))
+    take(shard, A, Put(7, held.tobytes()))
+    take(shard, A, Delete(60, drops_of([1], [10]).tobytes()))
 
-    late = heard(shard, A, summary_of(7, held), 1.0)
-    soon = heard(shard, A, summary_of(7, held), 3.0)
-    (differs,) = heard(shard, A, summary_of(7, held), 1.0 + directory.STREAM_LATE_S)
+    late = take(shard, A, summary_of(7, held), 1.0)
+    soon = take(shard, A, summary_of(7, held), 3.0)
+    (differs,) = take(shard, A, summary_of(7, held), 1.0 + directory.STREAM_LATE_S)
 
     assert late == soon == []
     assert isinstance(differs, SummaryDiffers)
-    assert heard(shard, A, Put(8, held.tobytes())) == [Acknowledged(8)]
+    assert take(shard, A, Put(8, held.tobytes())) == [Acknowledged(8)]
 
 
 def test_a_late_summary_resets_no_number_that_the_holder_sends_on_from() -> None:
     """Each message in order shows that the number held is true."""
     shard = shard_of(A)
     held = records_of(A, [1, 2, 3], 10)
-    heard(shard, A, Put(7, held[:1].tobytes()))
-    heard(shard, A, summary_of(6), 1.0)
-    heard(shard, A, Put(8, held[1:2].tobytes()), 3.0)
+    take(shard, A, Put(7, held[:1].tobytes()))
+    take(shard, A, summary_of(6), 1.0)
+    take(shard, A, Put(8, held[1:2].tobytes()), 3.0)
 
-    late = heard(shard, A, summary_of(6), 4.5)
+    late = take(shard, A, summary_of(6), 4.5)
 
     assert late == []
-    assert heard(shard, A, Put(8, held[2:].tobytes()), 4.6) == [Acknowledged(8)]
+    assert take(shard, A, Put(8, held[2:].tobytes()), 4.6) == [Acknowledged(8)]
     assert len(located(shard, [3])) == 0
 
 
 def is_behind(shard: DirectoryShard, now: float = 0.0) -> bool:
     """Ask for a page; return whether the shard says that it lacks records."""
-    (answer,) = heard(shard, 77, Lookup(1, key_of(9)), now)
+    (answer,) = take(shard, 77, Lookup(1, key_of(9)), now)
     assert isinstance(answer, Located)
     return answer.behind
 
@@ -491,14 +491,14 @@ def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
     held = records_of(A, [1], 10)
 
     before = is_behind(shard)
-    heard(shard, A, summary_of(1, held), 1.0)
+    take(shard, A, summary_of(1, held), 1.0)
     differing, long_after = is_behind(shard, 2.0), is_behind(shard, 1.0 + holdings.BEHIND_S)
-    heard(shard, A, Put(2, held.tobytes()), 3.0)
-    heard(shard, A, summary_of(2, held), 3.0)
+    take(shard, A, Put(2, held.tobytes()), 3.0)
+    take(shard, A, summary_of(2, held), 3.0)
     repaired = is_behind(shard, 3.0)
-    heard(shard, B, summary_of(1, held), 4.0)
+    take(shard, B, summary_of(1, held), 4.0)
     again = is_behind(shard, 4.0)
-    heard(shard, ME, view(ME, A, member(B, DEAD)), 5.0)
+    take(shard, ME, view(ME, A, member(B, DEAD)), 5.0)
 
     assert (before, differing, long_after, repaired, again) == (False, True, False, False, True)
     assert not is_behind(shard, 5.0)
@@ -508,14 +508,14 @@ def test_an_owner_is_behind_a_member_that_was_dead_until_it_has_its_records_agai
     """It let go of them at the death."""
     shard = shard_of(A)
     held = records_of(A, [1], 10)
-    heard(shard, A, Put(1, held.tobytes()))
-    heard(shard, ME, view(ME, member(A, DEAD)), 1.0)
-    heard(shard, ME, view(ME, A), 2.0)
-    heard(shard, A, Put(2, b""), 2.0)
+    take(shard, A, Put(1, held.tobytes()))
+    take(shard, ME, view(ME, member(A, DEAD)), 1.0)
+    take(shard, ME, view(ME, A), 2.0)
+    take(shard, A, Put(2, b""), 2.0)
 
     behind = is_behind(shard, 2.0)
-    heard(shard, A, Put(3, held.tobytes()), 2.0)
-    heard(shard, A, summary_of(3, held), 2.1)
+    take(shard, A, Put(3, held.tobytes()), 2.0)
+    take(shard, A, summary_of(3, held), 2.1)
 
     assert (behind, is_behind(shard, 2.1)) == (True, False)
 
@@ -524,10 +524,10 @@ def test_an_owner_is_behind_a_member_that_was_dead_until_it_has_its_records_agai
 def test_records_of_an_ended_holder_are_never_served(state: int) -> None:
     """From the view that has it dead or left, before anything is swept."""
     shard = shard_of(A, B)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, B, put(1, B, [1], 10))
+    take(shard, A, put(1, A, [1], 10))
+    take(shard, B, put(1, B, [1], 10))
 
-    heard(shard, ME, view(ME, member(A, state), B))
+    take(shard, ME, view(ME, member(A, state), B))
 
     assert names_and_holders(located(shard, [1]), [1]) == [(1, B)]
 
@@ -535,10 +535,10 @@ def test_records_of_an_ended_holder_are_never_served(state: int) -> None:
 def test_messages_of_a_dead_holder_are_ignored() -> None:
     """What was queued for us before it died cannot bring its records back."""
     shard = shard_of(A)
-    heard(shard, ME, view(ME, member(A, DEAD)))
+    take(shard, ME, view(ME, member(A, DEAD)))
 
-    assert heard(shard, A, put(1, A, [1], 10)) == []
-    assert heard(shard, A, summary_of(1)) == []
+    assert take(shard, A, put(1, A, [1], 10)) == []
+    assert take(shard, A, summary_of(1)) == []
     assert len(located(shard, [1])) == 0
     assert refused(shard, "not_a_member") == 1
 
@@ -548,9 +548,9 @@ def test_sweeping_is_bounded_and_comes_to_an_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(directory, "SWEEP_KEYS_MAX", 10)
     shard = shard_of(A, B)
     one_bucket = [name for name in range(10**4) if key_of(name)[0] == key_of(3)[0]][:15]
-    heard(shard, A, put(1, A, one_bucket + list(range(10**5, 10**5 + 10)), 10))
-    heard(shard, B, put(1, B, [3], 10))
-    heard(shard, ME, view(ME, member(A, DEAD), B))
+    take(shard, A, put(1, A, one_bucket + list(range(10**5, 10**5 + 10)), 10))
+    take(shard, B, put(1, B, [3], 10))
+    take(shard, ME, view(ME, member(A, DEAD), B))
 
     left, now = [], 0.0
     while shard.deadline() < math.inf:
@@ -568,29 +568,29 @@ def test_refuted_holder_is_repaired_by_its_next_summary() -> None:
     """Its records were dropped with it: its summary differs, its repair is served, keys and all."""
     shard = shard_of(A)
     held = records_of(A, [1, 2], 10)
-    heard(shard, A, Put(1, held.tobytes()))
-    heard(shard, ME, view(ME, member(A, DEAD)))
-    heard(shard, ME, view(ME, member(A, counter=1)))
+    take(shard, A, Put(1, held.tobytes()))
+    take(shard, ME, view(ME, member(A, DEAD)))
+    take(shard, ME, view(ME, member(A, counter=1)))
 
-    (answer,) = heard(shard, A, summary_of(1, held))
+    (answer,) = take(shard, A, summary_of(1, held))
     assert isinstance(answer, SummaryDiffers)
-    heard(shard, A, Repair(2, bytes(range(256)), held.tobytes()))
+    take(shard, A, Repair(2, bytes(range(256)), held.tobytes()))
     for _ in range(3):
         shard.on_tick(shard.deadline())
 
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, A), (2, A)]
-    assert heard(shard, A, summary_of(2, held)) == [SummaryMatches(2)]
+    assert take(shard, A, summary_of(2, held)) == [SummaryMatches(2)]
 
 
 def test_refuted_holders_old_messages_stay_late() -> None:
     """The numbers of its stream outlive its records: what was late before is late still."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
-    heard(shard, A, delete(2, [1], [10]))
-    heard(shard, ME, view(ME, member(A, DEAD)))
-    heard(shard, ME, view(ME, member(A, counter=1)))
+    take(shard, A, put(1, A, [1], 10))
+    take(shard, A, delete(2, [1], [10]))
+    take(shard, ME, view(ME, member(A, DEAD)))
+    take(shard, ME, view(ME, member(A, counter=1)))
 
-    heard(shard, A, put(1, A, [1], 10))
+    take(shard, A, put(1, A, [1], 10))
 
     assert len(located(shard, [1])) == 0
 
@@ -598,10 +598,10 @@ def test_refuted_holders_old_messages_stay_late() -> None:
 def test_new_incarnation_begins_a_new_stream() -> None:
     """Numbers start again with a node; the records of its former self are not served."""
     shard = shard_of(A)
-    heard(shard, A, put(50, A, [1, 2], 10))
-    heard(shard, ME, view(ME, member(A, DEAD), B))
+    take(shard, A, put(50, A, [1, 2], 10))
+    take(shard, ME, view(ME, member(A, DEAD), B))
 
-    answers = heard(shard, B, put(1, B, [1], 4))
+    answers = take(shard, B, put(1, B, [1], 4))
 
     assert answers == [Acknowledged(1)]
     assert names_and_holders(located(shard, [1, 2]), [1, 2]) == [(1, B)]
@@ -612,9 +612,9 @@ def test_what_is_not_served_yet_is_not_acknowledged() -> None:
     shard = shard_of()
     summary = summary_of(1, records_of(A, [1], 10))
 
-    early = [*heard(shard, A, put(1, A, [1], 10)), *heard(shard, A, summary)]
-    heard(shard, ME, view(ME, A))
-    late = heard(shard, A, summary)
+    early = [*take(shard, A, put(1, A, [1], 10)), *take(shard, A, summary)]
+    take(shard, ME, view(ME, A))
+    late = take(shard, A, summary)
 
     assert early == []
     assert late == [SummaryMatches(1)]
@@ -626,10 +626,10 @@ def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "UNKNOWN_RECORDS_MAX", 3)
     shard = shard_of()
 
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
-    too_many = heard(shard, A, put(2, A, [4], 20))
-    heard(shard, B, put(1, B, [1], 10))
-    one_more = heard(shard, C, put(1, C, [1], 10))
+    take(shard, A, put(1, A, [1, 2, 3], 10))
+    too_many = take(shard, A, put(2, A, [4], 20))
+    take(shard, B, put(1, B, [1], 10))
+    one_more = take(shard, C, put(1, C, [1], 10))
 
     assert too_many == one_more == []
     assert (len(held_of(shard, A)), len(held_of(shard, C))) == (3, 0)
@@ -639,7 +639,7 @@ def test_unknown_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_holder_is_given_up_in_time() -> None:
     """What no view ever names does not stay."""
     shard = shard_of()
-    heard(shard, A, put(1, A, [1], 10), now=5.0)
+    take(shard, A, put(1, A, [1], 10), now=5.0)
 
     assert shard.deadline() == 5.0 + directory.UNKNOWN_S
     shard.on_tick(shard.deadline())
@@ -655,27 +655,27 @@ def test_unknown_holder_is_given_up_in_time() -> None:
 def test_member_that_the_view_forgets_is_let_go(seen: ViewChanged) -> None:
     """Views forget their dead some day; nothing of them stays, not even a number."""
     shard = shard_of(A)
-    heard(shard, A, put(3, A, [1], 10))
+    take(shard, A, put(3, A, [1], 10))
 
-    heard(shard, ME, seen)
+    take(shard, ME, seen)
     gone = len(located(shard, [1]))
-    heard(shard, ME, view(ME, A))
+    take(shard, ME, view(ME, A))
 
     assert gone == 0
-    assert heard(shard, A, put(1, A, [2], 10)) == [Acknowledged(1)]
+    assert take(shard, A, put(1, A, [2], 10)) == [Acknowledged(1)]
 
 
 def test_count_of_records_is_told() -> None:
     """The gauge follows what is held, the own pool and the dead included rightly."""
     shard = shard_of(A)
-    heard(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
-    heard(shard, A, put(1, A, [1, 2, 3], 10))
-    heard(shard, A, delete(2, [3], [99]))
+    take(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))
+    take(shard, A, put(1, A, [1, 2, 3], 10))
+    take(shard, A, delete(2, [3], [99]))
     assert shard.metrics is not None
     gauge = partial(shard.metrics.registry.get_sample_value, "peercache_directory_records")
 
     before = gauge()
-    heard(shard, ME, view(ME, member(A, DEAD)))
+    take(shard, ME, view(ME, member(A, DEAD)))
 
     assert (before, gauge()) == (3, 1)
 
@@ -684,14 +684,14 @@ def test_summaries_that_are_behind_are_counted_from_the_last_true_one() -> None:
     """Two that were overtaken, minutes apart, say nothing of the number held."""
     shard = shard_of(A)
     held = records_of(A, [1], 10)
-    heard(shard, A, Put(7, held.tobytes()))
+    take(shard, A, Put(7, held.tobytes()))
 
-    first = heard(shard, A, summary_of(6), 1.0)
-    heard(shard, A, summary_of(7, held), 2.0)
-    second = heard(shard, A, summary_of(6), 60.0)
+    first = take(shard, A, summary_of(6), 1.0)
+    take(shard, A, summary_of(7, held), 2.0)
+    second = take(shard, A, summary_of(6), 60.0)
 
     assert first == second == []
-    assert heard(shard, A, put(7, A, [2], 12), 60.0) == [Acknowledged(7)]
+    assert take(shard, A, put(7, A, [2], 12), 60.0) == [Acknowledged(7)]
     assert len(located(shard, [2])) == 0
 
 
@@ -701,23 +701,23 @@ def test_summaries_that_are_behind_are_counted_from_the_last_true_one() -> None:
 def test_a_suspects_pages_are_found() -> None:
     """Suspicion is often wrong, and the pages are still there."""
     shard = shard_of(A)
-    heard(shard, A, put(1, A, [1], 10))
+    take(shard, A, put(1, A, [1], 10))
 
-    heard(shard, ME, view(ME, member(A, SUSPECT)))
+    take(shard, ME, view(ME, member(A, SUSPECT)))
 
     assert len(located(shard, [1])) == 1
-    assert heard(shard, A, put(2, A, [2], 12)) == [Acknowledged(2)]
+    assert take(shard, A, put(2, A, [2], 12)) == [Acknowledged(2)]
     assert len(located(shard, [1, 2])) == 2
 
 
 def test_a_newcomer_is_kept_and_served_once_the_view_has_it() -> None:
     """Its records may be here before the view is, and a view without it does not end it."""
     shard = shard_of(A)
-    heard(shard, C, put(1, C, [1], 10))
+    take(shard, C, put(1, C, [1], 10))
 
-    heard(shard, ME, view(ME, A, B))
+    take(shard, ME, view(ME, A, B))
     before = len(located(shard, [1]))
-    heard(shard, ME, view(ME, A, B, C))
+    take(shard, ME, view(ME, A, B, C))
 
     assert (before, len(located(shard, [1]))) == (0, 1)
 
@@ -725,7 +725,7 @@ def test_a_newcomer_is_kept_and_served_once_the_view_has_it() -> None:
 def test_a_dispute_about_a_holder_that_no_view_knows_asks_no_node() -> None:
     """An inventor of holders does not have this node write to them."""
     shard = shard_of(A)
-    heard(shard, C, put(1, C, [1], 10))
+    take(shard, C, put(1, C, [1], 10))
 
     assert shard.on_message(Origin(77), ReportStale(records_of(C, [1], 10).tobytes()), 0.0) == []
 
@@ -735,9 +735,9 @@ def test_a_holder_for_which_there_is_no_entry_is_refused(monkeypatch: pytest.Mon
     shard = shard_of(A)
     monkeypatch.setattr(DirectoryTable, "begin", lambda *_, **__: None)
 
-    answers = heard(shard, A, put(1, A, [1, 2], 10))
+    answers = take(shard, A, put(1, A, [1, 2], 10))
 
-    assert answers == heard(shard, A, summary_of(1)) == []
+    assert answers == take(shard, A, summary_of(1)) == []
     assert refused(shard, "not_a_member") == 2
     assert held_of(shard, A) == {}
 
@@ -747,31 +747,31 @@ def test_a_holder_for_which_there_is_no_entry_is_refused(monkeypatch: pytest.Mon
 
 def shard_for(records_max: int, *members: int) -> DirectoryShard:
     shard = DirectoryShard(incarnation=ME, metrics=Metrics(), records_max=records_max)
-    heard(shard, ME, view(ME, *members))
+    take(shard, ME, view(ME, *members))
     for holder in members:
-        heard(shard, holder, Put(1, b""))
+        take(shard, holder, Put(1, b""))
     return shard
 
 
 def test_a_holder_whose_share_is_full_withdraws() -> None:
     """A delete needs no room: it makes some."""
     shard = shard_for(8, A)
-    heard(shard, A, put(2, A, [1, 2, 3, 4], 10))
-    full = heard(shard, A, put(3, A, [5], 20))
+    take(shard, A, put(2, A, [1, 2, 3, 4], 10))
+    full = take(shard, A, put(3, A, [5], 20))
 
-    answers = heard(shard, A, delete(4, [1, 2, 3, 4], [10, 12, 14, 16]))
+    answers = take(shard, A, delete(4, [1, 2, 3, 4], [10, 12, 14, 16]))
 
     assert (full, answers) == ([], [Acknowledged(4)])
-    assert heard(shard, A, put(5, A, [5], 20)) == [Acknowledged(5)]
+    assert take(shard, A, put(5, A, [5], 20)) == [Acknowledged(5)]
 
 
 def test_the_own_pool_takes_no_room_of_others() -> None:
     """It is bounded by its own memory."""
     shard = shard_for(8, A)
     own = records_of(ME, list(range(100, 200)), 10)
-    heard(shard, ME, RecordsChanged(own, NO_DROPS))
+    take(shard, ME, RecordsChanged(own, NO_DROPS))
 
-    assert heard(shard, A, put(2, A, [1, 2, 3, 4], 10)) == [Acknowledged(2)]
+    assert take(shard, A, put(2, A, [1, 2, 3, 4], 10)) == [Acknowledged(2)]
 
 
 def test_all_shares_together_are_no_more_than_there_may_be() -> None:
@@ -780,7 +780,7 @@ def test_all_shares_together_are_no_more_than_there_may_be() -> None:
     shard = shard_for(80, *members)
 
     answers = [
-        heard(shard, holder, put(2, holder, list(range(17)), 10 + 40 * at))
+        take(shard, holder, put(2, holder, list(range(17)), 10 + 40 * at))
         for at, holder in enumerate(members)
     ]
 
@@ -793,15 +793,15 @@ def test_a_repair_that_brings_no_more_is_taken_though_the_share_is_less_by_now()
     """With each new member the share is smaller; what is there may get right all the same."""
     shard = shard_for(40, A)
     names = list(range(20))
-    heard(shard, A, put(2, A, names, 10))
-    heard(shard, ME, view(ME, A, *range(100, 120)))
+    take(shard, A, put(2, A, names, 10))
+    take(shard, ME, view(ME, A, *range(100, 120)))
     for holder in range(100, 120):
-        heard(shard, holder, Put(1, b""))
+        take(shard, holder, Put(1, b""))
     buckets = bytes(sorted({key_of(name)[0] for name in names}))
 
-    answers = heard(shard, A, Repair(3, buckets, records_of(A, names, 60).tobytes()))
+    answers = take(shard, A, Repair(3, buckets, records_of(A, names, 60).tobytes()))
 
-    assert heard(shard, A, put(4, A, list(range(30, 50)), 200)) == [], "a share of less than 20"
+    assert take(shard, A, put(4, A, list(range(30, 50)), 200)) == [], "a share of less than 20"
     assert answers == [Acknowledged(3)]
     assert np.array_equal(
         located(shard, names)["generation"], records_of(A, names, 60)["generation"]

@@ -47,11 +47,11 @@ from tests.unit.actors.lone_shard import (
     B,
     has_authority,
     hear,
-    heard,
     refused,
     shard_in_sync,
     shard_of,
     summary_of,
+    take,
     tick,
 )
 from tests.unit.actors.record_cluster import (
@@ -150,7 +150,7 @@ def test_a_summary_that_differs_ends_authority(summary: StreamSummary) -> None:
     hear(shard, A, Put(1, records_of(A, [1], 10).tobytes()), 0.01)
     before = has_authority(shard, 0.01)
 
-    (answer,) = heard(shard, A, summary, 0.01)
+    (answer,) = take(shard, A, summary, 0.01)
 
     assert isinstance(answer, SummaryDiffers)
     assert (before, has_authority(shard, 0.01)) == (True, False)
@@ -644,15 +644,15 @@ def shard(monkeypatch: pytest.MonkeyPatch) -> DirectoryShard:
     """A lone shard that has authority, and whose table is full."""
     monkeypatch.setattr(directory, "ROWS_MAX", ROWS)
     shard = shard_of()
-    heard(shard, ME, RingChanged(ring_of(ME)))
-    heard(shard, ME, RecordsChanged(records_of(ME, FULL, [10] * ROWS), NO_DROPS))
+    take(shard, ME, RingChanged(ring_of(ME)))
+    take(shard, ME, RecordsChanged(records_of(ME, FULL, [10] * ROWS), NO_DROPS))
     assert shard.record_count == ROWS
     assert has_authority(shard, 0.0)
     return shard
 
 
 def generation_of(shard: DirectoryShard, name: int, now: float) -> list[int]:
-    (answer,) = heard(shard, 77, Lookup(1, key_of(name)), now)
+    (answer,) = take(shard, 77, Lookup(1, key_of(name)), now)
     assert isinstance(answer, Located)
     generations: list[int] = from_bytes(answer.records)["generation"].tolist()
     return generations
@@ -660,12 +660,12 @@ def generation_of(shard: DirectoryShard, name: int, now: float) -> list[int]:
 
 def store(shard: DirectoryShard, names: list[int], generation: int, now: float) -> None:
     stored = records_of(ME, names, [generation] * len(names))
-    heard(shard, ME, RecordsChanged(stored, NO_DROPS), now)
+    take(shard, ME, RecordsChanged(stored, NO_DROPS), now)
 
 
 def drop(shard: DirectoryShard, names: list[int], generation: int, now: float) -> None:
     drops = drops_of(names, [generation] * len(names))
-    heard(shard, ME, RecordsChanged(NO_RECORDS, drops), now)
+    take(shard, ME, RecordsChanged(NO_RECORDS, drops), now)
 
 
 def test_a_page_of_the_own_pool_that_found_no_memory_is_not_absent(shard: DirectoryShard) -> None:
@@ -717,7 +717,7 @@ def test_an_older_record_of_one_change_does_not_replace_a_newer_one(shard: Direc
     """A page may change twice in a batch, and the pool names the records in no order."""
     store(shard, [9001, 9001], 14, 0.0)
     changed = records_of(ME, [9001, 9001], [18, 16])
-    heard(shard, ME, RecordsChanged(changed, NO_DROPS), 0.0)
+    take(shard, ME, RecordsChanged(changed, NO_DROPS), 0.0)
     drop(shard, [9001], 16, 0.0)
     still_missed = not has_authority(shard, 0.0)
     drop(shard, [1], 10, 0.0)

@@ -115,7 +115,7 @@ def test_portion_for_one_reader_is_not_evicted_by_those_of_others() -> None:
 
 
 def test_timeout_ends_a_question_that_the_disk_does_not_answer() -> None:
-    """The asker hears in time that it may ask again."""
+    """The asker learns in time that it may ask again."""
     world = filled()
     world.ask(3, timeout_s=0.1)
 

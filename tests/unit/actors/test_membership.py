@@ -102,7 +102,7 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     """Also one that is no master; the newcomer is in the view, and asks for what it lacks."""
     node = Node().knows(ONE, TWO)
 
-    asked = node.hears(NINE, Join(member(NINE)), pipe=77)
+    asked = node.take(NINE, Join(member(NINE)), pipe=77)
     before = node.state(NINE)
     effects = node.meets(member(NINE))
 
@@ -111,7 +111,7 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     answer = sends(effects, HeartbeatSeen)
     assert answer == [Send(NINE, HeartbeatSeen(node.actor.view.digest()))]
     (told,) = sends(
-        node.hears(NINE, CompareView(View.of([member(NINE)]).bucket_digests())), ShareView
+        node.take(NINE, CompareView(View.of([member(NINE)]).bucket_digests())), ShareView
     )
     assert told.to == NINE
     assert {m.incarnation for m in told.message.view} >= {ME, ONE, TWO}
@@ -135,11 +135,11 @@ def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbea
     """A member that answers, and holds this node for none, does not count: it cannot reach it."""
     node = Node().knows(ONE)
     for told in (Join(member(ONE)), ShareView(0, (member(ONE),))):
-        node.hears(ONE, told)
+        node.take(ONE, told)
     node.reported_by(ONE, member(ONE), member(ME, state=DEAD))
     assert not node.actor.is_joined
 
-    node.hears(ONE, shown)
+    node.take(ONE, shown)
     assert node.actor.is_joined
 
     until = node.now + DEAD_S + HEARTBEAT_S
@@ -149,15 +149,15 @@ def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbea
     assert node.state(ONE) == ALIVE
     assert not node.actor.is_joined
 
-    node.hears(ONE, shown)
+    node.take(ONE, shown)
     node.reported_by(ONE, member(ONE, counter=1, state=LEFT))
     assert not node.actor.is_joined, "the last of the others has left"
 
 
 def test_node_that_was_stopped_has_not_left_its_cluster() -> None:
-    """It could not have heard the others meanwhile."""
+    """It could not have received anything meanwhile."""
     node = Node().knows(ONE)
-    node.hears(ONE, HeartbeatSeen(b""))
+    node.take(ONE, HeartbeatSeen(b""))
 
     node.now += 10 * DEAD_S
     node.actor.on_tick(node.now)
@@ -179,10 +179,10 @@ def test_join_in_the_name_of_another_is_ignored() -> None:
     """Only a member itself brings its entry by Join or Heartbeat, and it is not dead."""
     node = Node()
 
-    assert node.hears(NINE, Join(member(TEN))) == []
-    assert node.hears(NINE, Heartbeat(member(TEN), b"")) == []
-    assert node.hears(NINE, Join(member(NINE, state=DEAD))) == []
-    assert node.hears(ME, Join(member(ME, counter=7))) == []
+    assert node.take(NINE, Join(member(TEN))) == []
+    assert node.take(NINE, Heartbeat(member(TEN), b"")) == []
+    assert node.take(NINE, Join(member(NINE, state=DEAD))) == []
+    assert node.take(ME, Join(member(ME, counter=7))) == []
     assert len(node.actor.view) == 1
 
 
@@ -199,10 +199,10 @@ def test_view_asked_is_answered_in_full_unless_the_digest_is_ours() -> None:
     node = Node().knows(ONE)
     members = node.actor.view.members()
 
-    assert node.hears(77, RequestView(3, b""), pipe=4) == [
+    assert node.take(77, RequestView(3, b""), pipe=4) == [
         Send(Origin(77, 4), ShareView(3, members))
     ]
-    assert node.hears(77, RequestView(4, node.actor.view.digest()), pipe=4) == [
+    assert node.take(77, RequestView(4, node.actor.view.digest()), pipe=4) == [
         Send(Origin(77, 4), ShareView(4, ()))
     ]
 
@@ -225,30 +225,30 @@ def test_heartbeat_with_an_equal_digest_is_answered_without_a_view() -> None:
     """A cluster at rest sends digests, not views."""
     node = Node(ONE).knows(NINE)
 
-    effects = node.hears(NINE, Heartbeat(member(NINE), node.actor.view.digest()), pipe=3)
+    effects = node.take(NINE, Heartbeat(member(NINE), node.actor.view.digest()), pipe=3)
 
     assert effects == [Send(Origin(NINE, 3), HeartbeatSeen(node.actor.view.digest()))]
 
 
 def test_peer_whose_view_differs_is_asked_for_what_differs() -> None:
-    """A master that hears a heartbeat, and a member that hears its answer, ask each other."""
+    """A master that receives a heartbeat, and a member that receives its answer, ask each other."""
     master, plain = Node(ONE).knows(NINE), Node(NINE).knows(ONE)
 
-    heard = master.hears(NINE, Heartbeat(member(NINE), b"other"))
-    answered = plain.hears(ONE, HeartbeatSeen(b"other"))
+    answers = master.take(NINE, Heartbeat(member(NINE), b"other"))
+    answered = plain.take(ONE, HeartbeatSeen(b"other"))
 
     asked = CompareView(master.actor.view.bucket_digests())
-    assert heard == [Send(NINE, HeartbeatSeen(master.actor.view.digest())), Send(NINE, asked)]
+    assert answers == [Send(NINE, HeartbeatSeen(master.actor.view.digest())), Send(NINE, asked)]
     assert answered == [Send(ONE, CompareView(plain.actor.view.bucket_digests()))]
-    assert plain.hears(ONE, HeartbeatSeen(plain.actor.view.digest())) == []
-    assert plain.hears(77, HeartbeatSeen(b"other")) == []
+    assert plain.take(ONE, HeartbeatSeen(plain.actor.view.digest())) == []
+    assert plain.take(77, HeartbeatSeen(b"other")) == []
 
 
 def test_one_peer_a_turn_is_asked_and_each_in_its_turn() -> None:
     """Else three masters would all answer with the same; and none is forgotten for another."""
     node = Node().knows(ONE, TWO, NINE)
 
-    asked = [e.to for peer in (ONE, TWO, NINE) for e in node.hears(peer, HeartbeatSeen(b"x"))]
+    asked = [e.to for peer in (ONE, TWO, NINE) for e in node.take(peer, HeartbeatSeen(b"x"))]
     asked += [e.to for e in sends(node.passes(HEARTBEAT_S), CompareView)]
 
     assert asked == [ONE, TWO, NINE]
@@ -259,7 +259,7 @@ def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
     node = Node().knows(ONE, TWO, NINE)
     after = View.of([*node.actor.view.members(), member(TEN)])
     for peer in (ONE, TWO):
-        node.hears(peer, HeartbeatSeen(after.digest()))
+        node.take(peer, HeartbeatSeen(after.digest()))
 
     node.meets(member(TEN))
 
@@ -271,10 +271,8 @@ def test_node_that_has_addresses_to_try_asks_rarely() -> None:
     node = Node().knows(ONE)
     node.reported_by(ONE, member(ONE), *[member(n, f"127.9.0.{n}:1") for n in range(100, 200)])
 
-    asked = [node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(10)]
-    asked += [
-        node.passes(1.0, speaking=()) + node.hears(ONE, HeartbeatSeen(b"x")) for _ in range(7)
-    ]
+    asked = [node.take(ONE, HeartbeatSeen(b"x")) for _ in range(10)]
+    asked += [node.passes(1.0, speaking=()) + node.take(ONE, HeartbeatSeen(b"x")) for _ in range(7)]
 
     assert sum(len(sends(effects, CompareView)) for effects in asked) == 3
 
@@ -285,12 +283,12 @@ def test_views_to_one_peer_are_bounded_in_each_heartbeat() -> None:
     node.passes(HEARTBEAT_S)
 
     for _ in range(2):
-        effects = [e for _ in range(50) for e in node.hears(NINE, CompareView(bytes(8)))]
+        effects = [e for _ in range(50) for e in node.take(NINE, CompareView(bytes(8)))]
         assert len(effects) == SHARES_PER_BEAT
         assert {m.incarnation for m in effects[0].message.view} == {ONE, NINE, TEN}
         node.passes(HEARTBEAT_S)
-    assert node.hears(77, CompareView(bytes(8))) == []
-    assert [e.message.view for e in node.hears(NINE, CompareView(bytes(7)))] == [(member(ONE),)]
+    assert node.take(77, CompareView(bytes(8))) == []
+    assert [e.message.view for e in node.take(NINE, CompareView(bytes(7)))] == [(member(ONE),)]
 
 
 def test_news_of_a_doubted_member_reach_the_masters_at_once() -> None:
@@ -298,7 +296,7 @@ def test_news_of_a_doubted_member_reach_the_masters_at_once() -> None:
     node = Node(ONE).knows(TWO, NINE)
 
     doubted = sends(node.passes(SUSPECT_S + 0.1, speaking=(TWO,)), ShareView)
-    refuted = sends(node.hears(NINE, Heartbeat(member(NINE, counter=1), b"")), ShareView)
+    refuted = sends(node.take(NINE, Heartbeat(member(NINE, counter=1), b"")), ShareView)
 
     assert doubted == [Send(TWO, ShareView(0, (member(ONE), member(NINE, state=SUSPECT))))]
     assert refuted == [Send(TWO, ShareView(0, (member(ONE), member(NINE, counter=1))))]
@@ -343,7 +341,7 @@ def test_master_suspects_a_silent_member_and_then_declares_it_dead() -> None:
 
 
 def test_member_judges_only_the_masters() -> None:
-    """It hears only masters, so the silence of others says nothing."""
+    """It gets messages of masters only, so the silence of others shows nothing."""
     node = Node().knows(ONE, TWO, NINE, TEN)
 
     node.passes(4.0, speaking=(TWO,))
@@ -374,7 +372,7 @@ def test_paused_node_that_wakes_accuses_no_member(first: str) -> None:
 
     node.now += 60.0
     if first == "message":
-        node.hears(NINE, HeartbeatSeen(node.actor.view.digest()))
+        node.take(NINE, HeartbeatSeen(node.actor.view.digest()))
     node.actor.on_tick(node.now)
     node.passes(SUSPECT_S - 0.3)
 
@@ -489,12 +487,12 @@ def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
     node.reported_by(TWO, member(NINE, state=LEFT, counter=3))
 
     for message in (Heartbeat(member(NINE, counter=3), b""), Join(member(NINE, counter=3))):
-        effects = node.hears(NINE, message)
+        effects = node.take(NINE, message)
         assert node.state(NINE) == LEFT
         told = sends(effects, ShareView)[0].message.view
         assert member(NINE, state=LEFT, counter=3) in told
 
-    node.hears(NINE, Heartbeat(member(NINE, counter=4), b""))
+    node.take(NINE, Heartbeat(member(NINE, counter=4), b""))
     assert node.state(NINE) == ALIVE
 
 
@@ -504,7 +502,7 @@ def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
 def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
     """It is told instead, and refutes; a node that was cut off cannot empty a whole view."""
     node = Node(ONE).knows(NINE, TEN)
-    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.take(NINE, Heartbeat(member(NINE), b""))
 
     effects = node.reported_by(TEN, member(NINE, state=DEAD))
 
@@ -516,7 +514,7 @@ def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
 def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
     """Without evidence of its own a master takes another master's word, and no other's."""
     node = Node(ONE).knows(TWO, NINE, TEN)
-    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.take(NINE, Heartbeat(member(NINE), b""))
     node.passes(SUSPECT_S + 0.1, speaking=(TWO, TEN))
 
     node.reported_by(TEN, member(NINE, state=DEAD))
@@ -558,7 +556,7 @@ def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
 def test_goodbye_is_believed_at_once() -> None:
     """Only the member itself says that it has left, so it does not matter when it was seen last."""
     node = Node(ONE).knows(TWO, NINE)
-    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.take(NINE, Heartbeat(member(NINE), b""))
 
     node.reported_by(TWO, member(NINE, state=LEFT, counter=1))
 
@@ -566,12 +564,12 @@ def test_goodbye_is_believed_at_once() -> None:
 
 
 def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
-    """One process binds an address: who comes with it took it over. Lately heard or not."""
+    """One process binds an address: who comes with it took it over, at once."""
     node = Node(ONE).knows(NINE, TEN)
-    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.take(NINE, Heartbeat(member(NINE), b""))
     successor = member(11, member(NINE).control)
 
-    asked = node.hears(11, Join(successor))
+    asked = node.take(11, Join(successor))
     before = node.state(NINE), node.state(11)
     node.meets(successor)
 
@@ -595,7 +593,7 @@ def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -
 def test_successor_is_believed_when_a_master_tells_of_it() -> None:
     """The claim against the predecessor comes with the successor at its address."""
     node = Node(ONE).knows(TWO, NINE)
-    node.hears(NINE, Heartbeat(member(NINE), b""))
+    node.take(NINE, Heartbeat(member(NINE), b""))
 
     effects = node.reported_by(TWO, member(NINE, state=DEAD), member(11, member(NINE).control))
 
@@ -608,25 +606,25 @@ def test_two_that_advertise_one_address_do_not_end_each_other_forever() -> None:
     node = Node(ONE).knows(NINE)
     twin = member(11, member(NINE).control)
     node.meets(twin)
-    node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
+    node.take(NINE, Heartbeat(member(NINE, counter=1), b""))
 
-    node.hears(11, Heartbeat(twin, b""))
-    own = node.hears(12, Join(member(12, member(ONE).control)))
+    node.take(11, Heartbeat(twin, b""))
+    own = node.take(12, Join(member(12, member(ONE).control)))
 
     assert [node.state(i) for i in (ONE, NINE, 11, 12)] == [ALIVE] * 3 + [None]
     assert calls(own) == []
 
 
 def test_two_sides_that_meet_compare_their_views() -> None:
-    """A newcomer hears the digest; one that is dead is asked before it refutes, not after."""
+    """A newcomer receives the digest; one that is dead is asked before it refutes, not after."""
     node = Node(ONE).knows(TWO, TEN)
 
     stranger = node.reported_by(NINE, member(NINE))
-    asked = node.hears(NINE, Join(member(NINE)))
+    asked = node.take(NINE, Join(member(NINE)))
     met = node.meets(member(NINE))
     known = node.reported_by(NINE, member(NINE))
     node.reported_by(TWO, member(TEN, state=LEFT, counter=1))
-    dead = node.hears(TEN, Heartbeat(member(TEN), b""))
+    dead = node.take(TEN, Heartbeat(member(TEN), b""))
     returned = node.reported_by(TEN, member(TEN, counter=2))
 
     assert stranger == [SendTo(member(NINE).control, ShareView(0, (member(ONE),)))]
@@ -656,20 +654,20 @@ def test_what_answers_at_another_address_than_its_own_is_looked_for_there() -> N
     """Else a process could bring in members at addresses that are not theirs."""
     node = Node().knows(ONE)
 
-    effects = node.hears(0, PeerAnswered("somewhere:1", member(NINE)))
+    effects = node.take(0, PeerAnswered("somewhere:1", member(NINE)))
 
     assert node.state(NINE) is None
     assert calls(effects) == [member(NINE).control]
     node.meets(member(NINE))
     assert node.state(NINE) == ALIVE
-    assert node.hears(0, PeerAnswered(member(ME).control, member(ME))) == []
+    assert node.take(0, PeerAnswered(member(ME).control, member(ME))) == []
 
 
 # --- leaving, losing, forgetting ------------------------------------------------------------------
 
 
 def test_leaving_notifies_the_masters_first_and_a_bounded_number() -> None:
-    """The goodbye is one entry, and final: nothing is heard or said afterwards."""
+    """The goodbye is one entry, and final: nothing is received or sent afterwards."""
     node = Node().knows(ONE, TWO, *range(100, 100 + LEAVE_MAX))
 
     effects = node.actor.leave(node.now)
@@ -722,7 +720,7 @@ def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> No
     told = node.state(NINE), node.state(TEN)
     node.meets(member(NINE))
     answered = node.state(NINE)
-    node.hears(NINE, Heartbeat(member(NINE, counter=1), b""))
+    node.take(NINE, Heartbeat(member(NINE, counter=1), b""))
 
     assert forgotten == 1
     assert calls(asked) == [member(NINE).control]
@@ -735,7 +733,7 @@ def test_forgotten_one_that_joins_learns_that_it_was_dead() -> None:
     node = Node(ONE).knows(NINE)
     node.passes(DEAD_S + FORGET_S + 1.0)
 
-    effects = node.hears(NINE, Join(member(NINE)))
+    effects = node.take(NINE, Join(member(NINE)))
 
     told = sends(effects, ShareView)[0].message.view
     assert member(NINE, state=DEAD) in told

@@ -159,7 +159,7 @@ def test_node_says_who_it_is_at_the_addresses_that_it_is_given() -> None:
     node = Node().knows(ONE)
     given = (member(ME).control, member(ONE).control, member(TWO).control)
 
-    effects = node.hears(0, AddressesFound(given))
+    effects = node.take(0, AddressesFound(given))
 
     assert effects == [SendTo(member(TWO).control, ShareView(0, (node.actor.me,)))]
     assert node.actor.dialled() == {member(TWO).control}
@@ -168,10 +168,10 @@ def test_node_says_who_it_is_at_the_addresses_that_it_is_given() -> None:
 def test_empty_answer_ends_no_member() -> None:
     """Discovery gives addresses; membership alone says what is a member."""
     node = Node()
-    node.hears(0, AddressesFound((member(ONE).control,)))
+    node.take(0, AddressesFound((member(ONE).control,)))
     node.knows(ONE)
 
-    node.hears(0, AddressesFound(()))
+    node.take(0, AddressesFound(()))
 
     assert node.state(ONE) == 0
     assert not calls(node.passes(1.0, speaking=(ONE,)))
@@ -353,7 +353,7 @@ CLIENT = 77
 
 
 def changes_from(node: Node, digest: bytes) -> ReportViewChanges:
-    (effect,) = node.hears(CLIENT, RequestViewChanges(3, digest), pipe=4)
+    (effect,) = node.take(CLIENT, RequestViewChanges(3, digest), pipe=4)
     assert isinstance(effect, Send)
     assert isinstance(effect.message, ReportViewChanges)
     assert effect.message.request == 3
@@ -407,17 +407,17 @@ def test_a_member_whose_view_this_node_had_lately_is_told_the_changes_alone() ->
     plain = Node(NINE).knows(ONE, TWO, TEN)
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
     assert master.actor.view.digest() == plain.actor.view.digest()
-    assert sends(master.hears(NINE, beat), ShareView) == []
+    assert sends(master.take(NINE, beat), ShareView) == []
     master.reported_by(TEN, member(TEN, counter=3, state=LEFT))
 
-    answered = master.hears(NINE, beat)
+    answered = master.take(NINE, beat)
 
     assert [type(e.message) for e in answered if isinstance(e, Send)] == [ShareView, HeartbeatSeen]
     (told,) = sends(answered, ShareView)
     assert told.message.view == (master.actor.me, member(TEN, counter=3, state=LEFT))
     for effect in answered:
         assert isinstance(effect, Send)
-        assert sends(plain.hears(ONE, effect.message), CompareView) == []
+        assert sends(plain.take(ONE, effect.message), CompareView) == []
     assert plain.state(TEN) == LEFT
     assert plain.actor.view.digest() == master.actor.view.digest()
 
@@ -430,15 +430,15 @@ def test_changes_that_are_lost_or_late_heal(order: str) -> None:
     plain.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1, speaking=(ONE, TWO))
     master.reported_by(TEN, member(TEN, counter=3, state=LEFT))
     beat = Heartbeat(member(NINE), plain.actor.view.digest())
-    changes, seen = [e.message for e in master.hears(NINE, beat) if isinstance(e, Send)]
+    changes, seen = [e.message for e in master.take(NINE, beat) if isinstance(e, Send)]
 
-    asked = plain.hears(ONE, seen)
+    asked = plain.take(ONE, seen)
     if order == "reordered":
-        plain.hears(ONE, changes)
+        plain.take(ONE, changes)
     else:
         (compared,) = sends(asked, CompareView)
-        for answer in sends(master.hears(NINE, compared.message), ShareView):
-            plain.hears(ONE, answer.message)
+        for answer in sends(master.take(NINE, compared.message), ShareView):
+            plain.take(ONE, answer.message)
 
     assert plain.actor.view.digest() == master.actor.view.digest()
     assert sends(plain.passes(HEARTBEAT_S), CompareView) == []
@@ -449,11 +449,11 @@ def test_a_member_that_stays_behind_is_compared_with_after_all() -> None:
     node = Node(ONE).knows(TWO, NINE, TEN)
     before = node.actor.view.digest()
     node.reported_by(TEN, member(TEN, counter=3, state=LEFT))
-    assert sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView) == []
+    assert sends(node.take(NINE, Heartbeat(member(NINE), before)), CompareView) == []
 
     node.passes(gossip.BEHIND_BEATS * HEARTBEAT_S + 0.1)
 
-    assert len(sends(node.hears(NINE, Heartbeat(member(NINE), before)), CompareView)) == 1
+    assert len(sends(node.take(NINE, Heartbeat(member(NINE), before)), CompareView)) == 1
 
 
 def test_a_client_is_notified_of_what_changed_and_not_the_view() -> None:
@@ -553,7 +553,7 @@ def test_a_large_view_is_shared_in_parts_that_each_say_whose_they_are() -> None:
     """A node that does not know the sender learns it from whichever part comes first."""
     node = Node(ONE).knows(TWO, *range(100, 140))
 
-    shares = sends(node.hears(TWO, CompareView(View.of([member(TWO)]).bucket_digests())), ShareView)
+    shares = sends(node.take(TWO, CompareView(View.of([member(TWO)]).bucket_digests())), ShareView)
 
     assert len(shares) > 1
     assert all(node.actor.me in share.message.view for share in shares)

@@ -261,7 +261,7 @@ def test_lost_goodbye_costs_no_more_than_a_crash() -> None:
 
 
 def test_goodbye_heard_by_one_master_reaches_all() -> None:
-    """Views that differ are shared: one that heard it is enough."""
+    """Views that differ are shared: one that received it is enough."""
     cluster = cluster_of(6)
     others = [address for address in addresses(cluster) if address != "n001:31998"]
     cluster.cut(*[("n004:31998", target) for target in others])
@@ -283,7 +283,7 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
     master, misled, ended = (
         cluster.processes[address] for address in (HEAD, "n004:31998", "n005:31998")
     )
-    cluster.run(2 * SUSPECT_S)  # What was heard lately is not dead, whatever a master says.
+    cluster.run(2 * SUSPECT_S)  # What was active lately is not dead, whatever a master says.
     entry = misled.actor.member(ended.incarnation)
     assert entry is not None
     slander = attrs.evolve(entry, state=state, counter=entry.counter + 1)
@@ -404,7 +404,7 @@ digests = st.sampled_from([b"", b"another"])
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """One node; the model is what a node must never do, whatever it hears."""
+    """One node; the model is what a node must never do, whatever it receives."""
 
     @initialize(seed=st.integers(0, 2**16), discovery=st.booleans())
     def start(self, seed: int, discovery: bool) -> None:
@@ -438,32 +438,32 @@ class MembershipMachine(RuleBasedStateMachine):
                 if effect.message.request == 0:
                     self.shares[to] = self.shares.get(to, 0) + 1
 
-    def hears(self, sender: int, message: object) -> None:
+    def take(self, sender: int, message: object) -> None:
         self.takes(self.actor.on_message(Origin(sender, 9), message, self.now))
 
     @rule(sender=senders, entry=entries, digest=digests)
     def heartbeat(self, sender: int, entry: Member, digest: bytes) -> None:
-        self.hears(sender, Heartbeat(entry, digest))
+        self.take(sender, Heartbeat(entry, digest))
 
     @rule(sender=senders, entry=entries)
     def join(self, sender: int, entry: Member) -> None:
-        self.hears(sender, Join(entry))
+        self.take(sender, Join(entry))
 
     @rule(sender=senders, view=st.lists(entries, max_size=6))
     def view(self, sender: int, view: list[Member]) -> None:
-        self.hears(sender, ShareView(0, tuple(view)))
+        self.take(sender, ShareView(0, tuple(view)))
 
     @rule(sender=senders, digest=digests)
     def answer(self, sender: int, digest: bytes) -> None:
-        self.hears(sender, HeartbeatSeen(digest))
+        self.take(sender, HeartbeatSeen(digest))
 
     @rule(sender=senders)
     def question(self, sender: int) -> None:
-        self.hears(sender, RequestView(1, b""))
+        self.take(sender, RequestView(1, b""))
 
     @rule(sender=senders, buckets=st.sampled_from([b"", b"odd", bytes(8), bytes(32)]))
     def comparison(self, sender: int, buckets: bytes) -> None:
-        self.hears(sender, CompareView(buckets))
+        self.take(sender, CompareView(buckets))
 
     @rule(late_s=st.sampled_from([0.0, 0.0, 0.0, 0.1, 4.0, 400.0]))
     def tick(self, late_s: float) -> None:

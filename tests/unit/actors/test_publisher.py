@@ -40,13 +40,13 @@ from tests.unit.actors.lone_publisher import (
     acknowledge,
     answers,
     commit_of,
-    heard,
     keys,
     owned_by,
     publisher_in,
     puts,
     ring_of,
     sent,
+    take,
     ticked,
     two_nodes,
 )
@@ -65,7 +65,7 @@ from tests.unit.actors.record_cluster import (
 
 def published(made: LonePublisher, records: Records) -> None:
     """Let every owner know these records."""
-    acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
+    acknowledge(made, take(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
 
 
 def test_commit_puts_one_batch_to_each_owner() -> None:
@@ -73,7 +73,7 @@ def test_commit_puts_one_batch_to_each_owner() -> None:
     ring = ring_of(ME, A, B, C)
     made = publisher_in(ring)
 
-    effects = heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
+    effects = take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
 
     told = puts(effects)
     assert set(told) == {A, B, C}
@@ -87,10 +87,10 @@ def test_commit_is_answered_when_all_owners_know_its_records() -> None:
     made = publisher_in(ring_of(A, B))
     records, here = records_of(ME, [1, 2], 2), records_of(ME, [9], 50)
     published(made, here)
-    effects = heard(made, ME, PagesCommitted(CLIENT, 4, 3, b"abc", records, here, 1.0), 0.0)
+    effects = take(made, ME, PagesCommitted(CLIENT, 4, 3, b"abc", records, here, 1.0), 0.0)
 
-    first = heard(made, A, Acknowledged(2), 0.0)
-    second = heard(made, B, Acknowledged(2), 0.0)
+    first = take(made, A, Acknowledged(2), 0.0)
+    second = take(made, B, Acknowledged(2), 0.0)
 
     packed = records.tobytes() + here.tobytes()
     assert answers(effects) == answers(first) == []
@@ -102,9 +102,9 @@ def test_our_own_shard_is_no_owner_that_has_acknowledged() -> None:
     """Other hosts must know: a page that this host alone can find is not published."""
     made = publisher_in(ring_of(ME, A, B, replicas=3))
 
-    effects = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
-    first = heard(made, A, Acknowledged(1), 0.0)
-    second = heard(made, B, Acknowledged(1), 0.0)
+    effects = take(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
+    first = take(made, A, Acknowledged(1), 0.0)
+    second = take(made, B, Acknowledged(1), 0.0)
 
     assert answers(effects) == answers(first) == []
     assert [a.published for a in answers(second)] == [2]
@@ -115,18 +115,18 @@ def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows
     """A stopped owner costs one timeout once; what it does not know counts as unpublished."""
     made = publisher_in(ring_of(A, B))
     patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.1)
-    heard(made, ME, patient, 0.0)
-    heard(made, A, Acknowledged(1), 0.01)
+    take(made, ME, patient, 0.0)
+    take(made, A, Acknowledged(1), 0.01)
     (late,) = answers(ticked(made, 0.1))
 
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
-    (quick,) = answers(heard(made, A, Acknowledged(2), 0.21))
+    take(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
+    (quick,) = answers(take(made, A, Acknowledged(2), 0.21))
     summaries = [(o, m) for o, m in sent(ticked(made, 4.0), SUMMARIES) if o == B]
     ((_, summary),) = summaries
-    heard(made, B, SummaryMatches(summary.number), 4.0)
-    heard(made, ME, commit_of(records_of(ME, [3], 6), request=3), 4.1)
-    waits = answers(heard(made, A, Acknowledged(made.numbers[A]), 4.1))
-    (whole,) = answers(heard(made, B, Acknowledged(made.numbers[B]), 4.2))
+    take(made, B, SummaryMatches(summary.number), 4.0)
+    take(made, ME, commit_of(records_of(ME, [3], 6), request=3), 4.1)
+    waits = answers(take(made, A, Acknowledged(made.numbers[A]), 4.1))
+    (whole,) = answers(take(made, B, Acknowledged(made.numbers[B]), 4.2))
 
     assert [a.published for a in (late, quick, whole)] == [0, 0, 1]
     assert waits == []
@@ -135,22 +135,22 @@ def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows
 def test_timeout_that_was_short_says_nothing_about_an_owner() -> None:
     """A commit whose deadline is near is answered; the next one waits for the owner as ever."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.01), 0.0)
+    take(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.01), 0.0)
     ticked(made, 0.01)
 
-    effects = heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.02)
+    effects = take(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.02)
 
     assert answers(effects) == []
-    assert [a.request for a in answers(heard(made, A, Acknowledged(2), 0.03))] == [2]
+    assert [a.request for a in answers(take(made, A, Acknowledged(2), 0.03))] == [2]
 
 
 def test_commits_that_wait_for_an_owner_end_with_it() -> None:
     """A member that leaves the ring acknowledges nothing more."""
     made = publisher_in(ring_of(A, B))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    heard(made, A, Acknowledged(1), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    take(made, A, Acknowledged(1), 0.0)
 
-    effects = heard(made, ME, RingChanged(ring_of(A)), 0.1)
+    effects = take(made, ME, RingChanged(ring_of(A)), 0.1)
 
     assert [a.published for a in answers(effects)] == [0]
 
@@ -158,12 +158,12 @@ def test_commits_that_wait_for_an_owner_end_with_it() -> None:
 def test_commit_is_answered_once() -> None:
     """Later owners, repeated acknowledgements and the end of timeout say nothing more."""
     made = publisher_in(ring_of(A, B))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    told = answers(heard(made, A, Acknowledged(1), 0.0))
+    take(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    told = answers(take(made, A, Acknowledged(1), 0.0))
 
-    told += answers(heard(made, B, Acknowledged(1), 0.1))
-    told += answers(heard(made, A, Acknowledged(1), 0.2))
-    told += answers(heard(made, B, SummaryMatches(1), 0.3))
+    told += answers(take(made, B, Acknowledged(1), 0.1))
+    told += answers(take(made, A, Acknowledged(1), 0.2))
+    told += answers(take(made, B, SummaryMatches(1), 0.3))
     told += answers(ticked(made, 5.0))
 
     assert len(told) == 1
@@ -177,10 +177,10 @@ def test_commit_is_answered_when_timeout_is_over() -> None:
     here = records_of(ME, [99], 500)
     published(made, here)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records_of(ME, list(names), 2), here, 0.2)
-    told = sent(heard(made, ME, commit, 10.0), Put)
+    told = sent(take(made, ME, commit, 10.0), Put)
     for owner, message in told:
         if owner != C and isinstance(message, Put):
-            heard(made, owner, Acknowledged(message.number), 10.1)
+            take(made, owner, Acknowledged(message.number), 10.1)
 
     early = ticked(made, 10.19)
     late = ticked(made, 10.2)
@@ -189,21 +189,21 @@ def test_commit_is_answered_when_timeout_is_over() -> None:
     assert [a.published for a in answers(late)] == [50 - len(owned_by(ring, C, names)) + 1]
 
 
-@pytest.mark.parametrize("heard_at", [10.1, 10.3])
-def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(heard_at: float) -> None:
+@pytest.mark.parametrize("received_at", [10.1, 10.3])
+def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(received_at: float) -> None:
     """Be it answered because owners know, or because its timeout is over; once, either way."""
     made = publisher_in(ring_of(A, B))
     then = ReserveAhead(CLIENT, Reserve(0, 7, 1, b"", bytes(8)))
     records = records_of(ME, [1, 2, 3], 2)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, then=(then,))
-    effects = heard(made, ME, commit, 10.0)
+    effects = take(made, ME, commit, 10.0)
     told = [NotifyPool(then)]
     at_once = [effect for effect in effects if isinstance(effect, NotifyPool)]
 
-    if heard_at > 10.2:
+    if received_at > 10.2:
         effects = ticked(made, 10.2)
     for owner in (A, B):
-        effects += heard(made, owner, Acknowledged(1), heard_at)
+        effects += take(made, owner, Acknowledged(1), received_at)
 
     assert at_once == []
     assert [effect for effect in effects if isinstance(effect, NotifyPool)] == told
@@ -218,7 +218,7 @@ def test_commit_of_pages_that_are_published_already_is_answered_at_once() -> Non
     published(made, here)
     commit = PagesCommitted(CLIENT, 1, 1, b"", NO_RECORDS, here, 1.0)
 
-    effects = heard(made, ME, commit, 0.0)
+    effects = take(made, ME, commit, 0.0)
 
     assert [a.published for a in answers(effects)] == [1]
 
@@ -232,12 +232,12 @@ def test_commit_of_pages_that_are_not_published_yet_waits_with_the_first_one(
     records = records_of(ME, [1, 2], 2)
     first = commit_of(records, timeout_s=0.1)
     again = PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1)
-    heard(made, ME, first, 0.0)
-    heard(made, A, Acknowledged(1), 0.01)
+    take(made, ME, first, 0.0)
+    take(made, A, Acknowledged(1), 0.01)
 
-    at_once = answers(heard(made, ME, again, 0.05))
+    at_once = answers(take(made, ME, again, 0.05))
     if is_acknowledged:
-        told = answers(heard(made, B, Acknowledged(1), 0.06))
+        told = answers(take(made, B, Acknowledged(1), 0.06))
     else:
         told = answers(ticked(made, 0.1)) + answers(ticked(made, 0.15))
 
@@ -251,13 +251,13 @@ def test_commit_of_pages_that_a_lagging_owner_lacks_counts_them_as_unpublished()
     """It does not wait for that owner, and says so."""
     made = publisher_in(ring_of(A, B))
     records = records_of(ME, [1, 2], 2)
-    heard(made, ME, commit_of(records, timeout_s=0.1), 0.0)
-    heard(made, A, Acknowledged(1), 0.01)
+    take(made, ME, commit_of(records, timeout_s=0.1), 0.0)
+    take(made, A, Acknowledged(1), 0.01)
     ticked(made, 0.1)
 
-    again = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.2)
-    heard(made, B, Acknowledged(1), 0.3)
-    later = heard(made, ME, PagesCommitted(CLIENT, 3, 3, b"s", NO_RECORDS, records, 0.1), 0.4)
+    again = take(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.2)
+    take(made, B, Acknowledged(1), 0.3)
+    later = take(made, ME, PagesCommitted(CLIENT, 3, 3, b"s", NO_RECORDS, records, 0.1), 0.4)
 
     assert [a.published for a in answers(again)] == [0]
     assert [a.published for a in answers(later)] == [2]
@@ -267,12 +267,12 @@ def test_commit_does_not_wait_for_a_page_that_is_gone_meanwhile() -> None:
     """An eviction ends the wait of those that joined, and its slot's next page starts none."""
     made = publisher_in(ring_of(A))
     records = records_of(ME, [1], 2)
-    heard(made, ME, commit_of(records, timeout_s=0.0), 0.0)
-    waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 5.0), 0.1)
-    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.2)
-    heard(made, ME, RecordsChanged(records_of(ME, [2], 4), NO_DROPS), 0.2)
+    take(made, ME, commit_of(records, timeout_s=0.0), 0.0)
+    waits = take(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 5.0), 0.1)
+    take(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.2)
+    take(made, ME, RecordsChanged(records_of(ME, [2], 4), NO_DROPS), 0.2)
 
-    told = heard(made, A, Acknowledged(2), 0.3)
+    told = take(made, A, Acknowledged(2), 0.3)
 
     assert answers(waits) == []
     assert [a.request for a in answers(told)] == [2]
@@ -282,9 +282,9 @@ def test_pages_that_were_here_before_the_first_view_are_not_published() -> None:
     """Without a ring no owner is known, for a repeated Commit as for the first."""
     made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
     records = records_of(ME, [1], 2)
-    heard(made, ME, commit_of(records, timeout_s=0.1), 0.0)
+    take(made, ME, commit_of(records, timeout_s=0.1), 0.0)
 
-    waits = heard(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.0)
+    waits = take(made, ME, PagesCommitted(CLIENT, 2, 3, b"s", NO_RECORDS, records, 0.1), 0.0)
 
     assert answers(waits) == []
     assert [a.published for a in answers(ticked(made, 0.1))] == [0, 0]
@@ -294,7 +294,7 @@ def test_commit_of_a_lone_node_is_answered_at_once() -> None:
     """The only owner waits for no acknowledgement, and sends nothing."""
     made = publisher_in(ring_of(ME))
 
-    effects = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
+    effects = take(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
 
     assert [a.published for a in answers(effects)] == [2]
     assert len(effects) == 1
@@ -306,7 +306,7 @@ def test_commit_without_timeout_is_answered_at_once() -> None:
     made = publisher_in(ring)
     names = range(50)
 
-    effects = heard(made, ME, commit_of(records_of(ME, list(names), 2), timeout_s=0.0), 3.0)
+    effects = take(made, ME, commit_of(records_of(ME, list(names), 2), timeout_s=0.0), 3.0)
 
     assert [a.published for a in answers(effects)] == [0]
     assert answers(ticked(made, made.deadline())) == []
@@ -315,10 +315,10 @@ def test_commit_without_timeout_is_answered_at_once() -> None:
 def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
     """Without owners nothing is published; once they are known they are told."""
     made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.5), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.5), 0.0)
 
     late = ticked(made, 0.5)
-    told = heard(made, ME, RingChanged(ring_of(ME, A)), 0.6)
+    told = take(made, ME, RingChanged(ring_of(ME, A)), 0.6)
 
     assert [a.published for a in answers(late)] == [0]
     assert puts(told) == {A: keys(1)}
@@ -329,9 +329,9 @@ def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiters, "WAITERS_MAX", 2)
     made = publisher_in(ring_of(A, B))
     for request in (1, 2):
-        heard(made, ME, commit_of(records_of(ME, [request], 2), request=request), 0.0)
+        take(made, ME, commit_of(records_of(ME, [request], 2), request=request), 0.0)
 
-    effects = heard(made, ME, commit_of(records_of(ME, [3], 2), request=3), 0.0)
+    effects = take(made, ME, commit_of(records_of(ME, [3], 2), request=3), 0.0)
 
     assert [(a.request, a.published) for a in answers(effects)] == [(3, 0)]
     assert set(puts(effects)) == {A, B}
@@ -343,10 +343,10 @@ def test_a_commit_that_waits_keeps_its_timeout_however_many_are_answered_meanwhi
     """The timeouts of those are forgotten, and its own is not."""
     monkeypatch.setattr(waiters, "WAITERS_MAX", 4)
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [100], 900), request=9, timeout_s=50.0), 0.0)
+    take(made, ME, commit_of(records_of(ME, [100], 900), request=9, timeout_s=50.0), 0.0)
     for at in range(20):
-        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
-        heard(made, A, Acknowledged(made.numbers[A]), 0.0)
+        take(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
+        take(made, A, Acknowledged(made.numbers[A]), 0.0)
 
     told = answers(ticked(made, 50.0))
 
@@ -358,9 +358,9 @@ def test_puts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 10)
     made = publisher_in(ring_of(A))
 
-    effects = heard(made, ME, commit_of(records_of(ME, list(range(25)), 2)), 0.0)
-    two = heard(made, A, Acknowledged(3), 0.0) + heard(made, A, Acknowledged(1), 0.0)
-    third = heard(made, A, Acknowledged(2), 0.0)
+    effects = take(made, ME, commit_of(records_of(ME, list(range(25)), 2)), 0.0)
+    two = take(made, A, Acknowledged(3), 0.0) + take(made, A, Acknowledged(1), 0.0)
+    third = take(made, A, Acknowledged(2), 0.0)
 
     sizes = [len(m.records) // 56 for _, m in sent(effects, Put) if isinstance(m, Put)]
     assert sizes == [10, 10, 5]
@@ -375,10 +375,10 @@ def test_drops_go_as_one_delete_for_each_owner() -> None:
     """An eviction of many pages is one message an owner, never one a page."""
     ring = ring_of(ME, A, B)
     made = publisher_in(ring)
-    heard(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
+    take(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
     drops = drops_of(list(range(40)), [2 + 2 * n for n in range(40)])
 
-    effects = heard(made, ME, RecordsChanged(NO_RECORDS, drops), 0.0)
+    effects = take(made, ME, RecordsChanged(NO_RECORDS, drops), 0.0)
 
     deleted = {owner: m for owner, m in sent(effects, Delete) if isinstance(m, Delete)}
     assert len(effects) == len(deleted) == 2
@@ -389,9 +389,9 @@ def test_drops_go_as_one_delete_for_each_owner() -> None:
 def test_drop_that_is_older_than_the_record_ends_nothing() -> None:
     """A page committed again is another record than the one that was dropped."""
     made = publisher_in(ring_of(ME, A))
-    heard(made, ME, commit_of(records_of(ME, [1], 20)), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 20)), 0.0)
 
-    assert heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [18])), 0.0) == []
+    assert take(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [18])), 0.0) == []
 
 
 def test_page_named_twice_in_one_change_ends_with_the_newest() -> None:
@@ -433,15 +433,15 @@ def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
     """It is late, and speaks for itself: the answer waits for those that were awaited."""
     made = publisher_in(ring_of(A, B, C, replicas=3))
     patient = attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.1)
-    heard(made, ME, patient, 0.0)
+    take(made, ME, patient, 0.0)
     for owner in (A, B):
-        heard(made, owner, Acknowledged(1), 0.01)
+        take(made, owner, Acknowledged(1), 0.01)
     assert [a.published for a in answers(ticked(made, 0.1))] == [0]
     assert made.actor.lagging() == {C}
 
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
-    seen = [answers(heard(made, owner, Acknowledged(2), 0.21)) for owner in (C, A)]
-    (last,) = answers(heard(made, B, Acknowledged(2), 0.22))
+    take(made, ME, commit_of(records_of(ME, [2], 4), request=2), 0.2)
+    seen = [answers(take(made, owner, Acknowledged(2), 0.21)) for owner in (C, A)]
+    (last,) = answers(take(made, B, Acknowledged(2), 0.22))
 
     assert seen == [[], []]
     assert (last.request, last.published) == (2, 1)
@@ -450,10 +450,10 @@ def test_a_lagging_owners_word_does_not_stand_for_another_owners() -> None:
 def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
     """Also not by those that have timeout left: a stopped owner costs one timeout."""
     made = publisher_in(ring_of(A, B))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
-    heard(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 0.05)
+    take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
+    take(made, ME, commit_of(records_of(ME, [2], 4), request=2, timeout_s=50.0), 0.05)
     for number in (1, 2):
-        assert answers(heard(made, A, Acknowledged(number), 0.06)) == []
+        assert answers(take(made, A, Acknowledged(number), 0.06)) == []
 
     told = answers(ticked(made, 0.1))
 
@@ -463,7 +463,7 @@ def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
 def test_no_commit_waits_for_more_than_a_minute() -> None:
     """Whatever its client says: a timeout without end would be a waiter forever."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
 
     early = answers(ticked(made, waiters.TIMEOUT_MAX_S - 0.1))
     (late,) = answers(ticked(made, waiters.TIMEOUT_MAX_S))
@@ -480,7 +480,7 @@ def test_a_page_that_came_and_went_within_a_batch_is_held_by_no_owner() -> None:
     made = publisher_in(ring_of(A))
 
     changed = RecordsChanged(records_of(ME, [1, 2], [10, 12]), drops_of([1], [10]))
-    effects = heard(made, ME, changed, 0.0)
+    effects = take(made, ME, changed, 0.0)
     numbers = [m.number for _, m in sent(effects, (Put, Delete))]  # type: ignore[attr-defined]
     ((_, summary),) = sent(ticked(made, made.deadline()), SUMMARIES)
 
@@ -494,11 +494,11 @@ def test_an_owner_that_wants_a_summary_gets_it_soon() -> None:
     made = publisher_in(ring_of(A), summary_s=100.0)
     ((_, first),) = sent(ticked(made, made.deadline()), SUMMARIES)
     assert isinstance(first, HandedOver)
-    heard(made, A, SummaryMatches(first.number), 1.0)
+    take(made, A, SummaryMatches(first.number), 1.0)
     assert ticked(made, 1.5) == []
     assert made.deadline() > 10.0
 
-    heard(made, A, RequestSummary(), 2.0)
+    take(made, A, RequestSummary(), 2.0)
 
     assert made.deadline() <= 2.0 + ASK_FIRST_S
     ((_, again),) = sent(ticked(made, 2.0 + ASK_FIRST_S), SUMMARIES)
@@ -511,9 +511,9 @@ def test_an_owner_that_wants_a_summary_gets_it_soon() -> None:
 def removed_from(made: LonePublisher, *, timeout_s: float) -> list[Effect]:
     """Remove a page that both owners know, at 1 s."""
     records = records_of(ME, [1], 2)
-    acknowledge(made, heard(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
-    heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 1.0)
-    return heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), timeout_s), 1.0)
+    acknowledge(made, take(made, ME, RecordsChanged(records, NO_DROPS), 0.0), 0.0)
+    take(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 1.0)
+    return take(made, ME, RemovalDone(CLIENT, Removed(9, 1), timeout_s), 1.0)
 
 
 def test_removal_is_answered_when_all_owners_know_it() -> None:
@@ -521,8 +521,8 @@ def test_removal_is_answered_when_all_owners_know_it() -> None:
     made = publisher_in(ring_of(A, B))
 
     at_once = removed_from(made, timeout_s=1.0)
-    first = heard(made, A, Acknowledged(2), 1.01)
-    second = heard(made, B, Acknowledged(2), 1.02)
+    first = take(made, A, Acknowledged(2), 1.01)
+    second = take(made, B, Acknowledged(2), 1.02)
 
     assert at_once == first == []
     assert second == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1)))]
@@ -532,7 +532,7 @@ def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
     """It waits for a part of its timeout: the answer has to come back."""
     made = publisher_in(ring_of(A, B))
     removed_from(made, timeout_s=1.0)
-    heard(made, A, Acknowledged(2), 1.01)
+    take(made, A, Acknowledged(2), 1.01)
 
     early, late = (ticked(made, at) for at in (1.2, 1.25))
 
@@ -544,10 +544,10 @@ def test_removal_names_the_owners_that_may_not_know_it_in_time() -> None:
 def test_removal_waits_for_no_owner_that_is_lagging() -> None:
     """A stopped owner would cost each of them its timeout; it is named."""
     made = publisher_in(ring_of(A))
-    heard(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
     ticked(made, 0.1)
 
-    told = heard(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
+    told = take(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
 
     assert told == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
 

@@ -35,7 +35,6 @@ from tests.unit.actors.lone_publisher import (
     acknowledged,
     check_books,
     commit_of,
-    heard,
     held_by,
     keys,
     owned_by,
@@ -43,6 +42,7 @@ from tests.unit.actors.lone_publisher import (
     puts,
     ring_of,
     sent,
+    take,
     ticked,
 )
 from tests.unit.actors.record_cluster import (
@@ -61,9 +61,9 @@ def test_join_republishes_exactly_the_keys_whose_owners_changed() -> None:
     before, after = ring_of(A, B), ring_of(A, B, C)
     made = publisher_in(before)
     names = range(200)
-    acknowledge(made, heard(made, ME, commit_of(records_of(ME, list(names), 2)), 0.0), 0.0)
+    acknowledge(made, take(made, ME, commit_of(records_of(ME, list(names), 2)), 0.0), 0.0)
 
-    effects = heard(made, ME, RingChanged(after), 1.0)
+    effects = take(made, ME, RingChanged(after), 1.0)
 
     theirs = owned_by(after, C, names)
     assert 0 < len(theirs) < 200
@@ -75,8 +75,8 @@ def test_former_owner_is_left_only_after_the_new_one_acknowledged() -> None:
     """The holder decides when a hand-over is over; its withdrawal carries the generation."""
     before, after = ring_of(A, B), ring_of(A, B, C)
     made = publisher_in(before)
-    acknowledge(made, heard(made, ME, commit_of(records_of(ME, list(range(50)), 2)), 0.0), 0.0)
-    moved = heard(made, ME, RingChanged(after), 1.0)
+    acknowledge(made, take(made, ME, commit_of(records_of(ME, list(range(50)), 2)), 0.0), 0.0)
+    moved = take(made, ME, RingChanged(after), 1.0)
     waiting_on = ticked(made, 1.2)
 
     effects = acknowledge(made, moved, 1.3)
@@ -95,9 +95,9 @@ def test_former_owner_is_left_only_after_the_new_one_acknowledged() -> None:
 def test_hand_over_keeps_to_its_rate() -> None:
     """So many records a second, the hottest at once and the rest in slices."""
     made = publisher_in(ring_of(ME), rate=1000.0)
-    heard(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
+    take(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
 
-    slices = [puts(heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)).get(A, [])]
+    slices = [puts(take(made, ME, RingChanged(ring_of(ME, A)), 1.0)).get(A, [])]
     now = 1.0
     while A not in made.handed_over:
         now = made.deadline()
@@ -112,11 +112,11 @@ def test_hand_over_keeps_to_its_rate() -> None:
 def test_page_dropped_during_a_hand_over_is_not_published_again() -> None:
     """It is pending in the queue when it is removed: it is never published."""
     made = publisher_in(ring_of(ME), rate=20.0)
-    heard(made, ME, commit_of(records_of(ME, list(range(20)), 2)), 0.0)
-    heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)
+    take(made, ME, commit_of(records_of(ME, list(range(20)), 2)), 0.0)
+    take(made, ME, RingChanged(ring_of(ME, A)), 1.0)
     drops = drops_of(list(range(10)), [2 + 2 * n for n in range(10)])
 
-    heard(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
+    take(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
     told: list[bytes] = []
     for step in range(60):
         told += puts(ticked(made, 1.1 + 0.05 * step)).get(A, [])
@@ -145,12 +145,12 @@ def test_acknowledgement_of_an_older_record_ends_no_hand_over() -> None:
     after = ring_of(A, B, replicas=1)
     name = owned_by(after, B, range(50))[0]
     made = publisher_in(ring_of(A, replicas=1))
-    acknowledge(made, heard(made, ME, commit_of(records_of(ME, [name], 2)), 0.0), 0.0)
-    heard(made, ME, RingChanged(after), 1.0)
-    heard(made, ME, commit_of(records_of(ME, [name], 4), request=2), 1.0)
+    acknowledge(made, take(made, ME, commit_of(records_of(ME, [name], 2)), 0.0), 0.0)
+    take(made, ME, RingChanged(after), 1.0)
+    take(made, ME, commit_of(records_of(ME, [name], 4), request=2), 1.0)
 
-    older = heard(made, B, Acknowledged(1), 1.1)
-    newer = heard(made, B, Acknowledged(2), 1.2)
+    older = take(made, B, Acknowledged(1), 1.1)
+    newer = take(made, B, Acknowledged(2), 1.2)
 
     assert sent(older, Delete) == []
     assert [owner for owner, _ in sent(newer, Delete)] == [A]
@@ -189,10 +189,10 @@ def test_owner_that_comes_back_is_not_spoken_to_in_old_numbers() -> None:
     """
     made = publisher_in(ring_of(ME, A))
     for at in range(5):
-        heard(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at)), 0.0)
-    heard(made, ME, RingChanged(ring_of(ME)), 1.0)
+        take(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at)), 0.0)
+    take(made, ME, RingChanged(ring_of(ME)), 1.0)
 
-    effects = heard(made, ME, RingChanged(ring_of(ME, A)), 2.0)
+    effects = take(made, ME, RingChanged(ring_of(ME, A)), 2.0)
 
     numbers = [m.number for _, m in sent(effects, Put) if isinstance(m, Put)]
     assert numbers == [7]
@@ -204,11 +204,11 @@ def test_an_owner_that_differed_is_told_again_that_all_is_handed_over() -> None:
     made = publisher_in(ring_of(ME, A))
     ((_, first),) = sent(ticked(made, 10.0), SUMMARIES)
     assert isinstance(first, HandedOver)
-    heard(made, A, SummaryMatches(first.number), 10.0)
+    take(made, A, SummaryMatches(first.number), 10.0)
     ((_, regular),) = sent(ticked(made, 20.0), SUMMARIES)
 
     assert isinstance(regular, StreamSummary)
-    heard(made, A, SummaryDiffers(regular.number, bytes([1]) * 8 * BUCKETS), 20.0)
+    take(made, A, SummaryDiffers(regular.number, bytes([1]) * 8 * BUCKETS), 20.0)
     again = [m for at in (21.0, 22.0, 23.0) for _, m in sent(ticked(made, at), SUMMARIES)]
 
     assert {type(message) for message in again} == {HandedOver}
@@ -232,7 +232,7 @@ def test_summaries_of_many_streams_do_not_come_in_step() -> None:
     while (now := made.deadline()) < 4.0:
         for owner, summary in sent(ticked(made, now), SUMMARIES):
             asked_at.setdefault(owner, []).append(now)
-            heard(made, owner, SummaryMatches(summary.number), now)  # type: ignore[attr-defined]
+            take(made, owner, SummaryMatches(summary.number), now)  # type: ignore[attr-defined]
 
     pauses = {round(second - first, 6) for first, second, *_ in asked_at.values()}
 
@@ -244,21 +244,21 @@ def story() -> list[object]:
     """Return all that a publisher says whose pages every node owns, from commit to commit."""
     made = publisher_in(ring_of(ME, A, B, replicas=4), former_s=60.0)
     said: list[object] = []
-    said += heard(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
-    said += heard(made, A, Acknowledged(1), 0.001)
-    said += heard(made, B, Acknowledged(1), 0.002)
+    said += take(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
+    said += take(made, A, Acknowledged(1), 0.001)
+    said += take(made, B, Acknowledged(1), 0.002)
     # Some are known already, and some go.
-    said += heard(made, ME, commit_of(records_of(ME, list(range(30, 50)), 200)), 0.003)
+    said += take(made, ME, commit_of(records_of(ME, list(range(30, 50)), 200)), 0.003)
     drops = drops_of(list(range(5)), [400] * 5)
-    said += heard(made, ME, RecordsChanged(records_of(ME, [60], 300), drops), 0.004)
+    said += take(made, ME, RecordsChanged(records_of(ME, [60], 300), drops), 0.004)
     # While the ring turns, a message to B is lost.
-    said += heard(made, ME, RingChanged(ring_of(ME, A, B, C, replicas=4)), 0.005)
-    said += heard(made, ME, commit_of(records_of(ME, list(range(70, 90)), 500)), 0.006)
-    said += heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([70, 71], [600] * 2)), 0.007)
+    said += take(made, ME, RingChanged(ring_of(ME, A, B, C, replicas=4)), 0.005)
+    said += take(made, ME, commit_of(records_of(ME, list(range(70, 90)), 500)), 0.006)
+    said += take(made, ME, RecordsChanged(NO_RECORDS, drops_of([70, 71], [600] * 2)), 0.007)
     for now in (0.05, 0.1, 0.2):
         said += ticked(made, now)
     asked = {to: message.number for to, message in sent(said, SUMMARIES)}
-    said += heard(made, B, SummaryDiffers(asked[B], bytes(8 * BUCKETS)), 0.201)
+    said += take(made, B, SummaryDiffers(asked[B], bytes(8 * BUCKETS)), 0.201)
     said += acknowledge(made, said, 0.202)
     said += ticked(made, 1.5)
     # What each owner is asked about, and what former owners are notified to drop in the end.
@@ -286,8 +286,8 @@ def test_where_every_node_owns_every_page_no_key_is_looked_for_on_the_ring(
     made = publisher_in(ring_of(ME, A, B, replicas=3))
     monkeypatch.delattr(HashRing, "owners")
 
-    came = heard(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
-    went = heard(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.1)
+    came = take(made, ME, commit_of(records_of(ME, [1, 2], 2)), 0.0)
+    went = take(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.1)
 
     assert puts(came) == {A: keys(1, 2), B: keys(1, 2)}
     assert [owner for owner, _ in sent(went, Delete)] == [A, B]
@@ -316,7 +316,7 @@ def test_no_step_looks_at_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> 
     """The rows that a step looks at and the rows that it hands over are bounded."""
     in_slices(monkeypatch)
     made = publisher_in(ring_of(A, B))
-    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+    acknowledged(made, take(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
     looked: list[int] = []
     owners = HashRing.owners
 
@@ -325,7 +325,7 @@ def test_no_step_looks_at_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> 
         return owners(ring, asked)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HashRing, "owners", counting)
-    effects = heard(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
+    effects = take(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
     finished(made, effects, 1.0)
 
     assert sum(looked) > 900
@@ -340,9 +340,9 @@ def test_rows_are_handed_over_hottest_first_though_looked_at_in_slices(
     made = publisher_in(ring_of(ME))
     names = np.random.default_rng(3).permutation(700).tolist()
     generations = [2 + 2 * name for name in names]
-    heard(made, ME, commit_of(records_of(ME, names, generations)), 0.0)
+    take(made, ME, commit_of(records_of(ME, names, generations)), 0.0)
 
-    told = puts(finished(made, heard(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0))
+    told = puts(finished(made, take(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0))
 
     assert told == {A: keys(*reversed(range(700)))}
 
@@ -353,13 +353,13 @@ def test_a_ring_that_turns_while_rows_are_looked_at_leaves_no_row_behind(
     """Some rows were told by the first ring, some by the second; all end at the third's owners."""
     in_slices(monkeypatch)
     made = publisher_in(ring_of(A, B))
-    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+    acknowledged(made, take(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
 
-    first = heard(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
+    first = take(made, ME, RingChanged(ring_of(A, B, C)), 1.0)
     acknowledged(made, first, 1.0)
     assert not puts(first), "the rows are still looked at"
     last = ring_of(A, C, 14)
-    finished(made, heard(made, ME, RingChanged(last), 1.01), 1.01)
+    finished(made, take(made, ME, RingChanged(last), 1.01), 1.01)
 
     for owner in (A, C, 14):
         assert held_by(made, owner) == set(keys(*owned_by(last, owner, range(900))))
@@ -374,13 +374,13 @@ def test_a_page_dropped_while_it_moves_is_withdrawn_from_former_owners_too(
         monkeypatch.setattr(streams, "RINGS_MAX", rings_max)
         before, after = ring_of(A, B, C, replicas=1), ring_of(B, C, A, 14, replicas=1)
         made = publisher_in(before)
-        commit = heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0)
+        commit = take(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0)
         acknowledged(made, commit, 0.0)
         moved = owned_by(after, 14, range(300))
-        heard(made, ME, RingChanged(after), 1.0)  # The new owner never acknowledges.
+        take(made, ME, RingChanged(after), 1.0)  # The new owner never acknowledges.
 
         drops = drops_of(moved, [2 + 2 * name for name in moved])
-        effects = heard(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
+        effects = take(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
 
         told = {owner for owner, _ in sent(effects, Delete)}
         assert told >= {
@@ -419,7 +419,7 @@ def test_summaries_of_many_streams_do_not_grow_with_the_cluster() -> None:
                 assert isinstance(effect, Send)
                 if isinstance(effect.message, SUMMARIES):
                     asked += now > 40.0
-                    heard(made, int(effect.to), SummaryMatches(effect.message.number), now)  # type: ignore[arg-type]
+                    take(made, int(effect.to), SummaryMatches(effect.message.number), now)  # type: ignore[arg-type]
         rates[others] = asked / 50.0
     assert 3.5 < rates[8] < 4.5
     assert 7.0 < rates[200] < 9.0
@@ -430,7 +430,7 @@ def test_a_lost_message_is_asked_about_soon_however_many_streams_there_are() -> 
     made = publisher_in(ring_of(ME, *range(100, 500)))
     for at in range(60):
         ticked(made, 10.0 + at)
-    effects = heard(made, ME, commit_of(records_of(ME, [1], 2)), 100.0)
+    effects = take(made, ME, commit_of(records_of(ME, [1], 2)), 100.0)
     lost = {owner for owner, _ in sent(effects, Put)}
     assert lost
 
@@ -452,17 +452,17 @@ def test_a_page_dropped_before_it_was_looked_at_is_withdrawn_from_former_owners(
     """Its owners are others already, though no step has found that out; the next one is soon."""
     in_slices(monkeypatch)
     made = publisher_in(ring_of(A, B, replicas=1))
-    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
-    heard(made, ME, RingChanged(ring_of(A, C, replicas=1)), 1.0)
+    acknowledged(made, take(made, ME, commit_of(records_of(ME, list(range(300)), 2)), 0.0), 0.0)
+    take(made, ME, RingChanged(ring_of(A, C, replicas=1)), 1.0)
     last = ring_of(A, B, C, replicas=1)
-    assert not puts(heard(made, ME, RingChanged(last), 1.0)), "the rows are still looked at"
+    assert not puts(take(made, ME, RingChanged(last), 1.0)), "the rows are still looked at"
     assert made.deadline() <= 1.0 + publisher.STEP_S
     unseen = [n for n in range(64, 300) if key_of(n) in held_by(made, A)]
     moved = [n for n in unseen if n not in owned_by(last, A, range(300))]
     assert moved
 
     drops = drops_of(moved, [2 + 2 * name for name in moved])
-    effects = heard(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
+    effects = take(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
 
     assert A in {owner for owner, _ in sent(effects, Delete)}
     assert not held_by(made, A) & set(keys(*moved))
@@ -471,8 +471,8 @@ def test_a_page_dropped_before_it_was_looked_at_is_withdrawn_from_former_owners(
 def test_no_summary_says_handed_over_while_rows_wait() -> None:
     """It may come between two slices, and what it covers is what was sent: not all."""
     made = publisher_in(ring_of(ME), rate=1000.0, summary_s=0.05)
-    heard(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
-    said = heard(made, ME, RingChanged(ring_of(ME, A)), 1.0)
+    take(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)
+    said = take(made, ME, RingChanged(ring_of(ME, A)), 1.0)
     acknowledge(made, said, 1.0)
 
     while A not in made.handed_over:
@@ -481,7 +481,7 @@ def test_no_summary_says_handed_over_while_rows_wait() -> None:
         said += effects
         acknowledge(made, effects, now)
         for owner, message in sent(effects, SUMMARIES):
-            heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+            take(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
 
     kinds = [type(effect.message) for effect in said if isinstance(effect, Send)]
     before_all_was_put = kinds[: len(kinds) - kinds[::-1].index(Put)]
@@ -499,9 +499,9 @@ def test_former_owners_are_not_left_before_all_rows_are_looked_at(
     in_slices(monkeypatch)
     ring = ring_of(A, B, C)
     made = publisher_in(ring_of(A, B), former_s=0.01)
-    acknowledged(made, heard(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
+    acknowledged(made, take(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
 
-    effects = heard(made, ME, RingChanged(ring), 1.0)
+    effects = take(made, ME, RingChanged(ring), 1.0)
     effects += ticked(made, 1.02)
     assert not puts(effects), "the rows are still looked at"
     finished(made, effects, 1.02)
@@ -513,13 +513,13 @@ def test_former_owners_are_not_left_before_all_rows_are_looked_at(
 def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
     """Its new owner was never notified of it, and is not told that it has gone."""
     made = publisher_in(ring_of(A, replicas=1), rate=20.0)
-    commit = heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
+    commit = take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
     acknowledged(made, commit, 0.0)
-    first = heard(made, ME, RingChanged(ring_of(A, B, replicas=1)), 1.0)
+    first = take(made, ME, RingChanged(ring_of(A, B, replicas=1)), 1.0)
     assert len(puts(first)[B]) < 10
 
     gone = drops_of(list(range(90)), [2 + 2 * name for name in range(90)])
-    effects = heard(made, ME, RecordsChanged(NO_RECORDS, gone), 1.0)
+    effects = take(made, ME, RecordsChanged(NO_RECORDS, gone), 1.0)
 
     check_books(made, 1.0)
     withdrawn = sum(len(m.drops) // 24 for o, m in sent(effects, Delete) if o == B)  # type: ignore[attr-defined]
@@ -529,9 +529,9 @@ def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
 def test_a_page_stored_again_is_put_to_each_owner_once() -> None:
     """To those that have the older record, and to those that own the new one."""
     made = publisher_in(ring_of(A, B))
-    heard(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
+    take(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
 
-    effects = heard(made, ME, commit_of(records_of(ME, [1], 4), request=2), 0.1)
+    effects = take(made, ME, commit_of(records_of(ME, [1], 4), request=2), 0.1)
 
     assert puts(effects) == {A: keys(1), B: keys(1)}
     check_books(made, 0.2)
@@ -543,7 +543,7 @@ def withdrawn_until(made: LonePublisher, now: float, until: float) -> int:
     while (now := max(made.deadline(), now + 0.001)) < until:
         effects = ticked(made, now)
         for owner, message in sent(effects, SUMMARIES):
-            effects += heard(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
+            effects += take(made, owner, SummaryMatches(message.number), now)  # type: ignore[attr-defined]
         effects += acknowledged(made, effects, now)
         count += sum(len(m.drops) // 24 for _, m in sent(effects, Delete))  # type: ignore[attr-defined]
     return count
@@ -553,11 +553,11 @@ def test_former_owners_keep_records_for_their_whole_time() -> None:
     """A host that comes back within it costs no second hand-over; a late change prolongs it."""
     names = list(range(100))
     made = publisher_in(ring_of(A, B, replicas=1), summary_s=20.0, former_s=600.0)
-    acknowledged(made, heard(made, ME, commit_of(records_of(ME, names, 2)), 0.0), 0.0)
+    acknowledged(made, take(made, ME, commit_of(records_of(ME, names, 2)), 0.0), 0.0)
 
-    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, replicas=1)), 1.0), 1.0)
+    acknowledged(made, take(made, ME, RingChanged(ring_of(A, B, C, replicas=1)), 1.0), 1.0)
     first = withdrawn_until(made, 1.0, 595.0)
-    acknowledged(made, heard(made, ME, RingChanged(ring_of(A, B, C, 14, replicas=1)), 595.0), 595.0)
+    acknowledged(made, take(made, ME, RingChanged(ring_of(A, B, C, 14, replicas=1)), 595.0), 595.0)
     second = withdrawn_until(made, 595.0, 595.0 + FORMER_MIN_S)
     last = withdrawn_until(made, 595.0 + FORMER_MIN_S, 640.0)
 
@@ -570,10 +570,10 @@ def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
     """Also where there was none before: a reader with an older view asks them."""
     before, after = ring_of(A, B, replicas=1), ring_of(A, B, C, replicas=1)
     made = publisher_in(before, former_s=600.0)
-    heard(made, ME, RingChanged(after), 1.0)
+    take(made, ME, RingChanged(after), 1.0)
     withdrawn_until(made, 1.0, 5.0)
 
-    told = puts(heard(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
+    told = puts(take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
 
     for owner in (A, B, C):
         owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}

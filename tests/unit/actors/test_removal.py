@@ -138,7 +138,7 @@ DEMOTE = Demote(9, 5, bytes(48), timeout_s=2.0)
 
 @pytest.mark.parametrize("asked", [RETAIN, DEMOTE])
 def test_a_page_is_retained_or_demoted_if_one_member_does_so(remover: Remover, asked: Any) -> None:
-    """The best of what members told, a page; each of them is heard once."""
+    """The best of what members answered, a page; each of them counts once."""
     sent = remover.on_message(CLIENT, asked, 10.0)
 
     assert sent == [Send(member, attrs.evolve(asked, request=1)) for member in (1, 2, 5)]
