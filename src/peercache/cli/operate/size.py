@@ -23,6 +23,9 @@ from peercache.model.status import reuse_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
+SHAPE = ("layers", "kv_heads", "head_dim", "mla_dim")
+"""The flags that describe a model."""
+
 SIZES = 8
 """Sizes of memory of a trace, each twice the one before; the last one holds all blocks."""
 
@@ -30,29 +33,6 @@ BAR_COLUMNS = 25
 
 EXIT_NOTHING = 1
 """No page was used yet."""
-
-
-@attrs.frozen(kw_only=True)
-class Model:
-    """What a token takes, in all ranks of a server together.
-
-    mla_dim: values of a token and layer where all heads share them, and all ranks; 0 without.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    mla_dim: int
-    value_bytes: int
-    ranks: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of a token's keys and values; each rank has one head at least."""
-        if self.mla_dim:
-            return self.layers * self.mla_dim * self.value_bytes
-        heads = max(self.kv_heads, self.ranks)
-        return 2 * self.layers * heads * self.head_dim * self.value_bytes
 
 
 @attrs.frozen(kw_only=True)
@@ -118,42 +98,44 @@ def size(
     trace: str | None,
     page_size: int | None,
     hosts: int | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    mla_dim: int | None,
     dtype: str,
     tp: int,
     as_json: bool,
-    **target: Any,
+    **more: Any,
 ) -> int:
     """Estimate the hit rate with less and with more memory than today.
 
     Exit status: 0, 1 if no page was used yet, 2 if no node answers.
     """
-    model = _model_of(layers, kv_heads, head_dim, mla_dim, DTYPE_BYTES[dtype], tp)
+    shape = {name: more.pop(name) for name in SHAPE}
+    token_bytes = _token_bytes(**shape, value_bytes=DTYPE_BYTES[dtype], ranks=tp)
     if trace is None and page_size is not None:
         raise click.UsageError("--page-size requires --trace.")
     if trace is None:
-        curve = _of_cluster(target, hosts, model)
+        curve = _of_cluster(more, hosts, token_bytes)
     else:
-        curve = _of_trace(Path(trace), page_size or 512, hosts or 1, model)
+        curve = _of_trace(Path(trace), page_size or 512, hosts or 1, token_bytes)
     if as_json:
-        print(json.dumps(_plain(curve, model)))
+        print(json.dumps(_plain(curve, token_bytes)))
     else:
-        _print(curve, model)
+        _print(curve, token_bytes)
     return 0 if curve.sizes else EXIT_NOTHING
 
 
-def _model_of(
+def _token_bytes(
+    *,
     layers: int | None,
     kv_heads: int | None,
     head_dim: int | None,
     mla_dim: int | None,
     value_bytes: int,
     ranks: int,
-) -> Model | None:
-    """Return the model that the flags describe; None where they describe none."""
+) -> int | None:
+    """Return what a token's keys and values take, in all ranks of a server together.
+
+    mla_dim: values of a token and layer where all heads share them, and all ranks.
+    None where the flags describe no model.
+    """
     if (layers, kv_heads, head_dim, mla_dim) == (None, None, None, None):
         return None
     has_heads = kv_heads is not None and head_dim is not None
@@ -163,17 +145,12 @@ def _model_of(
         )
     if kv_heads and kv_heads % ranks and ranks % kv_heads:
         raise click.UsageError(f"--kv-heads {kv_heads} cannot be divided among --tp {ranks}.")
-    return Model(
-        layers=layers,
-        kv_heads=kv_heads or 0,
-        head_dim=head_dim or 0,
-        mla_dim=mla_dim or 0,
-        value_bytes=value_bytes,
-        ranks=ranks,
-    )
+    # Each rank has one head at least.
+    heads = 2 * max(kv_heads or 0, ranks) * (head_dim or 0)
+    return layers * (mla_dim or heads) * value_bytes
 
 
-def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) -> SizeCurve:
+def _of_cluster(target: dict[str, Any], hosts: int | None, token_bytes: int | None) -> SizeCurve:
     with Operator(target_of(**target)) as operator:
         statuses = [member.status for member in operator.statuses() if member.answers]
         cluster = operator.cluster
@@ -183,7 +160,7 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
             times=float(times),
             hit_rate=rate,
             bytes=float(times) * memory,
-            tokens=float(times) * memory / model.token_bytes if model else math.nan,
+            tokens=float(times) * memory / token_bytes if token_bytes else math.nan,
         )
         for times, rate in reuse.hit_rates.items()
     ]
@@ -195,7 +172,7 @@ def _of_cluster(target: dict[str, Any], hosts: int | None, model: Model | None) 
     )
 
 
-def _of_trace(path: Path, page_size: int, hosts: int, model: Model | None) -> SizeCurve:
+def _of_trace(path: Path, page_size: int, hosts: int, token_bytes: int | None) -> SizeCurve:
     try:
         requests = requests_of(path)
     except TraceError as error:
@@ -213,7 +190,7 @@ def _of_trace(path: Path, page_size: int, hosts: int, model: Model | None) -> Si
             hit_rate=rate,
             blocks=size,
             tokens=size * page_size,
-            bytes=size * page_size * model.token_bytes if model else math.nan,
+            bytes=size * page_size * token_bytes if token_bytes else math.nan,
         )
         for size, rate in zip(blocks, rates, strict=True)
     ]
@@ -232,13 +209,13 @@ def reuse_of_trace(requests: Sequence[Prompt]) -> tuple[ReuseSample, int]:
     return sample, len(blocks)
 
 
-def _plain(curve: SizeCurve, model: Model | None) -> dict[str, Any]:
+def _plain(curve: SizeCurve, token_bytes: int | None) -> dict[str, Any]:
     """Return what --json prints; what is not known is null."""
     return {
         "source": curve.source,
         "uses": round(curve.uses),
         "hosts": curve.hosts,
-        "bytes_a_token": model.token_bytes if model else None,
+        "bytes_a_token": token_bytes,
         "sizes": [
             {
                 "times": round(size.times, 4),
@@ -257,14 +234,14 @@ def _whole(value: float) -> int | None:
     return None if math.isnan(value) else round(value)
 
 
-def _print(curve: SizeCurve, model: Model | None) -> None:
+def _print(curve: SizeCurve, token_bytes: int | None) -> None:
     if not curve.sizes:
         print(f"{curve.source}: no page was used yet")
         return
     word = "host" if curve.hosts == 1 else "hosts"
     print(f"{curve.source}, {curve.hosts} {word}, {curve.uses:,.0f} uses of pages")
-    if model:
-        print(f"a token takes {written_size(model.token_bytes)}")
+    if token_bytes:
+        print(f"a token takes {written_size(token_bytes)}")
     cells = [_cells(size, curve.hosts) for size in curve.sizes]
     names = [name for name in cells[0] if any(row[name] for row in cells)]
     shown = table(*names)
