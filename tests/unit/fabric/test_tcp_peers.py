@@ -75,80 +75,57 @@ def test_another_service_is_unreachable(fabric: TcpFabric, answer: bytes) -> Non
     assert got.failure == PEER_UNREACHABLE
 
 
-def test_garbage_instead_of_a_response_is_unreachable(fabric: TcpFabric) -> None:
-    """What does not begin as a response is not believed, however long it is."""
+WHOLE = wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES)
+"""A response with one page of 100 bytes."""
 
-    def babble(connection: socket.socket) -> None:
+
+@pytest.mark.parametrize(
+    ("response", "pages", "failure"),
+    [
+        pytest.param(bytes(4096), 1, PEER_UNREACHABLE, id="what does not begin as a response"),
+        *(
+            pytest.param(WHOLE[:-missing], 1, PEER_UNREACHABLE, id=f"a seal without {missing}")
+            for missing in (1, 7, 31, 32, 64)
+        ),
+        # Seals come after the bytes of all pages of a portion.
+        pytest.param(wire.encode_status("") + bytes(199), 2, PEER_UNREACHABLE, id="half a portion"),
+        # The peer is well, and serves what others ask for.
+        pytest.param(wire.encode_status(wire.BOUNDS), 1, REFUSED, id="a refusal"),
+    ],
+)
+def test_response_that_is_not_whole_leaves_no_even_value(
+    fabric: TcpFabric, response: bytes, pages: int, failure: str
+) -> None:
+    """However long it is, and wherever the connection ends."""
+
+    def respond(connection: socket.socket) -> None:
         accept(connection)
-        connection.sendall(bytes(4096))
+        if pages > 1:
+            connection.recv((pages - 1) * wire.ENTRY_BYTES, socket.MSG_WAITALL)
+        connection.sendall(response)
 
-    with peer_that(babble) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]]))
+    with peer_that(respond) as peer:
+        got = read(fabric, peer.member, Destination.of([[100]] * pages))
 
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [int(ODD)]
-
-
-@pytest.mark.parametrize("missing", [1, 7, 31, 32, 64])
-def test_seal_that_came_in_part_is_odd(fabric: TcpFabric, missing: int) -> None:
-    """A connection that ends within a seal leaves no even value in its place."""
-
-    def stop_short(connection: socket.socket) -> None:
-        accept(connection)
-        whole = wire.encode_status("") + bytes(100) + bytes(SEAL_BYTES)
-        connection.sendall(whole[:-missing])
-
-    with peer_that(stop_short) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]]))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [int(ODD)]
-
-
-def test_page_whose_portion_is_not_over_has_no_seal(fabric: TcpFabric) -> None:
-    """Seals come after the bytes of all pages of a portion: its first page waits for them."""
-
-    def stop_short(connection: socket.socket) -> None:
-        accept(connection)
-        connection.recv(wire.ENTRY_BYTES, socket.MSG_WAITALL)
-        connection.sendall(wire.encode_status("") + bytes(199))
-
-    with peer_that(stop_short) as peer:
-        got = read(fabric, peer.member, Destination.of([[100], [100]]))
-
-    assert got.failure == PEER_UNREACHABLE
-    assert got.seals["word"].tolist() == [int(ODD)] * 2
-
-
-def test_request_that_is_refused_is_no_sign_of_an_unreachable_peer(fabric: TcpFabric) -> None:
-    """The peer is well, and serves what others ask for."""
-
-    def refuse(connection: socket.socket) -> None:
-        accept(connection)
-        connection.sendall(wire.encode_status(wire.BOUNDS))
-
-    with peer_that(refuse) as peer:
-        got = read(fabric, peer.member, Destination.of([[100]]))
-
-    assert got.failure == REFUSED
-    assert got.seals["word"].tolist() == [int(ODD)]
+    assert got.failure == failure
+    assert got.seals["word"].tolist() == [int(ODD)] * pages
 
 
 def test_channel_that_stalled_within_a_response_is_closed() -> None:
     """What is left of the response would be read as the next one: any bytes, for any page."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     def stall(connection: socket.socket) -> None:
         accept(connection)
         connection.sendall(wire.encode_status("") + bytes(50))
-        heard.append(connection.recv(1))
+        received.append(connection.recv(1))
 
     fabric = fabric_for(GRANULE, stall_s=0.05)
     with peer_that(stall) as peer:
         got = [read(fabric, peer.member, Destination.of([[100]])) for _ in range(2)]
 
     assert [each.failure for each in got] == [PEER_UNREACHABLE] * 2
-    assert heard == [b"", b""]
+    assert received == [b"", b""]
     fabric.close()
 
 

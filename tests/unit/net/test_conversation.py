@@ -581,15 +581,24 @@ def test_a_late_answer_and_one_to_no_question_are_unasked(side: Side) -> None:
     assert side.unasked == [(7, Located(late, b"", False)), (7, ahead)]
 
 
-def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one(side: Side) -> None:
-    """All of it, in order, with the same numbers; the peer has not failed."""
+@pytest.mark.parametrize("asks_for_hellos", [0, 2])
+def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one(
+    side: Side, asks_for_hellos: int
+) -> None:
+    """All of it, in order, with the same numbers; the peer has not failed.
+
+    The connection is broken, or a node asks for a Hello for each request that it does not know:
+    then, too, there is one new connection.
+    """
     talk_before = side.talk()
     talk_before.send(7, FIRST)
     talk_before.end()
     talk = side.talk()
     first, second = talk.send(7, FIRST), talk.send(7, SECOND)
     (stale,) = side.lines
-    stale.is_broken = True
+    stale.is_broken = not asks_for_hellos
+    for _ in range(asks_for_hellos):
+        stale.comes(HelloRequired(7))
 
     talk.collect(second, 110.0)
     side.turn(talk)
@@ -602,27 +611,6 @@ def test_what_a_stale_connection_swallowed_is_sent_again_over_a_new_one(side: Si
     assert await_(side, talk, second, 110.0) is not None
     assert await_(side, talk, first, 110.0) is not None
     assert side.breakers.opened_count == 0
-
-
-def test_a_node_that_asks_for_a_hello_twice_gets_one_new_connection(side: Side) -> None:
-    """It does so for each request that it does not know; the old connection is closed once."""
-    talk_before = side.talk()
-    talk_before.send(7, FIRST)
-    talk_before.end()
-    talk = side.talk()
-    first, second = talk.send(7, FIRST), talk.send(7, SECOND)
-    (stale,) = side.lines
-    stale.comes(HelloRequired(7))
-    stale.comes(HelloRequired(7))
-
-    talk.collect(second, 110.0)
-    side.turn(talk)
-
-    fresh = side.lines[1]
-    assert stale.is_closed
-    assert questions(fresh) == [Lookup(first, FIRST.keys), Lookup(second, SECOND.keys)]
-    fresh.comes(Located(second, b"", False))
-    assert await_(side, talk, second, 110.0) is not None
 
 
 def test_a_new_connection_that_breaks_is_the_peers_failure(side: Side) -> None:

@@ -56,18 +56,22 @@ def test_damaged_pages_are_named_and_dropped(
         assert rig.load([6, 8]) == ["right"] * 2
 
 
-def test_row_whose_slot_has_no_page_is_dropped(
-    filled: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_slab", [False, True])
+def test_what_a_damaged_header_describes_is_dropped(
+    filled: Path, capsys: pytest.CaptureFixture[str], *, is_slab: bool
 ) -> None:
-    """A header that is no longer one: the row goes, and is counted."""
+    """Of a page: its row goes, and is counted. Of a slab: its pages go, and the file is named."""
     with Rig(filled) as rig:
         file, at = rig.file_of(7)
-    flip(file, at)
+    flip(file, 0 if is_slab else at)
 
     status, (found,) = run(capsys, "check", str(filled))
 
     assert status == 1
-    assert (found["rows_without_page"], found["pages"]) == (1, 29)
+    if is_slab:
+        assert found["unreadable"] == [file.name]
+    else:
+        assert (found["rows_without_page"], found["pages"]) == (1, 29)
 
 
 def test_lost_index_is_made_again(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,18 +98,6 @@ def test_evicted_page_stays_out_of_a_whole_index(
 
     assert status == 0
     assert (found["pages"], found["pages_without_row"]) == (28, 2)
-
-
-def test_unreadable_slab_is_named(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slab whose own block is damaged: its pages are dropped, and the file is told."""
-    with Rig(filled) as rig:
-        file, _ = rig.file_of(0)
-    flip(file, 0)
-
-    status, (found,) = run(capsys, "check", str(filled))
-
-    assert status == 1
-    assert found["unreadable"] == [file.name]
 
 
 def test_folder_of_a_running_node_is_not_checked_but_counted(
