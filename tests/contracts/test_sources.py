@@ -53,8 +53,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "AGAIN_MAX_S", 0.1)
 
 
-class Told:
-    """What a finder has told its node."""
+class Reported:
+    """What a finder has reported to its node."""
 
     def __init__(self) -> None:
         self.hosts: set[str] | None = None
@@ -70,57 +70,57 @@ class Told:
 
 
 @asynccontextmanager
-async def following(asked: Asked) -> AsyncIterator[Told]:
+async def following(asked: Asked) -> AsyncIterator[Reported]:
     """Follow a source as a node does."""
-    told = Told()
+    reported = Reported()
     with ends_within():
         async with trio.open_nursery() as nursery:
             await asked.start(nursery)
             source = asked.source()
-            told.text = source.text
+            reported.text = source.text
             both = Finder(
-                [source], on_addresses=told.take, rng=random.Random(1), metrics=told.metrics,
-                log=get_logger(),
+                [source], on_addresses=reported.take, rng=random.Random(1),
+                metrics=reported.metrics, log=get_logger(),
             )  # fmt: skip
             nursery.start_soon(both.run)
-            yield told
+            yield reported
             nursery.cancel_scope.cancel()
 
 
 async def test_source_gives_its_addresses_and_tells_when_they_change(asked: Asked) -> None:
     """New ones come, old ones go."""
     asked.has(FEW)
-    async with following(asked) as told:
-        await until(lambda: told.hosts == set(FEW))
+    async with following(asked) as reported:
+        await until(lambda: reported.hosts == set(FEW))
         asked.has([*FEW[1:], "10.0.0.4"])
-        await until(lambda: told.hosts == {*FEW[1:], "10.0.0.4"})
-        assert told.value("discovery_answering") == 1
-        assert told.value("discovery_addresses") in (3, 4)
+        await until(lambda: reported.hosts == {*FEW[1:], "10.0.0.4"})
+        assert reported.value("discovery_answering") == 1
+        assert reported.value("discovery_addresses") in (3, 4)
 
 
 async def test_source_that_is_away_at_the_start_is_asked_until_it_comes(asked: Asked) -> None:
     """A node starts whether or not its source is there."""
     asked.has(FEW)
-    async with following(asked) as told, trio.open_nursery() as nursery:
+    async with following(asked) as reported, trio.open_nursery() as nursery:
         await asked.kill()
-        await until(lambda: told.value("discovery_failures_total") > 0)
+        await until(lambda: reported.value("discovery_failures_total") > 0)
         await asked.start(nursery)
-        await until(lambda: told.hosts == set(FEW))
+        await until(lambda: reported.hosts == set(FEW))
         nursery.cancel_scope.cancel()
 
 
 async def test_source_that_dies_takes_no_address_away(asked: Asked) -> None:
     """What it said last holds until it says something else."""
     asked.has(FEW)
-    async with following(asked) as told, trio.open_nursery() as nursery:
-        await until(lambda: told.hosts == set(FEW))
+    async with following(asked) as reported, trio.open_nursery() as nursery:
+        await until(lambda: reported.hosts == set(FEW))
         await asked.kill()
-        await until(lambda: told.value("discovery_failures_total") > 2)
-        assert told.hosts == set(FEW)
-        assert told.value("discovery_answering") == 0
+        await until(lambda: reported.value("discovery_failures_total") > 2)
+        assert reported.hosts == set(FEW)
+        assert reported.value("discovery_answering") == 0
         asked.has(FEW[:1])
         await asked.start(nursery)
-        await until(lambda: told.hosts == {FEW[0]})
+        await until(lambda: reported.hosts == {FEW[0]})
         nursery.cancel_scope.cancel()
 
 
@@ -131,37 +131,37 @@ async def test_source_that_hangs_is_a_failure_and_holds_up_no_other_work(
     monkeypatch.setattr(port, "REQUEST_S", 0.5)
     monkeypatch.setattr(port, "RESOLVE_S", 0.5)
     asked.has(FEW)
-    async with following(asked) as told:
-        await until(lambda: told.hosts == set(FEW))
-        before = told.value("discovery_failures_total")
+    async with following(asked) as reported:
+        await until(lambda: reported.hosts == set(FEW))
+        before = reported.value("discovery_failures_total")
         asked.hang()
         asked.has(FEW[:1])
-        await until(lambda: told.value("discovery_failures_total") > before + 1)
-        assert told.hosts == set(FEW)
+        await until(lambda: reported.value("discovery_failures_total") > before + 1)
+        assert reported.hosts == set(FEW)
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 async def test_garbage_ends_nothing_and_takes_nothing_away(asked: Asked, garbage: bytes) -> None:
-    """It fails, or is dropped address by address; what is told stays addresses."""
+    """It fails, or is dropped address by address; what is reported stays addresses."""
     asked.has(FEW)
-    async with following(asked) as told:
-        await until(lambda: told.hosts == set(FEW))
+    async with following(asked) as reported:
+        await until(lambda: reported.hosts == set(FEW))
         asked.answer_with(garbage)
         asked.has(FEW[:1])
         await until(
             lambda: (
-                told.value("discovery_failures_total") > 1
-                or told.value("discovery_dropped_total") > 1
-                or told.hosts != set(FEW)
+                reported.value("discovery_failures_total") > 1
+                or reported.value("discovery_dropped_total") > 1
+                or reported.hosts != set(FEW)
             )
         )
         # `null` is a name like any other: membership finds out that no node is there.
-        assert told.hosts in (set(FEW), set(), {"null"})
+        assert reported.hosts in (set(FEW), set(), {"null"})
 
 
 async def test_answer_of_ten_thousand_addresses_is_taken_whole(asked: Asked) -> None:
     """The largest cluster fits, page by page."""
     many = {f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n in range(10_000)}
     asked.has(sorted(many))
-    async with following(asked) as told:
-        await until(lambda: told.hosts == many)
+    async with following(asked) as reported:
+        await until(lambda: reported.hosts == many)

@@ -40,8 +40,8 @@ def random_records(rng: np.random.Generator, count: int, holder: int = A) -> Rec
 
 
 def holders_of(table: DirectoryTable, name: int, asker: int = 0, holders_max: int = 8) -> list[int]:
-    _, told = table.locate(key_of(name), asker, holders_max)
-    holders: list[int] = from_bytes(told)["holder"].tolist()
+    _, found = table.locate(key_of(name), asker, holders_max)
+    holders: list[int] = from_bytes(found)["holder"].tolist()
     return holders
 
 
@@ -130,10 +130,10 @@ def test_askers_turn_among_the_holders_that_are_served() -> None:
     for entry in range(2, 10, 2):
         table.serve(entry, is_served=False)
 
-    told = [holders_of(table, 1, asker, holders_max=4) for asker in range(6)]
+    answers = [holders_of(table, 1, asker, holders_max=4) for asker in range(6)]
 
-    assert [len(set(each)) for each in told] == [4] * 6
-    assert {each[0] for each in told} == {20, 21, 23, 25, 27, 29}
+    assert [len(set(each)) for each in answers] == [4] * 6
+    assert {each[0] for each in answers} == {20, 21, 23, 25, 27, 29}
 
 
 # --- growth -------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def test_all_is_found_at_each_step_of_a_growth() -> None:
         steps += table.tend(512)
         epochs.add(table.figures().epoch)
         known = made[rng.integers(0, begin + 10, 300)]
-        _, told = table.locate(known["key"].tobytes(), 0, 8)
-        assert told == known.tobytes()
+        _, found = table.locate(known["key"].tobytes(), 0, 8)
+        assert found == known.tobytes()
 
     assert steps > 20
     assert len(epochs) > 2
@@ -165,13 +165,13 @@ def test_all_is_found_at_each_step_of_a_growth() -> None:
 def test_a_batch_knows_what_only_the_old_index_names() -> None:
     rng = np.random.default_rng(8)
     table = table_of(A)
-    told = random_records(rng, 5000)
+    written = random_records(rng, 5000)
     steps = 0
-    for begin in range(0, len(told), 50):
-        table.put(0, told[begin : begin + 50].tobytes())
+    for begin in range(0, len(written), 50):
+        table.put(0, written[begin : begin + 50].tobytes())
         steps += table.is_growing
 
-        assert table.put(0, told[: begin + 50].tobytes()).fresh == 0
+        assert table.put(0, written[: begin + 50].tobytes()).fresh == 0
     assert steps, "the table never grew: nothing was tried"
 
 
@@ -231,8 +231,8 @@ def test_pages_that_come_and_go_leave_the_table_as_large_as_it_was() -> None:
     assert after.records == 5000
     assert after.epoch > epoch
     assert after.size_bytes < 1.3 * before.size_bytes
-    _, told = table.locate(alive["key"][:4000].tobytes(), 0, 8)
-    assert told == alive[:4000].tobytes()
+    _, found = table.locate(alive["key"][:4000].tobytes(), 0, 8)
+    assert found == alive[:4000].tobytes()
 
 
 def test_an_index_that_is_nearly_empty_shrinks() -> None:
@@ -275,15 +275,15 @@ def test_a_full_table_refuses_a_batch_whole_and_has_room_again_later() -> None:
 
 
 def test_a_swept_entry_is_no_holders() -> None:
-    """Nothing is taken for it, and while it is swept nothing of it is told."""
+    """Nothing is taken for it, and while it is swept nothing of it is found."""
     table = table_of(A)
     put(table, 0, A, [1, 2, 3], 10)
     assert table.sweep(0, 1) == 1
-    told = [holders_of(table, name) for name in (1, 2, 3)]
+    holders = [holders_of(table, name) for name in (1, 2, 3)]
     while table.sweep(0, 2):
         pass
 
-    assert told == [[], [], []]
+    assert holders == [[], [], []]
     for change in (table.put, table.drop, table.has):
         with pytest.raises(ValueError, match="no such entry"):
             change(0, b"")
@@ -375,9 +375,9 @@ def test_one_answer_tells_no_more_than_its_room() -> None:
     assert table.begin(A, is_served=True) == 0
     put(table, 0, A, [1, 2, 3, 4, 5], 10)
 
-    count, told = table.locate(b"".join(map(key_of, (5, 4, 3, 2, 1))), 0, 8)
+    count, found = table.locate(b"".join(map(key_of, (5, 4, 3, 2, 1))), 0, 8)
 
-    assert (count, len(told)) == (5, 3 * RECORD_BYTES)
+    assert (count, len(found)) == (5, 3 * RECORD_BYTES)
 
 
 # --- keys that are chosen -----------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_keys_chosen_to_collide_do_not_where_the_seed_is_another() -> None:
 
 
 def test_authority_stands_until_it_is_revoked() -> None:
-    """A new table has none: it lacks what holders are still to tell."""
+    """A new table has none: it lacks what holders are still to publish."""
     table = table_of(A)
     at_first = table.authority
 

@@ -65,7 +65,7 @@ NODE = Status(
 )
 
 
-def told(**fields: Any) -> MemberStatus:
+def member(**fields: Any) -> MemberStatus:
     return MemberStatus(seen="alive", answers=True, status=attrs.evolve(NODE, **fields))
 
 
@@ -77,7 +77,7 @@ def drawn(*members: MemberStatus, width: int = 140) -> str:
 
 def test_a_line_says_how_a_member_is() -> None:
     """Memory, disk, hits, engines and certificate, in units that a person reads."""
-    line = next(line for line in drawn(told()).splitlines() if line.strip().startswith(NODE.name))
+    line = next(line for line in drawn(member()).splitlines() if line.strip().startswith(NODE.name))
 
     for part in ("ok", "1d 2h", "50 % of 16.0 GiB", "8,192", "25 % of 1.0 TiB", "90.0 %", " 3 "):
         assert part in line
@@ -86,16 +86,16 @@ def test_a_line_says_how_a_member_is() -> None:
 
 def test_hosts_are_shown_where_there_are_several() -> None:
     """An address seldom names the machine; on one host the column would say nothing."""
-    one, other = told(host="gpu-1"), told(name="10.0.0.8:31998", host="gpu-2")
+    one, other = member(host="gpu-1"), member(name="10.0.0.8:31998", host="gpu-2")
 
     assert all(host in drawn(one, other, width=160) for host in ("gpu-1", "gpu-2"))
-    assert "gpu-1" not in drawn(one, told(name="10.0.0.8:31998", host="gpu-1"), width=160)
+    assert "gpu-1" not in drawn(one, member(name="10.0.0.8:31998", host="gpu-1"), width=160)
     assert "gpu-1" not in drawn(one, other, width=140)
 
 
 def test_the_sums_are_of_the_cluster() -> None:
     """Two members have twice as much of everything but the rate."""
-    text = drawn(told(), told(name="10.0.0.8:31998"))
+    text = drawn(member(), member(name="10.0.0.8:31998"))
 
     assert "cluster prod: 2 members: 2 ok (asked here:1)" in text
     assert "16.0 GiB of 32.0 GiB, 16,384 pages" in text
@@ -111,14 +111,14 @@ def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
         retained=2**29,
     )  # fmt: skip
     rest = NamespaceUse(name="(others)", bytes=2**20, pages=7)
-    text = drawn(told(namespaces=(rest, chat)), told(name="b:1", namespaces=(chat,)))
+    text = drawn(member(namespaces=(rest, chat)), member(name="b:1", namespaces=(chat,)))
 
     line, last = text.rstrip().splitlines()[-2:]
     assert " ".join(line.split()) == "chat 2.0 GiB 25 % of 8.0 GiB 1.0 GiB 32.0 GiB 512 2"
     assert " ".join(last.split()) == "(others) 1.0 MiB - 0 bytes 0 bytes 7 0"
-    assert "namespace" not in drawn(told())
+    assert "namespace" not in drawn(member())
     many = tuple(attrs.evolve(chat, name=f"n{number}") for number in range(NAMESPACES_MAX + 3))
-    assert "3 more: --json has all" in drawn(told(namespaces=many))
+    assert "3 more: --json has all" in drawn(member(namespaces=many))
 
 
 def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
@@ -126,10 +126,10 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
     peers = tuple(
         MovedPages(name=f"[::{n}]:1", given=n * 1000, given_bytes=2**20) for n in range(1, 5)
     )
-    giver = told(
+    giver = member(
         spilled=Spilled(peers=peers, not_moved={"no_room": 30, "no_answer": 2}, refused=30)
     )
-    taker = told(name="b:1", spilled=Spilled(
+    taker = member(name="b:1", spilled=Spilled(
         peers=(MovedPages(name="c:1", taken=7, taken_bytes=2**30), MovedPages(taken=8)),
         taken=15, taken_bytes=2**30, not_taken={"full": 9},
     ))  # fmt: skip
@@ -149,8 +149,8 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
     assert "without a copy" not in drawn(giver, taker)
     narrow = "".join(drawn(giver, width=70).partition("moved pages")[2].split())
     assert "…" not in narrow
-    assert "moved pages" not in drawn(told())
-    many = [told(name=f"n{n}:1", spilled=Spilled(taken=1)) for n in range(MOVERS_MAX + 3)]
+    assert "moved pages" not in drawn(member())
+    many = [member(name=f"n{n}:1", spilled=Spilled(taken=1)) for n in range(MOVERS_MAX + 3)]
     assert "3 more: --json has all" in drawn(*many)
 
 
@@ -158,10 +158,10 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
     """Whatever the trouble is, the member that has it is named, and the exit status is not 0."""
     dead = unanswered(Member(1, 1, DEAD, 255, "h", "10.0.0.9:31998", "d", "", ""))
     members = (
-        told(state="degraded", reasons=("the disk is full",)),
-        told(name="b:1", certificate_days=3.25),
-        told(name="c:1", peers=(PeerStatus(name="d:1", lagging=True),)),
-        told(name="d:1", draining=Draining(active=True, phase="handing over", pages=9)),
+        member(state="degraded", reasons=("the disk is full",)),
+        member(name="b:1", certificate_days=3.25),
+        member(name="c:1", peers=(PeerStatus(name="d:1", lagging=True),)),
+        member(name="d:1", draining=Draining(active=True, phase="handing over", pages=9)),
         dead,
         unanswered(
             Member(2, 1, DEAD, 255, "h", "10.0.0.8:31998", "d", "", ""),
@@ -179,14 +179,14 @@ def test_what_is_wrong_has_a_line_of_its_own() -> None:
     assert "! 10.0.0.8:31998: its certificate is revoked" in text
     assert "10.0.0.8:31998: no answer" not in text
     assert not is_fine(members)
-    assert is_fine((told(), told(state="draining")))
+    assert is_fine((member(), member(state="draining")))
     assert not is_fine((dead,))
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 200])
 def test_64_members_have_64_lines(width: int) -> None:
     """Each on one line, with its name and state whole, however narrow the terminal is."""
-    members = [told(name=f"10.0.0.{n}:31998") for n in range(64)]
+    members = [member(name=f"10.0.0.{n}:31998") for n in range(64)]
 
     lines = drawn(*members, width=width).splitlines()
 
@@ -197,7 +197,7 @@ def test_64_members_have_64_lines(width: int) -> None:
 
 def test_nothing_but_text_goes_into_a_pipe() -> None:
     """No colour, no cursor."""
-    assert "\x1b" not in drawn(told())
+    assert "\x1b" not in drawn(member())
 
 
 def test_the_rates_are_of_the_time_between_two_looks() -> None:
@@ -206,7 +206,7 @@ def test_the_rates_are_of_the_time_between_two_looks() -> None:
     def screen(before: dict[str, Any], **fields: Any) -> str:
         output = io.StringIO()
         Console(file=output, width=140).print(
-            frame([told(**fields)], before, 12.0, "prod", "here:1")
+            frame([member(**fields)], before, 12.0, "prod", "here:1")
         )
         return output.getvalue()
 
@@ -327,7 +327,7 @@ def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -
 def test_an_address_that_was_not_typed_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the default: the sentence tells what was tried, and what to type."""
+    """It is the default: the sentence says what was tried, and what to type."""
     monkeypatch.setattr("peercache.config.home.SYSTEM_FOLDER", tmp_path)
     monkeypatch.setattr(operator, "DEFAULT_CONTROL_PORT", 9)
     with pytest.raises(PeerUnreachable) as wrong:
@@ -382,16 +382,16 @@ def test_a_program_that_names_a_node_keeps_its_own_log() -> None:
 
 
 @attrs.frozen
-class Told:
+class Figures:
     """An answer."""
 
     figures: dict[str, int | float | str]
 
 
-def drained(state: str, given: int) -> Told:
+def drained(state: str, given: int) -> Figures:
     """Return the answer of a node that has handed over so many pages of two."""
     figures = {"given": given, "given_bytes": given, "there": 0, "left": 2 - given, "lost": 0}
-    return Told({"state": state, "problem": "", **figures})
+    return Figures({"state": state, "problem": "", **figures})
 
 
 def test_progress_is_printed_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_progress_is_printed_when_there_is_some(monkeypatch: pytest.MonkeyPatch)
         def __exit__(self, *_: object) -> None:
             """Keep nothing."""
 
-        def ask(self, *_: Any) -> Told:
+        def ask(self, *_: Any) -> Figures:
             if not answers:
                 raise PeerUnreachable("a:1")
             return answers.pop(0)

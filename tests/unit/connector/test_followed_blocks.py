@@ -31,10 +31,10 @@ KEYS: list[bytes] = page_keys_of(DIGESTS).tolist()
 
 
 def pages(first: int, end: int) -> StoredPages:
-    """Return pages of one prompt, as a connector tells them."""
+    """Return pages of one prompt, as a connector reports them."""
     parent = DIGESTS[first - 1].tobytes() if first else None
-    told, ids = DIGESTS[first:end], token_ids(range(first * 2, end * 2))
-    return StoredPages(told, parent, ids, 2, {}, page_keys_of(told))
+    chosen, ids = DIGESTS[first:end], token_ids(range(first * 2, end * 2))
+    return StoredPages(chosen, parent, ids, 2, {}, page_keys_of(chosen))
 
 
 def named(*numbers: int) -> list[Any]:
@@ -43,15 +43,15 @@ def named(*numbers: int) -> list[Any]:
 
 
 class Nodes:
-    """Nodes that tell what a test says."""
+    """Nodes that report what a test says."""
 
     def __init__(self) -> None:
-        """Tell nothing yet."""
+        """Report nothing yet."""
         self._batches: queue.Queue[NodeChanges] = queue.Queue()
         self._is_given = False
 
     def next(self, timeout_s: float) -> NodeChanges | None:
-        """Return what is told next."""
+        """Return what is reported next."""
         if self._is_given:
             self._is_given = False
             self._batches.task_done()  # A second question means that it was applied.
@@ -62,7 +62,7 @@ class Nodes:
         self._is_given = True
         return batch
 
-    def tell(
+    def report(
         self,
         node: str,
         *changes: tuple[int, int],
@@ -70,7 +70,7 @@ class Nodes:
         is_gone: bool = False,
         is_whole: bool = True,
     ) -> None:
-        """Tell (page, tier) changes, and wait until they are applied."""
+        """Report (page, tier) changes, and wait until they are applied."""
         rows = np.array([(KEYS[page], 1, tier) for page, tier in changes], CHANGE)
         self._batches.put(
             NodeChanges(node=node, again=again, is_gone=is_gone, is_whole=is_whole, changes=rows)
@@ -125,58 +125,58 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_a_block_goes_with_the_last_node_that_holds_it(rig: Rig) -> None:
     """Wherever it lies, and with one event for those that go together."""
     rig.blocks.stored(pages(0, 4))
-    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(4)], again=True)
-    rig.nodes.tell("b", (1, IN_FILES), again=True)
-    rig.nodes.tell("a", (0, IN_FILES), (1, GONE), (2, GONE), (3, GONE))
+    rig.nodes.report("a", *[(page, IN_MEMORY) for page in range(4)], again=True)
+    rig.nodes.report("b", (1, IN_FILES), again=True)
+    rig.nodes.report("a", (0, IN_FILES), (1, GONE), (2, GONE), (3, GONE))
     assert rig.router.removed == named(2, 3) or rig.router.removed == named(3, 2)
 
-    rig.nodes.tell("b", (1, GONE))
+    rig.nodes.report("b", (1, GONE))
     assert rig.router.known == set(named(0))
 
 
 def test_a_dead_node_takes_its_blocks_along(rig: Rig) -> None:
     """But not those that another node holds, or that come back."""
     rig.blocks.stored(pages(0, 3))
-    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
-    rig.nodes.tell("b", (1, IN_MEMORY), again=True)
-    rig.nodes.tell("a", again=True, is_gone=True, is_whole=False)
+    rig.nodes.report("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
+    rig.nodes.report("b", (1, IN_MEMORY), again=True)
+    rig.nodes.report("a", again=True, is_gone=True, is_whole=False)
     assert rig.router.known == set(named(1))
 
     # Restarted from its disk: routers learn of them again.
-    rig.nodes.tell("a", (0, IN_FILES), again=True)
+    rig.nodes.report("a", (0, IN_FILES), again=True)
     assert rig.router.known == set(named(0, 1))
 
 
 def test_a_node_that_begins_again_is_believed_when_it_has_told_all(rig: Rig) -> None:
     """Until then what it held may still be there; another node's drop does not decide it."""
     rig.blocks.stored(pages(0, 3))
-    rig.nodes.tell("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
-    rig.nodes.tell("b", (2, IN_MEMORY), again=True)
+    rig.nodes.report("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
+    rig.nodes.report("b", (2, IN_MEMORY), again=True)
 
-    rig.nodes.tell("a", (0, IN_MEMORY), again=True, is_whole=False)
-    rig.nodes.tell("b", (2, GONE))
+    rig.nodes.report("a", (0, IN_MEMORY), again=True, is_whole=False)
+    rig.nodes.report("b", (2, GONE))
     assert rig.router.removed == []
 
-    rig.nodes.tell("a", (2, IN_MEMORY))
+    rig.nodes.report("a", (2, IN_MEMORY))
     assert rig.router.removed == named(1)
     assert rig.router.known == set(named(0, 2))
 
 
 def test_a_page_that_no_node_ever_tells_goes_after_a_while(rig: Rig) -> None:
-    """It was evicted before it was told as stored, or is at no node that is followed."""
-    rig.nodes.tell("a", (0, IN_MEMORY), again=True)
+    """It was evicted before it was reported as stored, or is at no node that is followed."""
+    rig.nodes.report("a", (0, IN_MEMORY), again=True)
     rig.blocks.stored(pages(0, 3))
     rig.now += 9.0
     # That an earlier copy went says nothing of the one that was just stored.
-    rig.nodes.tell("a", (1, GONE))
+    rig.nodes.report("a", (1, GONE))
     assert rig.router.removed == []
 
-    rig.nodes.tell("a", (1, IN_MEMORY))
+    rig.nodes.report("a", (1, IN_MEMORY))
     rig.now += 2.0
-    rig.nodes.tell("a")
+    rig.nodes.report("a")
     assert rig.router.removed == named(2)
 
-    rig.nodes.tell("a", (2, IN_MEMORY))
+    rig.nodes.report("a", (2, IN_MEMORY))
     assert rig.router.known == set(named(0, 1, 2))
 
 
@@ -184,11 +184,11 @@ def test_nothing_is_withdrawn_before_any_node_has_told_something(rig: Rig) -> No
     """A cluster that cannot be followed yet says nothing of its pages."""
     rig.blocks.stored(pages(0, 2))
     rig.now += 60.0
-    rig.nodes.tell("gone", again=True, is_gone=True, is_whole=False)
-    rig.nodes.tell("a", (0, IN_MEMORY), again=True, is_whole=False)
+    rig.nodes.report("gone", again=True, is_gone=True, is_whole=False)
+    rig.nodes.report("a", (0, IN_MEMORY), again=True, is_whole=False)
     assert rig.router.removed == []
 
-    rig.nodes.tell("a")
+    rig.nodes.report("a")
     assert rig.router.removed == named(1)
 
 
@@ -205,17 +205,17 @@ def test_what_is_remembered_is_bounded(rig: Rig) -> None:
 
 
 def test_a_resync_tells_parents_first_and_only_what_is_there(rig: Rig) -> None:
-    """A parent that was stored again after its child is told before it."""
+    """A parent that was stored again after its child is reported before it."""
     rig.blocks.stored(pages(0, 3))
     rig.blocks.stored(pages(0, 1))
-    rig.nodes.tell("a", *[(page, IN_MEMORY) for page in range(3)], again=True)
-    rig.nodes.tell("a", (2, GONE))
+    rig.nodes.report("a", *[(page, IN_MEMORY) for page in range(3)], again=True)
+    rig.nodes.report("a", (2, GONE))
 
-    told = list(rig.router.present())
+    events = list(rig.router.present())
 
-    assert [event.hashes[0] for event in told] == named(0, 1)
-    assert told[0].tokens == (0, 1)
-    assert (told[0].parent, told[1].parent) == (None, told[0].hashes[0])
+    assert [event.hashes[0] for event in events] == named(0, 1)
+    assert events[0].tokens == (0, 1)
+    assert (events[0].parent, events[1].parent) == (None, events[0].hashes[0])
 
 
 def told_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
@@ -223,8 +223,10 @@ def told_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
     digests, ids = chain.digests(range(10)), token_ids(range(10))
     parent = digests[first - 1].tobytes() if first else None
     end = first + pages
-    told = digests[first:end]
-    return StoredPages(told, parent, ids[first * 2 : end * 2], 2, chain.salts, page_keys_of(told))
+    chosen = digests[first:end]
+    return StoredPages(
+        chosen, parent, ids[first * 2 : end * 2], 2, chain.salts, page_keys_of(chosen)
+    )
 
 
 def test_events_chain_and_travel() -> None:
@@ -236,8 +238,8 @@ def test_events_chain_and_travel() -> None:
     assert (events[0].tokens, events[1].tokens) == ((0, 1, 2, 3, 4, 5), (6, 7, 8, 9))
     assert all(0 <= number < 2**63 for event in events for number in event.hashes)
     assert len({number for event in events for number in event.hashes}) == 5
-    told = decode(encode(EventBatch(1.0, tuple(events))))
-    assert (told.events, told.skipped) == (tuple(events), ())
+    read = decode(encode(EventBatch(1.0, tuple(events))))
+    assert (read.events, read.skipped) == (tuple(events), ())
 
 
 def test_salts_are_told() -> None:

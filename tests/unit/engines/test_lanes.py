@@ -19,7 +19,7 @@ from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.engines.fake_client import FakeClient
 
 
-class Told:
+class Calls:
     """What happened to pieces of work, by name."""
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class Clock:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    """Return what is told; at the end nothing waits any more."""
-    told = Told()
-    yield told
-    told.go.set()
+def calls() -> Iterator[Calls]:
+    """Return what lanes call; at the end nothing waits any more."""
+    calls = Calls()
+    yield calls
+    calls.go.set()
 
 
 def lane(**options: Any) -> CallLane:
@@ -67,93 +67,93 @@ def lane(**options: Any) -> CallLane:
     return CallLane("test", get_logger(), **{"timeout_s": 30.0, **options})
 
 
-def test_work_is_done_in_its_order(told: Told) -> None:
+def test_work_is_done_in_its_order(calls: Calls) -> None:
     """One thread takes what came first."""
     with_one = lane()
     for name in "abc":
-        told.submit(with_one, name)
-    wait_until(lambda: told.done == ["a", "b", "c"])
+        calls.submit(with_one, name)
+    wait_until(lambda: calls.done == ["a", "b", "c"])
     assert with_one.close(30)
-    assert told.refused == []
+    assert calls.refused == []
 
 
-def test_a_full_lane_refuses_at_once(told: Told) -> None:
+def test_a_full_lane_refuses_at_once(calls: Calls) -> None:
     """The queue is bounded: what does not fit is refused in the caller's thread."""
     full = lane(work_max=2)
-    told.submit(full, "busy", waits=True)
-    assert told.begun.wait(30)
-    told.submit(full, "waits")
-    told.submit(full, "too much")
-    assert told.refused == ["too much"]
-    told.go.set()
-    wait_until(lambda: told.done == ["busy", "waits"])
+    calls.submit(full, "busy", waits=True)
+    assert calls.begun.wait(30)
+    calls.submit(full, "waits")
+    calls.submit(full, "too much")
+    assert calls.refused == ["too much"]
+    calls.go.set()
+    wait_until(lambda: calls.done == ["busy", "waits"])
     full.close(30)
 
 
-def test_work_that_waited_too_long_is_refused(told: Told) -> None:
+def test_work_that_waited_too_long_is_refused(calls: Calls) -> None:
     """Its answer would come after its use."""
     clock = Clock()
     slow = lane(timeout_s=1.0, clock=clock)
-    told.submit(slow, "busy", waits=True)
-    assert told.begun.wait(30)
-    told.submit(slow, "late")
+    calls.submit(slow, "busy", waits=True)
+    assert calls.begun.wait(30)
+    calls.submit(slow, "late")
     clock.now = 1.5
-    told.go.set()
-    wait_until(lambda: told.refused == ["late"])
-    assert told.done == ["busy"]
+    calls.go.set()
+    wait_until(lambda: calls.refused == ["late"])
+    assert calls.done == ["busy"]
     slow.close(30)
 
 
-def test_work_behind_a_call_that_hangs_is_refused_at_its_deadline(told: Told) -> None:
+def test_work_behind_a_call_that_hangs_is_refused_at_its_deadline(calls: Calls) -> None:
     """A caller that waits for its answer gets it then."""
     clock = Clock()
     hung = lane(timeout_s=0.05, clock=clock)
-    told.submit(hung, "hangs", waits=True)
+    calls.submit(hung, "hangs", waits=True)
     wait_until(lambda: len(hung) == 1 and not hung._waiting)
-    told.submit(hung, "late")
+    calls.submit(hung, "late")
     clock.now = 1.0
-    wait_until(lambda: told.refused == ["late"])
+    wait_until(lambda: calls.refused == ["late"])
     assert len(hung) == 1
-    told.go.set()
+    calls.go.set()
     hung.close(30)
 
 
-def test_work_that_raises_is_refused_and_the_thread_lives(told: Told) -> None:
+def test_work_that_raises_is_refused_and_the_thread_lives(calls: Calls) -> None:
     """Each piece has an end, and the next one is done."""
     alive = lane()
-    told.submit(alive, "fails", fails=True)
-    told.submit(alive, "next")
-    wait_until(lambda: told.done == ["next"])
-    assert told.refused == ["fails"]
+    calls.submit(alive, "fails", fails=True)
+    calls.submit(alive, "next")
+    wait_until(lambda: calls.done == ["next"])
+    assert calls.refused == ["fails"]
     alive.close(30)
 
 
-def test_a_drain_refuses_what_waits_and_ends_when_the_rest_is_done(told: Told) -> None:
+def test_a_drain_refuses_what_waits_and_ends_when_the_rest_is_done(calls: Calls) -> None:
     """Nothing runs after it, and the lane goes on."""
     drained = lane()
-    told.submit(drained, "busy", waits=True)
-    assert told.begun.wait(30)
-    told.submit(drained, "waits")
+    calls.submit(drained, "busy", waits=True)
+    assert calls.begun.wait(30)
+    calls.submit(drained, "waits")
     assert not drained.drain(timeout_s=0.01)
-    assert told.refused == ["waits"]
-    told.go.set()
+    assert calls.refused == ["waits"]
+    calls.go.set()
     assert drained.drain(timeout_s=30)
-    assert told.done == ["busy"]
-    told.submit(drained, "after")
-    wait_until(lambda: told.done == ["busy", "after"])
+    assert calls.done == ["busy"]
+    calls.submit(drained, "after")
+    wait_until(lambda: calls.done == ["busy", "after"])
     drained.close(30)
 
 
-def test_a_closed_lane_refuses_everything(told: Told) -> None:
+def test_a_closed_lane_refuses_everything(calls: Calls) -> None:
     """Closing is bounded, even while a call does not come back."""
     closed = lane()
-    told.submit(closed, "busy", waits=True)
-    assert told.begun.wait(30)
-    told.submit(closed, "waits")
+    calls.submit(closed, "busy", waits=True)
+    assert calls.begun.wait(30)
+    calls.submit(closed, "waits")
     assert not closed.close(0.01)
-    told.submit(closed, "after")
-    assert told.refused == ["waits", "after"]
-    told.go.set()
+    calls.submit(closed, "after")
+    assert calls.refused == ["waits", "after"]
+    calls.go.set()
     assert closed.close(30)
 
 

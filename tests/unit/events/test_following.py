@@ -26,15 +26,15 @@ def key(name: int) -> bytes:
     return bytes([name + 1]) * 16
 
 
-def changes(*told: tuple[int, int]) -> bytes:
-    made = np.zeros(len(told), CHANGE)
-    for row, (name, tier) in zip(made, told, strict=True):
+def changes(*pages: tuple[int, int]) -> bytes:
+    made = np.zeros(len(pages), CHANGE)
+    for row, (name, tier) in zip(made, pages, strict=True):
         row["key"], row["tier"], row["length"] = key(name), tier, 100 if tier else 0
     return made.tobytes()
 
 
 def begun(*names: int, node: str = NODE) -> tuple[NodeFollower, Index]:
-    """Return a follower that has been told all, and its index."""
+    """Return a follower that has received everything, and its index."""
     follower, index = NodeFollower(node), Index()
     held = changes(*((name, IN_MEMORY) for name in names))
     batch = follower.take(ReportChanges(1, LIFE, True, 5, b"", held, ALL_ROWS))
@@ -51,8 +51,8 @@ def test_what_is_told_next_follows_what_was_told() -> None:
     question = follower.question(3.0)
     assert (question.incarnation, question.after, question.row) == (LIFE, 5, ALL_ROWS)
 
-    told = changes((3, IN_MEMORY), (1, GONE), (3, IN_FILES))
-    batch = follower.take(ReportChanges(2, LIFE, False, 8, told, b"", ALL_ROWS))
+    sent = changes((3, IN_MEMORY), (1, GONE), (3, IN_FILES))
+    batch = follower.take(ReportChanges(2, LIFE, False, 8, sent, b"", ALL_ROWS))
 
     assert batch is not None
     index.apply(batch)
@@ -66,12 +66,12 @@ def test_what_is_told_next_follows_what_was_told() -> None:
     [(LIFE, 7, ALL_ROWS), (LIFE, 5, ALL_ROWS), (LIFE + 1, 6, ALL_ROWS), (LIFE, 6, 0)],
 )
 def test_an_answer_that_does_not_follow_is_refused(incarnation: int, after: int, row: int) -> None:
-    """A gap, a change told twice, another life, rows told again: the follower begins again."""
+    """A gap, a change sent twice, another life, rows sent again: the follower begins again."""
     follower, _ = begun(1)
-    told = ReportChanges(2, incarnation, False, after, changes((3, IN_MEMORY)), b"", row)
+    report = ReportChanges(2, incarnation, False, after, changes((3, IN_MEMORY)), b"", row)
 
     with pytest.raises(RemoteProtocolError, match="do not follow"):
-        follower.take(told)
+        follower.take(report)
 
     assert follower.question(1.0).after == 0
 
@@ -97,7 +97,7 @@ def test_a_node_that_begins_again_replaces_what_it_told() -> None:
 
 
 def test_the_pages_of_a_node_that_is_gone_vanish() -> None:
-    """It is told once; a node of which nothing was told goes without a word."""
+    """It is reported once; a node that never reported anything goes without a report."""
     follower, index = begun(1, 2)
 
     batch = follower.gone()
@@ -110,7 +110,7 @@ def test_the_pages_of_a_node_that_is_gone_vanish() -> None:
 
 
 def test_a_node_that_tells_wrong_and_then_dies_leaves_nothing() -> None:
-    """What it told stays while it begins again, and goes with the second silence."""
+    """What it reported stays while it begins again, and goes with the second silence."""
     follower, index = begun(1, 2)
     with pytest.raises(RemoteProtocolError):
         follower.take(ReportChanges(2, LIFE, False, 99, b"", b"", ALL_ROWS))
@@ -141,15 +141,15 @@ def test_an_index_has_a_bound_over_all_nodes() -> None:
     """Pages beyond it are left out and counted; a page that goes makes room."""
     index = Index(pages_max=3)
 
-    def tell(node: str, *told: tuple[int, int], again: bool = False) -> None:
-        rows = np.frombuffer(changes(*told), CHANGE)
+    def report(node: str, *pages: tuple[int, int], again: bool = False) -> None:
+        rows = np.frombuffer(changes(*pages), CHANGE)
         index.apply(NodeChanges(node=node, again=again, is_gone=False, is_whole=True, changes=rows))
 
-    tell(NODE, (1, IN_MEMORY), (2, IN_MEMORY))
-    tell(OTHER, (3, IN_MEMORY), (4, IN_MEMORY))
+    report(NODE, (1, IN_MEMORY), (2, IN_MEMORY))
+    report(OTHER, (3, IN_MEMORY), (4, IN_MEMORY))
     assert (len(index), index.left_out) == (3, 1)
-    tell(NODE, (1, GONE), (2, IN_FILES))
-    tell(OTHER, (5, IN_MEMORY), (6, IN_MEMORY))
+    report(NODE, (1, GONE), (2, IN_FILES))
+    report(OTHER, (5, IN_MEMORY), (6, IN_MEMORY))
     assert (len(index), index.left_out) == (3, 2)
     assert index.holders(key(5)) == {OTHER: IN_MEMORY}
 
@@ -200,8 +200,8 @@ class MadeUpNode:
             rows["tier"] = IN_MEMORY
             for row, key in zip(rows, self.keys[known:], strict=True):
                 row["key"] = key
-            after, told = len(self.keys) + 1, rows.tobytes()
-            changes, held = (b"", told) if again else (told, b"")
+            after, sent = len(self.keys) + 1, rows.tobytes()
+            changes, held = (b"", sent) if again else (sent, b"")
             return ReportChanges(1, self.life, again, after, changes, held, ALL_ROWS)
 
     def close(self) -> None:
@@ -293,18 +293,18 @@ def test_one_silence_loses_nothing() -> None:
     ask = nodes[A].ask
 
     def lose_one(*arguments: Any, **named: Any) -> Any:
-        told = ask(*arguments, **named)
-        if told.after == 3 and not lost.is_set():
+        answer = ask(*arguments, **named)
+        if answer.after == 3 and not lost.is_set():
             lost.set()
             raise DeadlineExceeded("an answer", 1.0)
-        return told
+        return answer
 
     nodes[A].ask = lose_one  # type: ignore[method-assign]
     with following(nodes, {A}) as follower:
-        told = iter(follower)
-        assert next(told).again
+        batches = iter(follower)
+        assert next(batches).again
         nodes[A].store(2)
-        batch = next(told)
+        batch = next(batches)
 
     assert lost.is_set()
     assert not batch.again
@@ -331,13 +331,13 @@ def test_a_reader_that_does_not_read_lets_nodes_wait(monkeypatch: pytest.MonkeyP
     ask = nodes[A].ask
 
     def ask_and_store(*arguments: Any, **named: Any) -> Any:
-        told = ask(*arguments, **named)
-        asked.append(told.after)
+        answer = ask(*arguments, **named)
+        asked.append(answer.after)
         if len(asked) < 60:
-            nodes[A].store(len(asked))  # There is always something to tell.
+            nodes[A].store(len(asked))  # There is always something to report.
         if len(asked) > 3:
             ran_away.set()
-        return told
+        return answer
 
     nodes[A].ask = ask_and_store  # type: ignore[method-assign]
     with following(nodes, {A}) as follower:

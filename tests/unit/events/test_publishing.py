@@ -57,10 +57,10 @@ def replayed(endpoint: str, since: int) -> list[tuple[int, list[BlockEvent]]]:
     """Ask for all batches since a sequence, as vLLM's readers do."""
     with reading(zmq.DEALER, endpoint) as dealer:
         dealer.send_multipart([b"", *frames_of(since, b"")[1:2]])
-        told: list[tuple[int, list[BlockEvent]]] = []
-        while not told or told[-1][0] != SEQUENCE_END:
-            told.append(received(dealer))
-    return told[:-1]
+        batches: list[tuple[int, list[BlockEvent]]] = []
+        while not batches or batches[-1][0] != SEQUENCE_END:
+            batches.append(received(dealer))
+    return batches[:-1]
 
 
 def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
@@ -73,17 +73,17 @@ def test_a_reader_gets_what_is_published_and_the_rest_by_replay() -> None:
                 publisher.publish([stored(number)])
             first, events = received(reader)
         publisher.publish([BlockRemoved((1,))])
-        told: list[tuple[int, list[BlockEvent]]] = []
-        while not told or BlockRemoved((1,)) not in told[-1][1]:
-            told = replayed(publisher.replay, 0)
+        batches: list[tuple[int, list[BlockEvent]]] = []
+        while not batches or BlockRemoved((1,)) not in batches[-1][1]:
+            batches = replayed(publisher.replay, 0)
 
-    assert told[0][1][0] == AllBlocksCleared()
-    assert (first, events) in told
-    sequences = [one for one, _ in told]
-    assert sequences == list(range(sequences[0], sequences[0] + len(told)))
-    flat = [event for _, events in told for event in events]
+    assert batches[0][1][0] == AllBlocksCleared()
+    assert (first, events) in batches
+    sequences = [one for one, _ in batches]
+    assert sequences == list(range(sequences[0], sequences[0] + len(batches)))
+    flat = [event for _, events in batches for event in events]
     assert flat == [AllBlocksCleared(), *map(stored, range(1, number + 1)), BlockRemoved((1,))]
-    assert [one for one, _ in told if one >= first] == sequences[sequences.index(first) :]
+    assert [one for one, _ in batches if one >= first] == sequences[sequences.index(first) :]
 
 
 def test_a_publisher_that_begins_again_has_higher_sequences() -> None:
@@ -91,10 +91,10 @@ def test_a_publisher_that_begins_again_has_higher_sequences() -> None:
     seen = []
     for _ in range(2):
         with closing(BlockPublisher(ANY, ANY)) as publisher:
-            told: list[tuple[int, list[BlockEvent]]] = []
-            while not told:
-                told = replayed(publisher.replay, 0)
-            seen.append(told[0][0])
+            batches: list[tuple[int, list[BlockEvent]]] = []
+            while not batches:
+                batches = replayed(publisher.replay, 0)
+            seen.append(batches[0][0])
 
     assert seen[1] > seen[0]
 
@@ -115,19 +115,19 @@ def test_too_many_events_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None
         for number in range(20):
             publisher.publish([stored(number)])
         may_go.set()
-        told: list[tuple[int, list[BlockEvent]]] = []
-        while sum(AllBlocksCleared() in events for _, events in told) < 2:
-            told = replayed(publisher.replay, 0)
+        batches: list[tuple[int, list[BlockEvent]]] = []
+        while sum(AllBlocksCleared() in events for _, events in batches) < 2:
+            batches = replayed(publisher.replay, 0)
         figures = publisher.figures()
 
-    flat = [event for _, events in told for event in events]
+    flat = [event for _, events in batches for event in events]
     begin = len(flat) - 1 - flat[::-1].index(AllBlocksCleared())
     assert flat[begin : begin + 2] == [AllBlocksCleared(), stored(101)]
     assert figures.resyncs == 1
 
 
 def test_what_is_published_at_once_is_not_lost() -> None:
-    """Before the publisher's thread has run; what is present may be told twice."""
+    """Before the publisher's thread has run; what is present may be published twice."""
     with closing(BlockPublisher(ANY, ANY, present=lambda: [stored(1)])) as publisher:
         publisher.publish([stored(1), stored(2)])
         flat: list[BlockEvent] = []
@@ -145,10 +145,10 @@ def test_a_quiet_publisher_is_learned_of(monkeypatch: pytest.MonkeyPatch) -> Non
         closing(BlockPublisher(ANY, ANY)) as publisher,
         reading(zmq.SUB, publisher.endpoint) as reader,
     ):
-        heard = [received(reader), received(reader)]
+        batches = [received(reader), received(reader)]
 
-    assert heard[1][1] == []
-    assert heard[1][0] == heard[0][0] + 1
+    assert batches[1][1] == []
+    assert batches[1][0] == batches[0][0] + 1
 
 
 def test_a_replay_from_before_what_is_kept_tells_everything_again(
@@ -179,7 +179,7 @@ def test_a_replay_from_before_what_is_kept_tells_everything_again(
 def test_an_error_ends_no_publisher(
     culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of `present`, or of an event that no msgpack can hold: told in the log, then all again."""
+    """Of `present`, or of an event that no msgpack holds: logged, then all is published again."""
     monkeypatch.setattr(publishing, "RESYNC_S", 0.1)
     failing = [culprit == "present"]
 
@@ -198,7 +198,7 @@ def test_an_error_ends_no_publisher(
             assert time.monotonic() < deadline, "the publisher has ended"
         flat: list[BlockEvent] = []
         while not flat or flat[-1] != stored(7) or AllBlocksCleared() not in flat:
-            assert time.monotonic() < deadline, "nothing was told again"
+            assert time.monotonic() < deadline, "nothing was published again"
             flat = [event for _, events in replayed(publisher.replay, 0) for event in events]
 
     assert sum("events.publish_failed" in line for line in caplog.messages) == 1
@@ -278,14 +278,14 @@ def test_a_port_that_is_invalid_is_refused(endpoints: tuple[str, ...]) -> None:
     ],
 )
 def test_what_readers_could_not_take_is_refused(event: Any, why: str) -> None:
-    """With all that came with it; what came before and comes after is told."""
+    """With all that came with it; what came before and comes after is published."""
     with closing(BlockPublisher(ANY)) as publisher, reading(zmq.SUB, publisher.endpoint) as reader:
         received(reader)
         publisher.publish([stored(1)])
         with pytest.raises(InvalidRequest, match=re.escape(why)):
             publisher.publish([stored(2), event])
         publisher.publish([BlockRemoved((2**64 - 1, b"a", "b")), AllBlocksCleared()])
-        told: list[BlockEvent] = []
-        while AllBlocksCleared() not in told:
-            told += received(reader)[1]
-        assert told == [stored(1), BlockRemoved((2**64 - 1, b"a", "b")), AllBlocksCleared()]
+        events: list[BlockEvent] = []
+        while AllBlocksCleared() not in events:
+            events += received(reader)[1]
+        assert events == [stored(1), BlockRemoved((2**64 - 1, b"a", "b")), AllBlocksCleared()]

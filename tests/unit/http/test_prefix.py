@@ -89,7 +89,7 @@ async def ask(
     is_whole: nothing more comes. headers: takes those of the answer.
     """
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    told: list[Any] = []
+    sent: list[Any] = []
 
     parts = [{"type": "http.request", "body": raw, "more_body": not is_whole}]
 
@@ -99,7 +99,7 @@ async def ask(
 
     async def send(message: Any) -> None:
         await trio.lowlevel.checkpoint()
-        told.append(message)
+        sent.append(message)
 
     scope = {
         "type": "http", "method": method, "path": path, "raw_path": path.encode(),
@@ -108,16 +108,16 @@ async def ask(
     }  # fmt: skip
     await application(scope, receive, send)
     if headers is not None:
-        headers |= dict(told[0]["headers"])
-    return told[0]["status"], json.loads(b"".join(each.get("body", b"") for each in told))
+        headers |= dict(sent[0]["headers"])
+    return sent[0]["status"], json.loads(b"".join(each.get("body", b"") for each in sent))
 
 
 async def test_a_prompt_is_found_by_its_tokens() -> None:
     """On nodes, by tier, and on GPUs; keys are those that a client of the namespace has."""
-    status, told = await ask(Nodes().application(), TOKENS, QUESTION)
+    status, answer = await ask(Nodes().application(), TOKENS, QUESTION)
 
     assert status == 200
-    assert told == {
+    assert answer == {
         "pages": 4, "page_tokens": 4, "stored_pages": 3, "stored_tokens": 12, "memory_pages": 2,
         "whole": True,
         "nodes": [
@@ -146,19 +146,19 @@ async def test_a_prompt_is_found_by_its_hashes() -> None:
     nodes.keys = page_keys(hashes, SPACE.digest())
     question = {"hashes": hashes, "namespace": QUESTION["namespace"]}
 
-    status, told = await ask(nodes.application(), HASHES, question)
-    assert (status, told["stored_pages"], told["stored_tokens"]) == (200, 3, 0)
-    assert told["engines"] == []
-    status, told = await ask(nodes.application(), HASHES, {"hashes": hashes})
-    assert (status, told["stored_pages"], told["nodes"]) == (200, 0, [])
+    status, answer = await ask(nodes.application(), HASHES, question)
+    assert (status, answer["stored_pages"], answer["stored_tokens"]) == (200, 3, 0)
+    assert answer["engines"] == []
+    status, answer = await ask(nodes.application(), HASHES, {"hashes": hashes})
+    assert (status, answer["stored_pages"], answer["nodes"]) == (200, 0, [])
 
 
 async def test_packed_tokens_are_those_of_a_list() -> None:
     """Base64 of little-endian numbers gets the same answer, also for the largest token id."""
     application = Nodes().application()
-    told = await ask(application, TOKENS, QUESTION)
-    assert told[1]["stored_tokens"] == 12
-    assert await ask(application, TOKENS, QUESTION | {"tokens": packed(PROMPT)}) == told
+    answer = await ask(application, TOKENS, QUESTION)
+    assert answer[1]["stored_tokens"] == 12
+    assert await ask(application, TOKENS, QUESTION | {"tokens": packed(PROMPT)}) == answer
     assert (await ask(application, TOKENS, QUESTION | {"tokens": ""}))[1]["pages"] == 0
     largest = [2**32 - 1] * 4
     for tokens in (largest, packed(largest)):
@@ -172,12 +172,12 @@ def test_the_description_tells_packed_tokens() -> None:
     (listed,) = [each for each in tokens["anyOf"] if each["type"] == "array"]
     assert listed["items"] == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
     for size in range(40):
-        told = base64.b64encode(bytes(size)).decode()
-        assert bool(re.search(text["pattern"], told)) == (size % 4 == 0), size
+        encoded = base64.b64encode(bytes(size)).decode()
+        assert bool(re.search(text["pattern"], encoded)) == (size % 4 == 0), size
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "told"),
+    ("change", "status", "error"),
     [
         ({"tokens": [1, -2]}, 422, "token 1 is -2"),
         ({"tokens": [1, 2**32]}, 422, f"token 1 is {2**32}"),
@@ -199,11 +199,13 @@ def test_the_description_tells_packed_tokens() -> None:
         ({"toknes": []}, 422, "toknes"),
     ],
 )
-async def test_questions_that_make_no_sense(change: dict[str, Any], status: int, told: str) -> None:
+async def test_questions_that_make_no_sense(
+    change: dict[str, Any], status: int, error: str
+) -> None:
     """Each is refused in a sentence that names what is wrong."""
     found, answer = await ask(Nodes().application(), TOKENS, QUESTION | change)
     assert found == status
-    assert told in answer["error"]
+    assert error in answer["error"]
     assert len(answer["error"]) < 300
 
 
@@ -223,7 +225,7 @@ async def test_a_body_of_another_type_is_refused() -> None:
 
 
 async def test_questions_at_once_are_bounded() -> None:
-    """One more than may be under way is told to ask again; afterwards it is answered."""
+    """One more than may be under way is refused until later; afterwards it is answered."""
     nodes = Nodes()
     application, nodes.gate = nodes.application(), trio.Event()
     answers: list[int] = []
@@ -276,9 +278,9 @@ async def test_nodes_that_never_answer_cost_no_question_its_end(
 async def test_engines_are_listed() -> None:
     nodes = Nodes()
     nodes.gpu.lose("gpu-0", "it cannot be reached", is_away=True)
-    status, told = await ask(nodes.application(), "/api/v1/prefix/engines", method="GET")
+    status, answer = await ask(nodes.application(), "/api/v1/prefix/engines", method="GET")
     assert status == 200
-    assert [(one["state"], one["why"]) for one in told["engines"]] == [
+    assert [(one["state"], one["why"]) for one in answer["engines"]] == [
         ("away", "it cannot be reached")
     ]
 

@@ -44,11 +44,11 @@ class Shelf:
     def look(self, *names: int) -> Looked:
         return self.reader.look(b"".join(map(key_of, names)), RING, NOW_S, 0)
 
-    def told(self) -> tuple[frozenset[bytes], bool]:
+    def found(self) -> tuple[frozenset[bytes], bool]:
         """Return what a reader finds, and whether what it does not find is absent."""
         looked = self.look(*ASKED)
         records = split(looked.records)
-        assert len(set(records)) == len(records), "a record was told twice"
+        assert len(set(records)) == len(records), "a record was found twice"
         return frozenset(records), looked.is_final
 
     def row(self, number: int) -> Any:
@@ -196,15 +196,15 @@ def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
     names = tuple(sorted({1, page, 5, 900}))
 
     for looked in at_each_moment(watched_reader, make, change, names):
-        told = split(looked.records)
-        assert other in told
-        told.remove(other)
-        of_page = [record for record in told if record[:16] == key_of(page)]
+        found = split(looked.records)
+        assert other in found
+        found.remove(other)
+        of_page = [record for record in found if record[:16] == key_of(page)]
         assert len(of_page) <= 1
         seen.add(of_page[0] if of_page else None)
         assert looked.is_final
         if change is not entry_given_to_another_holder:
-            assert told_apart(A, [5], [10]).tobytes() in told
+            assert told_apart(A, [5], [10]).tobytes() in found
 
     assert seen == {before, after}
 
@@ -255,10 +255,10 @@ def test_a_row_that_is_written_during_a_look_is_looked_at_again(
             looked = shelf.look(1)
         shelf.close()
 
-        told = [record for record in split(looked.records) if record[16] == A]
+        found = [record for record in split(looked.records) if record[16] == A]
         assert looked.is_final
-        assert len(told) == 1
-        generation, offset = told[0][32:40], told[0][24:32]
+        assert len(found) == 1
+        generation, offset = found[0][32:40], found[0][24:32]
         is_new = generation == (14).to_bytes(8, "little")
         assert (offset == (4242).to_bytes(8, "little")) == is_new
 
@@ -338,23 +338,23 @@ def test_a_reader_finds_whole_records_after_every_store(
 ) -> None:
     """What a change leaves as it is, is found all the time; of the rest the old or the new."""
     shelf = make()
-    seen: list[tuple[frozenset[bytes], bool]] = [shelf.told()]
+    seen: list[tuple[frozenset[bytes], bool]] = [shelf.found()]
 
-    watched_writer.watch(lambda: change(shelf), lambda: seen.append(shelf.told()))
+    watched_writer.watch(lambda: change(shelf), lambda: seen.append(shelf.found()))
 
-    before, after = seen[0][0], shelf.told()[0]
+    before, after = seen[0][0], shelf.found()[0]
     shelf.close()
     between = _made_between(change)
     assert watched_writer.stores > 0
-    for told, is_final in seen:
-        assert told <= before | after | between, "what never was is told"
+    for found, is_final in seen:
+        assert found <= before | after | between, "what never was is found"
         # A repair writes every row of its buckets again: what is not read then is not absent.
         is_doubted = change is repaired and not is_final
-        assert is_doubted or before & after <= told, "what does not change was lost"
-        keys = {record[:16] for record in told}
+        assert is_doubted or before & after <= found, "what does not change was lost"
+        keys = {record[:16] for record in found}
         both = {record[:16] for record in before} & {record[:16] for record in after}
         if change in (told_newer, repaired):
-            assert not is_final or both <= keys, "a page that is told again was absent"
+            assert not is_final or both <= keys, "a page that is published again was absent"
 
 
 def _made_between(change: Callable[[Shelf], None]) -> frozenset[bytes]:

@@ -1,4 +1,4 @@
-"""Overlaps: what is told of pages, from this node's shard and from those of other owners."""
+"""Overlaps: what is known of pages, from this node's shard and from those of other owners."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class World:
         """What others say, instead of what correct owners would."""
         self.behind: set[int] = set()
         self.asked: list[tuple[int, RequestOverlap]] = []
-        self.told: list[ReportOverlap] = []
+        self.sent: list[ReportOverlap] = []
         self.shard = DirectoryShard(incarnation=OWN)
         self.ring = HashRing(list(self.members), virtual_nodes=8, replicas=owners)
         now = trio.current_time()
@@ -89,7 +89,7 @@ class World:
             return
         if isinstance(effect.to, Origin):
             assert isinstance(effect.message, ReportOverlap)
-            self.told.append(effect.message)
+            self.sent.append(effect.message)
             return
         asked = effect.message
         assert isinstance(asked, RequestOverlap)
@@ -109,23 +109,23 @@ async def test_an_owner_of_all_asks_no_other() -> None:
     keys = keys_of(700)
     world.hold(keys[:600])
 
-    told = await world.overlaps.overlap(keys)
+    answer = await world.overlaps.overlap(keys)
 
     assert not world.asked
-    assert (told.holders, told.whole) == ((OWN,), True)
-    assert told.run().tolist() == [600]
+    assert (answer.holders, answer.whole) == ((OWN,), True)
+    assert answer.run().tolist() == [600]
 
 
 async def test_pages_of_other_owners_are_asked_for_once() -> None:
-    """And what this node holds itself is told though it owns no record of it."""
+    """And what this node holds itself is in the answer though it owns no record of it."""
     world = World(*[member(n) for n in range(2, 9)])
     keys = keys_of(200)
     world.hold(keys)
 
-    told = await world.overlaps.overlap(keys)
+    answer = await world.overlaps.overlap(keys)
 
-    assert told.whole
-    assert told.pages()[told.holders.index(OWN)] == len(keys)
+    assert answer.whole
+    assert answer.pages()[answer.holders.index(OWN)] == len(keys)
     asked = b"".join(question.keys for _, question in world.asked)
     not_owned = keys[~np.array(world.owned_by(OWN, keys))]
     assert sorted(from_bytes(asked).tolist()) == sorted(not_owned.tolist())
@@ -140,11 +140,11 @@ async def test_another_owner_answers_for_one_that_does_not(autojump_clock: MockC
     keys = keys_of(200)
     world.silent = {2, 3}
 
-    told = await world.overlaps.overlap(keys)
+    answer = await world.overlaps.overlap(keys)
 
     both_silent = np.array(world.owned_by(2, keys)) & np.array(world.owned_by(3, keys))
-    assert told.whole is not bool(both_silent.any())
-    anywhere = np.bitwise_or.reduce(told.flags, axis=0).astype(bool)
+    assert answer.whole is not bool(both_silent.any())
+    anywhere = np.bitwise_or.reduce(answer.flags, axis=0).astype(bool)
     expected = ~both_silent & ~np.array(world.owned_by(OWN, keys))
     assert anywhere.tolist() == expected.tolist()
 
@@ -157,21 +157,21 @@ async def test_what_no_owner_is_guaranteed_is_not_whole(autojump_clock: MockCloc
     world.silent, world.behind = {2}, {3}
     begun = trio.current_time()
 
-    told = await world.overlaps.overlap(keys)
+    answer = await world.overlaps.overlap(keys)
 
     assert trio.current_time() - begun <= ROUNDS * OWNER_ANSWER_S
-    assert not told.whole
-    assert told.holders == (3,)
-    assert told.flags[0].astype(bool).tolist() == world.owned_by(3, keys)
+    assert not answer.whole
+    assert answer.holders == (3,)
+    assert answer.flags[0].astype(bool).tolist() == world.owned_by(3, keys)
 
 
 async def test_a_suspect_owner_is_not_waited_for() -> None:
     world = World(member(2, SUSPECT), owners=1)
 
-    told = await world.overlaps.overlap(keys_of(50))
+    answer = await world.overlaps.overlap(keys_of(50))
 
     assert not world.asked
-    assert not told.whole
+    assert not answer.whole
 
 
 async def test_a_shard_that_is_behind_is_not_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,9 @@ async def test_a_shard_that_is_behind_is_not_the_last_word(monkeypatch: pytest.M
     keys = keys_of(10)
     monkeypatch.setattr(ShardAuthority, "is_behind", lambda self, now: True)
 
-    told = await world.overlaps.overlap(keys)
-    assert told.holders == (2,)
-    assert told.whole
+    answer = await world.overlaps.overlap(keys)
+    assert answer.holders == (2,)
+    assert answer.whole
     assert not (await alone.overlaps.overlap(keys)).whole
 
 
@@ -211,7 +211,7 @@ async def test_questions_are_answered_in_bounds(shard_only: bool) -> None:
         assert refused.reason == BUSY
 
         await trio.testing.wait_all_tasks_blocked()
-        assert len(world.told) == OVERLAPS_MAX
+        assert len(world.sent) == OVERLAPS_MAX
         assert bool(world.asked) is not shard_only
         assert world.overlaps.ask(CLIENT, asked) is None
         nursery.cancel_scope.cancel()
@@ -236,10 +236,10 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
         lies.append(number)
 
     world.replies = lie
-    told = await world.overlaps.overlap(keys)
+    answer = await world.overlaps.overlap(keys)
 
     assert len(lies) == 2
-    assert (told.holders, told.whole) == ((), False)
+    assert (answer.holders, answer.whole) == ((), False)
 
 
 def test_a_malformed_answer_is_none() -> None:
