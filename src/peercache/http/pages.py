@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from peercache.errors import InvalidRequest
 from peercache.http.dashboard import (
     PageFacts,
     PageQuery,
@@ -26,9 +25,7 @@ from peercache.http.dashboard import (
 )
 from peercache.http.history import Watching
 from peercache.http.server import Application
-from peercache.manager.gpu_blocks import GpuBlocks
-from peercache.model.keys import PageKeys, Tag
-from peercache.model.prefix import Overlap
+from peercache.manager.gpu_blocks import IndexParts
 from peercache.model.status import MemberStatus, to_plain
 from peercache.observability.log import get_logger
 
@@ -62,28 +59,6 @@ class Health:
     reason: str = ""
     degraded: str = attrs.field(default="", kw_only=True)
     facts: dict[str, int | float | str] = attrs.Factory(dict)
-
-
-ObeyHint: TypeAlias = Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]]
-"""Obeys a hint for pages of a namespace, for some seconds; returns pages by outcome."""
-
-
-async def no_hints(*_: object) -> Mapping[str, int]:
-    """Obey no hint."""
-    raise InvalidRequest("this index takes no hints")
-
-
-@attrs.frozen(eq=False)
-class IndexParts:
-    """What the prefix index (`http.prefix`) asks.
-
-    overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
-    """
-
-    overlap: Callable[[PageKeys], Awaitable[Overlap]]
-    named: Callable[[int], str]
-    gpu: GpuBlocks
-    hint: ObeyHint = no_hints
 
 
 @attrs.frozen(eq=False)

@@ -37,8 +37,7 @@ from peercache.content.chain import (
     token_ids,
 )
 from peercache.errors import InvalidRequest
-from peercache.http.pages import IndexParts
-from peercache.manager.gpu_blocks import FoundPrefix, OnGpu, prefix_of
+from peercache.manager.gpu_blocks import FoundPrefix, IndexParts, OnGpu, prefix_of
 from peercache.model.keys import DEFAULT_NAME, Namespace, PageKeys, page_keys
 
 QUESTIONS_MAX = 8

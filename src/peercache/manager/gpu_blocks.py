@@ -21,7 +21,7 @@ The rules are those of vLLM 0.32 (`find_longest_cache_hit` of its `HybridKVCache
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -29,7 +29,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.errors import InvalidRequest
 from peercache.model.ids import name_of
+from peercache.model.keys import PageKeys, Tag
 from peercache.model.prefix import Mask, Overlap, ends_of, leading_columns
 from peercache.model.records import ON_DISK, RESIDENT
 
@@ -585,3 +587,25 @@ def prefix_of(
         tuple(nodes),
         tuple(engines),
     )
+
+
+ObeyHint: TypeAlias = Callable[[str, PageKeys, Tag, float], Awaitable[Mapping[str, int]]]
+"""Obeys a hint for pages of a namespace, for some seconds; returns pages by outcome."""
+
+
+async def no_hints(*_: object) -> Mapping[str, int]:
+    """Obey no hint."""
+    raise InvalidRequest("this index takes no hints")
+
+
+@attrs.frozen(eq=False)
+class IndexParts:
+    """What answers questions about prompts, for the prefix index (`http.prefix`).
+
+    overlap: which members hold pages. named: HOST:PORT of a member, "" where it is not known.
+    """
+
+    overlap: Callable[[PageKeys], Awaitable[Overlap]]
+    named: Callable[[int], str]
+    gpu: GpuBlocks
+    hint: ObeyHint = no_hints

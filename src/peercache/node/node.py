@@ -35,8 +35,8 @@ from peercache.config.settings import Config
 from peercache.discovery.finder import Finder, source_of
 from peercache.fabric.tcp.admission import DataAdmission
 from peercache.fabric.tcp.server import serve_pages
-from peercache.http.pages import Health, IndexParts
-from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.http.pages import Health
+from peercache.manager.gpu_blocks import GpuBlocks, IndexParts
 from peercache.memory.client_lock import SECRET_BYTES, LockProbe, remove_dead_locks, remove_folder
 from peercache.memory.kernel import serving_at
 from peercache.memory.layout import boot_id

@@ -11,10 +11,11 @@ import trio
 from peercache.config.settings import Config
 from peercache.http.access import Access
 from peercache.http.history import Watching
-from peercache.http.pages import Health, IndexParts, Pages
+from peercache.http.pages import Health, Pages
 from peercache.http.server import serve_http
 from peercache.installation.library import version
 from peercache.manager.engine_follower import EngineFollower
+from peercache.manager.gpu_blocks import IndexParts
 from peercache.node.questions import Gathering
 from peercache.observability.latency import OBJECTIVES
 from peercache.observability.metrics import Metrics

@@ -19,7 +19,7 @@ from peercache.config.quantities import parse_address
 from peercache.content.chain import Chain, in_namespace
 from peercache.events.blocks import BlockStored
 from peercache.http import pages
-from peercache.http.pages import IndexParts, Pages
+from peercache.http.pages import Pages
 from peercache.http.prefix import (
     BODY_S,
     PAGES_MAX,
@@ -29,7 +29,7 @@ from peercache.http.prefix import (
     openapi,
 )
 from peercache.http.server import BODY_BYTES_MAX, LONG_BODIES, PAGE_FAILED
-from peercache.manager.gpu_blocks import GpuBlocks
+from peercache.manager.gpu_blocks import GpuBlocks, IndexParts
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.prefix import Overlap
 from peercache.model.records import ON_DISK, RESIDENT
