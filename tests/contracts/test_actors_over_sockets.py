@@ -167,7 +167,7 @@ class World:
     words: dict[int, int] = attrs.field(factory=dict)
     now: float = 10.0
 
-    def hears(self, sender: Origin, message: Message) -> None:
+    def deliver(self, sender: Origin, message: Message) -> None:
         """Let a message come from the network."""
         assert self.crew.mailboxes.offer(sender, message, 100)
         self.drain()
@@ -254,17 +254,17 @@ def play(world: World) -> None:
     boxes.disk.put(SELF, DiskOpened(4 * SLAB_BYTES, SLAB_BYTES, nothing, 1_000))
     world.drain()
 
-    world.hears(Origin(PEER, 3), Join(member(PEER)))
+    world.deliver(Origin(PEER, 3), Join(member(PEER)))
     assert [m.incarnation for m in world.takes(ShareView).view] == [ME]
     boxes.membership.put(SELF, PeerAnswered(member(PEER).control, member(PEER)))
     world.drain()
     digest = world.crew.membership.view.digest()
     assert world.takes(HeartbeatSeen).view == digest
-    world.hears(Origin(PEER), CompareView(bytes(8)))
+    world.deliver(Origin(PEER), CompareView(bytes(8)))
     assert {m.incarnation for m in world.takes(ShareView).view} == {ME, PEER}
-    world.hears(Origin(PEER), Heartbeat(member(PEER), digest))
+    world.deliver(Origin(PEER), Heartbeat(member(PEER), digest))
     assert world.takes(HeartbeatSeen).view == digest
-    world.hears(CLIENT, RequestView(4, digest))
+    world.deliver(CLIENT, RequestView(4, digest))
     assert world.takes(ShareView).view == ()
 
     assert store(world, 1, key("a"), key("b")).published == 2
@@ -275,21 +275,21 @@ def play(world: World) -> None:
     world.tick(0.5)
     assert [bool(record["flags"] & ON_DISK) for record in located(world, key("a"))] == [True]
     world.sent.clear()
-    world.hears(CLIENT, Promote(9, key("a"), 1.0))
+    world.deliver(CLIENT, Promote(9, key("a"), 1.0))
     world.tick(0.5)
     promoted = world.takes(Promoted)
     assert promoted.states == bytes([PROMOTED])
     assert not from_bytes(promoted.records)["flags"][0] & ON_DISK
 
-    world.hears(CLIENT, OpenChannel(6, 1, 0, "Ethernet", 1, 1, 0, bytes(16), 5, 16))
+    world.deliver(CLIENT, OpenChannel(6, 1, 0, "Ethernet", 1, 1, 0, bytes(16), 5, 16))
     assert world.takes(Refused) == Refused(6, "no_rdma", "this host has no device")
-    world.hears(CLIENT, Remove(8, 1, key("a"), 1.0))
+    world.deliver(CLIENT, Remove(8, 1, key("a"), 1.0))
     forwarded = [message for message in world.sent if isinstance(message, Remove)]
     assert len(forwarded) == 2
-    world.hears(Origin(ME), forwarded[0])
+    world.deliver(Origin(ME), forwarded[0])
     world.tick(0.5)
-    world.hears(Origin(ME), world.takes(Removed))
-    world.hears(Origin(PEER), Removed(forwarded[1].request, 3))
+    world.deliver(Origin(ME), world.takes(Removed))
+    world.deliver(Origin(PEER), Removed(forwarded[1].request, 3))
     # The other member acknowledges no record here: it may still name the page.
     assert world.takes(Removed) == Removed(8, 4, (PEER,))
     assert not len(located(world, key("a")))
@@ -298,12 +298,12 @@ def play(world: World) -> None:
 def store(world: World, sequence: int, *keys: bytes) -> Committed:
     """Reserve and commit pages as a client does; the peer acknowledges what is published to it."""
     lengths = np.full(len(keys), 8192, "<u8").tobytes()
-    world.hears(CLIENT, Reserve(1, sequence, 1, b"".join(keys), lengths))
+    world.deliver(CLIENT, Reserve(1, sequence, 1, b"".join(keys), lengths))
     granted: Granted = world.takes(Granted)
     written = bytes([1]) * len(granted.states)
-    world.hears(CLIENT, Commit(2, sequence, written, bytes(8 * len(keys)), 1.0))
+    world.deliver(CLIENT, Commit(2, sequence, written, bytes(8 * len(keys)), 1.0))
     for message in [message for message in world.sent if isinstance(message, Put)]:
-        world.hears(Origin(PEER), Acknowledged(message.number))
+        world.deliver(Origin(PEER), Acknowledged(message.number))
     answer: Committed = world.takes(Committed)
     return answer
 
@@ -311,7 +311,7 @@ def store(world: World, sequence: int, *keys: bytes) -> Committed:
 def located(world: World, packed: bytes) -> Any:
     """Ask the directory shard."""
     world.sent.clear()
-    world.hears(CLIENT, Lookup(3, packed))
+    world.deliver(CLIENT, Lookup(3, packed))
     return from_bytes(world.takes(Located).records)
 
 

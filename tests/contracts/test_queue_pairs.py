@@ -54,21 +54,21 @@ class Port:
         self.pairs: QueuePairs
         self.live: Callable[[], float | None]
         self.facts: list[RdmaFact] = []
-        self._heard = trio.Event()
+        self._has_facts = trio.Event()
 
     def tell(self, fact: RdmaFact) -> None:
         """Take a fact."""
         self.facts.append(fact)
-        self._heard.set()
+        self._has_facts.set()
 
     async def hear(self, count: int) -> list[RdmaFact]:
         """Wait for the next facts."""
         with ends_within():
             while len(self.facts) < count:
-                self._heard = trio.Event()
-                await self._heard.wait()
-        heard, self.facts = self.facts[:count], self.facts[count:]
-        return heard
+                self._has_facts = trio.Event()
+                await self._has_facts.wait()
+        taken, self.facts = self.facts[:count], self.facts[count:]
+        return taken
 
     async def open(self, wanted: OpenChannel) -> PairOpened:
         """Ask for a channel and wait for the answer."""

@@ -55,8 +55,8 @@ listener.listen("tcp://127.0.0.1:0")
 port = int.from_bytes(listener.listeners[0].local_address.port.to_bytes(2, "little"), "big")
 print(port, flush=True)
 while True:
-    heard = listener.recv_msg()
-    def flood(pipe=heard.pipe):
+    received = listener.recv_msg()
+    def flood(pipe=received.pipe):
         for _ in range(100):
             message = pynng.Message(raw, pipe)
             try:
@@ -65,7 +65,7 @@ while True:
                 return
     threading.Thread(target=flood, daemon=True).start()
 """
-"""A member that answers whatever it hears with a hundred of the dearest messages there can be."""
+"""A member that answers every message with a hundred of the dearest messages there can be."""
 
 
 @contextlib.contextmanager

@@ -225,11 +225,11 @@ async def test_a_link_without_a_descriptor_is_dialled_later(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(late.run)
         with ends_within():
-            heard = [(await listener.receive())[1] for _ in range(2)]
+            messages = [(await listener.receive())[1] for _ in range(2)]
         late.stop()
     listener.close()
 
-    assert (failures, heard, dropped) == (0, [b"hello", b"news"], [])
+    assert (failures, messages, dropped) == (0, [b"hello", b"news"], [])
 
 
 def test_a_node_takes_as_many_descriptors_as_it_may() -> None:

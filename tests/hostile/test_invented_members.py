@@ -65,12 +65,12 @@ class Answering:
     def _answer(self) -> None:
         while not self._ends.is_set():
             with contextlib.suppress(pynng.Timeout):
-                heard = self._socket.recv_msg()
-                if isinstance(decode(heard.bytes, cluster=self._cluster).message, Hello):
+                received = self._socket.recv_msg()
+                if isinstance(decode(received.bytes, cluster=self._cluster).message, Hello):
                     welcome = Welcome(0, WIRE_VERSION, self.member, 0)
                     sender = self.member.incarnation
                     raw = enveloped(welcome, cluster=self._cluster, sender=sender)
-                    self._socket.send_msg(pynng.Message(raw, heard.pipe))
+                    self._socket.send_msg(pynng.Message(raw, received.pipe))
 
     def close(self) -> None:
         """End."""

@@ -267,7 +267,7 @@ def test_a_page_without_one_of_its_groups_is_a_miss(cluster: FakeCluster, rank: 
 def test_a_set_that_loses_a_group_is_no_stored_page(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang hears True for a page only if every group of it is held."""
+    """SGLang gets True for a page only if every group of it is held."""
     [store] = open_server(cluster, 1, seed=1)
     client = cluster.opened[0]
 

@@ -59,7 +59,7 @@ class Rig:
             "peercache.rdma.serving.open_rails", lambda settings: (rails, ("no more of them",))
         )
         self.told: list[Any] = []
-        self.heard = trio.Event()
+        self.arrived = trio.Event()
         self.pairs = DeviceQueuePairs(
             Config(), segment, is_required=is_required, notify=self.tell,
             rng=rng(), metrics=Metrics(), log=get_logger(),
@@ -68,13 +68,13 @@ class Rig:
     def tell(self, fact: object) -> None:
         """Take what the actor says."""
         self.told.append(fact)
-        self.heard.set()
+        self.arrived.set()
 
     async def next(self) -> Any:
         """Wait for the next fact."""
         with ends_within():
-            await self.heard.wait()
-        self.heard = trio.Event()
+            await self.arrived.wait()
+        self.arrived = trio.Event()
         return self.told[-1]
 
 
@@ -88,7 +88,7 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
     async with trio.open_nursery() as nursery:
         await nursery.start(rig.pairs.run)
         assert rig.told == [RdmaServes()]
-        rig.heard = trio.Event()
+        rig.arrived = trio.Event()
         rig.pairs.perform(ServeMemory(PAGE_BYTES // 2))
         rig.pairs.perform(OpenPair(Origin(9, 1), WANTED))
 

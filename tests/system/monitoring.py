@@ -42,7 +42,7 @@ class Receiver:
         self.url = f"http://127.0.0.1:{self.server.server_port}/"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def heard(self, alert: str, status: str) -> bool:
+    def received(self, alert: str, status: str) -> bool:
         """Return whether an alert was told with this status."""
         return any(
             each["status"] == status and each["labels"]["alertname"] == alert

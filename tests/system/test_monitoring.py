@@ -106,7 +106,7 @@ def test_board_and_alerts_see_a_fault_of_real_nodes(tmp_path: Path, small_disk: 
             told = json.loads(judged.stdout)
             assert judged.returncode == (0 if told["ok"] else 1)
             assert all(objective["calls"] > 0 for objective in told["objectives"])
-            wait_until(lambda: load() or monitoring.receiver.heard(
+            wait_until(lambda: load() or monitoring.receiver.received(
                 "PeerCacheDiskDropsPages", "firing"
             ))  # fmt: skip
 

@@ -125,7 +125,7 @@ def test_health_says_nothing_good_while_the_node_is_paused() -> None:
         assert node.page("/healthz")
 
 
-def test_sigterm_is_a_goodbye_that_the_others_hear_at_once() -> None:
+def test_sigterm_is_a_goodbye_that_the_others_receive_at_once() -> None:
     """A graceful leave needs no failure detector: exit status 0, and all are told."""
     # No member is missed that soon: a member gone from a view has left.
     patient = ("--suspect-s", "300", "--dead-s", "600")

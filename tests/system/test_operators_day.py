@@ -232,9 +232,9 @@ def one_dies_and_comes_back(site: Site, page: Any, alerts: Monitoring) -> None:
     wait_until(lambda: site.operate("status").returncode == 1)
     trouble = page.locator(".attention li.bad", has_text=name)
     expect(trouble).to_have_count(1, timeout=TIMEOUT_MS)
-    wait_until(lambda: alerts.receiver.heard("PeerCacheDown", "firing"))
+    wait_until(lambda: alerts.receiver.received("PeerCacheDown", "firing"))
     site.start(NODES - 1)
-    wait_until(lambda: alerts.receiver.heard("PeerCacheDown", "resolved"))
+    wait_until(lambda: alerts.receiver.received("PeerCacheDown", "resolved"))
 
 
 def upgrade_all(site: Site, clients: Sequence[Client]) -> None:

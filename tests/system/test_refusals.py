@@ -102,15 +102,15 @@ def over_tls(world: World, port: str, context: ssl.SSLContext, said: bytes = b""
 
 def in_clear_text(world: World, port: str, said: bytes) -> bytes:
     """Say something without TLS; return what comes until the port hangs up."""
-    heard = b""
+    received = b""
     with (
         contextlib.suppress(ConnectionResetError),
         socket.create_connection(world.address(port), 2 * SILENCE_S) as stranger,
     ):
         stranger.sendall(said)
         while piece := stranger.recv(4096):
-            heard += piece
-    return heard
+            received += piece
+    return received
 
 
 def greeting_of(world: World, incarnation: int = 0) -> bytes:
@@ -170,9 +170,9 @@ def with_old_tls(world: World, port: str, _: pytest.MonkeyPatch) -> None:
 
 def plain(world: World, port: str, _: pytest.MonkeyPatch) -> None:
     """The protocol of a browser, without TLS."""
-    heard = in_clear_text(world, port, b"GET / HTTP/1.1\r\n\r\n")
+    received = in_clear_text(world, port, b"GET / HTTP/1.1\r\n\r\n")
     # At most an alert of TLS comes back.
-    assert heard == b"" or heard[:1] == b"\x15"
+    assert received == b"" or received[:1] == b"\x15"
 
 
 def half_a_handshake(world: World, port: str, _: pytest.MonkeyPatch) -> None:

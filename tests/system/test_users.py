@@ -146,7 +146,7 @@ def test_two_users_of_one_group_share_a_node() -> None:
     assert "is not open to uid 61001" in outside.stderr
 
 
-def test_an_engine_that_does_not_share_the_host_hears_what_to_set() -> None:
+def test_an_engine_that_does_not_share_the_host_is_shown_what_to_set() -> None:
     with node_of(0) as home:
         done = engine_of(NODE_UID, home)
 

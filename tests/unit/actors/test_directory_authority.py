@@ -522,7 +522,7 @@ def test_a_holder_that_is_whole_tells_by_itself() -> None:
     assert set(wanted_of(shard, 1.0)) == {99}
 
 
-def test_a_holder_of_which_nothing_was_heard_is_asked() -> None:
+def test_a_holder_that_sent_nothing_is_asked() -> None:
     """Its word that it has handed over may be lost."""
     assert set(wanted_of(shard_on(ME, A), 1.0)) == {A}
 

@@ -580,7 +580,7 @@ def test_late_end_of_a_removed_write_leaves_the_page_that_was_set_since_known() 
     world.check_records()
 
 
-def test_page_removed_before_its_commit_was_heard_does_not_come_back() -> None:
+def test_page_removed_before_its_commit_arrived_does_not_come_back() -> None:
     """The tier takes back what the pool committed after a client had removed it."""
     world = filled()
     world.ask(3)

@@ -420,7 +420,7 @@ def test_member_refutes_by_raising_its_counter(state: int) -> None:
     )
 
 
-def test_known_accuser_that_is_no_master_hears_the_refutation() -> None:
+def test_known_accuser_that_is_no_master_receives_the_refutation() -> None:
     """Else it would hold us dead until it asks its masters."""
     node = Node().knows(ONE, TWO, NINE)
 

@@ -260,7 +260,7 @@ def test_lost_goodbye_costs_no_more_than_a_crash() -> None:
     assert cluster.agrees()
 
 
-def test_goodbye_heard_by_one_master_reaches_all() -> None:
+def test_goodbye_received_by_one_master_reaches_all() -> None:
     """Views that differ are shared: one that received it is enough."""
     cluster = cluster_of(6)
     others = [address for address in addresses(cluster) if address != "n001:31998"]

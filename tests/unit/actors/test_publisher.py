@@ -190,7 +190,7 @@ def test_commit_is_answered_when_timeout_is_over() -> None:
 
 
 @pytest.mark.parametrize("received_at", [10.1, 10.3])
-def test_pool_hears_what_else_a_commit_asked_for_after_its_answer(received_at: float) -> None:
+def test_pool_receives_the_rest_of_a_commit_after_its_answer(received_at: float) -> None:
     """Be it answered because owners know, or because its timeout is over; once, either way."""
     made = publisher_in(ring_of(A, B))
     then = ReserveAhead(CLIENT, Reserve(0, 7, 1, b"", bytes(8)))

@@ -182,7 +182,7 @@ def test_an_allocator_may_return_an_array(engine: Engine) -> None:
 
 
 def test_a_prefetch_wants_buffers(store: MemoryPages) -> None:
-    """A scheduler hears at once that it has registered none, not from a poll later."""
+    """A scheduler gets the error at once that it has registered none, not from a poll later."""
     metadata = ConnectorMetadata(model="m", dtype="int8", page_tokens=4, store=lambda _: store)
     connector = RemoteKVConnector(metadata)
     queue = AsyncKVPrefetchQueue(connector, lambda _: None, lambda _: None)

@@ -48,7 +48,7 @@ def connected(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
         yield opened
 
 
-def hears(publisher: Publisher, reader: zmq.Socket[bytes]) -> bool:
+def receives(publisher: Publisher, reader: zmq.Socket[bytes]) -> bool:
     """Return whether something comes; what is published is told until then."""
     if isinstance(publisher, BlockPublisher):
         publisher.publish([AllBlocksCleared()])
@@ -120,11 +120,11 @@ def test_only_readers_that_are_named_are_told_anything(make: Callable[..., Publi
                 connected(zmq.SUB, f"tcp://{address}:{port}") as other,
                 connected(zmq.SUB, f"tcp://127.0.0.1:{port}") as local,
             ):
-                wait_until(lambda: hears(publisher, local))
+                wait_until(lambda: receives(publisher, local))
                 if is_told:
-                    wait_until(lambda: hears(publisher, other))
+                    wait_until(lambda: receives(publisher, other))
                 for _ in range(20):
-                    assert hears(publisher, other) == is_told
+                    assert receives(publisher, other) == is_told
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
@@ -154,7 +154,7 @@ def test_endless_subscriptions_cost_bounded_memory_and_no_reader(
         flood.close(linger=0)
         while reader.poll(0):
             reader.recv_multipart()
-        wait_until(lambda: hears(publisher, reader))
+        wait_until(lambda: receives(publisher, reader))
 
 
 def test_what_is_longer_than_any_question_ends_its_connection_alone() -> None:
@@ -177,7 +177,7 @@ def test_what_is_longer_than_any_question_ends_its_connection_alone() -> None:
             connected(zmq.SUB, publisher.endpoint) as reader,
         ):
             stranger.send(b"\1" + bytes(FRAME_BYTES_MAX))
-            wait_until(lambda: hears(publisher, reader))
+            wait_until(lambda: receives(publisher, reader))
 
 
 def test_a_topic_that_no_reader_could_subscribe_to_is_refused() -> None:

@@ -365,14 +365,14 @@ def u64(values: list[int]) -> U64:
 
 @given(granule=U64S, incarnation=U64S, cluster=st.text())
 def test_greeting_survives_the_wire(granule: int, incarnation: int, cluster: str) -> None:
-    """What a client says is what the server hears."""
+    """What a client sends is what the server reads."""
     greeting = wire.greet(cluster=cluster, granule=granule, incarnation=incarnation)
 
     raw = wire.encode_greeting(greeting)
     wire.check_opening(raw[: wire.OPENING_BYTES])
-    heard = wire.decode_greeting(raw[wire.OPENING_BYTES :])
+    read = wire.decode_greeting(raw[wire.OPENING_BYTES :])
 
-    assert heard == greeting
+    assert read == greeting
 
 
 @pytest.mark.parametrize("reason", wire.REASONS)

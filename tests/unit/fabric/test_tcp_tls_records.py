@@ -49,7 +49,7 @@ class Records:
         self._tls.write(said)
         return self._out.read()
 
-    def heard(self, count: int) -> bytes:
+    def receive(self, count: int) -> bytes:
         """Return so many bytes of the server's."""
         got = b""
         while len(got) < count:
@@ -81,7 +81,7 @@ def test_a_record_that_is_not_whole_costs_no_processor_time_and_is_answered_in_t
     running, settings = server
     client = Records(running, settings)
     client.connection.sendall(client.of(greeting_of()))
-    client.heard(wire.ANSWER_BYTES)
+    client.receive(wire.ANSWER_BYTES)
     request = client.of(wire.encode_request(*np.array([[0], [4], [2]], np.uint64), incarnation()))
     client.connection.sendall(request[:cut])
 
@@ -90,7 +90,7 @@ def test_a_record_that_is_not_whole_costs_no_processor_time_and_is_answered_in_t
     time.sleep(WATCHED_S)
     busy_s = time.process_time() - before
     client.connection.sendall(request[cut:])
-    answer = client.heard(wire.ANSWER_BYTES + 4)
+    answer = client.receive(wire.ANSWER_BYTES + 4)
     client.connection.close()
 
     assert answer.endswith(b"page")

@@ -64,7 +64,7 @@ class Peer:
     """One control port.
 
     answer: what it says to a message that is no Hello; None: nothing.
-    heard:  (pipe, message) of everything that came, in order.
+    received:  (pipe, message) of everything that came, in order.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Peer:
         self.incarnation = incarnation
         self.answer = answer
         self.cluster = cluster
-        self.heard: list[tuple[int, Message]] = []
+        self.received: list[tuple[int, Message]] = []
         self.ended: list[int] = []
         self._greeted: dict[int, None] = {}
         self.listener = Listener(on_removed=self.ended.append)
@@ -98,7 +98,7 @@ class Peer:
 
     def of(self, kind: type[Message]) -> list[Any]:
         """Return the messages of a kind that came."""
-        return [message for _, message in list(self.heard) if isinstance(message, kind)]
+        return [message for _, message in list(self.received) if isinstance(message, kind)]
 
     def say(self, pipe: int, message: Message) -> None:
         """Send something of our own accord."""
@@ -144,7 +144,7 @@ class Peer:
             answer = self.answer(message)
         else:
             answer = HelloRequired(self.incarnation)
-        self.heard.append((pipe, message))
+        self.received.append((pipe, message))
         if answer is not None and self.listener.is_open(pipe):
             self.say(pipe, answer)
 

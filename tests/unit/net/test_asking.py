@@ -41,7 +41,7 @@ def test_a_connection_begins_with_a_hello_and_is_used_again(peer: Peer) -> None:
         for _ in range(3):
             assert isinstance(client.ask(7)[0], Located)
 
-    assert isinstance(peer.heard[0][1], Hello)
+    assert isinstance(peer.received[0][1], Hello)
     assert len(peer.of(Hello)) == 1
     assert len({question.request for question in peer.of(Lookup)}) == 3
 
@@ -150,7 +150,7 @@ def test_garbage_is_skipped_and_told(local: Peer, garbage: bytes) -> None:
     """What no correct peer sends is dropped; the answer behind it counts."""
 
     def answer(message: Message) -> Message | None:
-        local.listener.reply(local.heard[0][0], garbage)
+        local.listener.reply(local.received[0][0], garbage)
         return located(message)
 
     local.answer = answer

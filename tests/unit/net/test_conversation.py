@@ -178,7 +178,7 @@ def test_an_answer_ends_the_exchange_and_the_connection_is_kept(side: Side) -> N
     assert side.watched == []
 
 
-def test_unawaited_messages_are_heard_between_two_questions(side: Side) -> None:
+def test_unawaited_messages_are_received_between_two_questions(side: Side) -> None:
     """It is handed on with whom it came from; the connection is kept."""
     line = side.pooled()
     line.comes(Located(0, bytes(56)))

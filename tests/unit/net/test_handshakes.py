@@ -81,7 +81,7 @@ def strangers(listener: Listener, count: int) -> list[socket.socket]:
 
 
 def shake_hands(listener: Listener, context: ssl.SSLContext) -> bytes:
-    """Return what a client hears after its handshake; b"" where it is refused."""
+    """Return what a client receives after its handshake; b"" where it is refused."""
     with (
         contextlib.suppress(OSError),
         connect(listener) as plain,
@@ -146,7 +146,7 @@ def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
 ) -> None:
     """Nng waits forever for a peer that has begun a handshake, or has said nothing at all."""
     halves = HalfHandshakes(listener.tcp_ports)
-    with connected(listener, certificates) as heard:
+    with connected(listener, certificates) as client:
         silent = strangers(listener, 6)
         for each in silent[::2]:
             each.sendall(HALF)
@@ -162,7 +162,7 @@ def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
         # nng closes its ends, too.
         wait_until(lambda: halves.end_silent(listener.remotes(), most=100) == [])
         assert listener.pipe_count() == 1
-        heard.send(b"still here")
+        client.send(b"still here")
         wait_until(lambda: listener.receive_now() is not None)
         elsewhere[0].send(b"x")
         assert elsewhere[1].recv(1) == b"x"

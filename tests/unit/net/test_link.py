@@ -80,11 +80,11 @@ async def test_a_connection_begins_with_a_hello(url: str, listener: Listener) ->
     async with linked(url) as ends:
         for i in range(5):
             ends.link.send(b"%d" % i)
-        heard = await take(listener, 6)
+        received = await take(listener, 6)
         assert ends.link.is_empty
 
-    assert [raw for _, raw in heard] == [HELLO, b"0", b"1", b"2", b"3", b"4"]
-    assert len({pipe for pipe, _ in heard}) == 1
+    assert [raw for _, raw in received] == [HELLO, b"0", b"1", b"2", b"3", b"4"]
+    assert len({pipe for pipe, _ in received}) == 1
 
 
 async def test_a_new_connection_begins_with_a_hello_again(url: str, listener: Listener) -> None:
@@ -102,7 +102,7 @@ async def test_a_new_connection_begins_with_a_hello_again(url: str, listener: Li
     assert again[0][0] == after[0][0] != pipe
 
 
-async def test_a_restarted_peer_hears_hello_and_then_what_waited(url: str) -> None:
+async def test_a_restarted_peer_receives_hello_and_then_what_waited(url: str) -> None:
     """While it is away messages wait; nothing precedes the greeting."""
     first = listening(url)
     async with linked(url) as ends:
@@ -116,9 +116,9 @@ async def test_a_restarted_peer_hears_hello_and_then_what_waited(url: str) -> No
         assert not ends.link.is_empty
 
         second = listening(url)
-        heard = await take(second, 3)
+        received = await take(second, 3)
 
-    assert [raw for _, raw in heard] == [HELLO, b"b", b"c"]
+    assert [raw for _, raw in received] == [HELLO, b"b", b"c"]
     second.close()
 
 
@@ -130,9 +130,9 @@ async def test_a_peer_that_does_not_know_us_is_greeted_again(url: str, listener:
 
         ends.link.greet_again()
         ends.link.send(b"b")
-        heard = await take(listener, 2)
+        received = await take(listener, 2)
 
-    assert [raw for _, raw in heard] == [HELLO, b"b"]
+    assert [raw for _, raw in received] == [HELLO, b"b"]
 
 
 @pytest.fixture
@@ -152,10 +152,10 @@ async def test_a_link_whose_peer_receives_nothing_dials_again(url: str, listener
 
         ends.link.send(b"a")
         with ends_within():
-            while (heard := await listener.receive())[0] == pipe:
-                assert heard[1] in (b"a", HELLO)
+            while (received := await listener.receive())[0] == pipe:
+                assert received[1] in (b"a", HELLO)
 
-    assert heard[1] == HELLO
+    assert received[1] == HELLO
 
 
 @pytest.mark.usefixtures("impatient")
@@ -246,10 +246,10 @@ async def test_the_outbox_is_bounded_and_drops_the_oldest(url: str) -> None:
         await trio.testing.wait_all_tasks_blocked()
 
         listener = listening(url)
-        heard = await take(listener, 3)
+        received = await take(listener, 3)
 
     assert sum(ends.dropped) == 100
-    assert [raw for _, raw in heard] == [HELLO, b"100", b"101"]
+    assert [raw for _, raw in received] == [HELLO, b"100", b"101"]
     listener.close()
 
 
@@ -305,9 +305,9 @@ async def test_a_full_buffer_of_nng_is_waited_for(url: str, listener: Listener) 
     async with linked(url) as ends:
         for i in range(OUTBOX_MESSAGES_MAX):
             ends.link.send(b"%d" % i + bytes(5000))
-        heard = await take(listener, OUTBOX_MESSAGES_MAX + 1)
+        received = await take(listener, OUTBOX_MESSAGES_MAX + 1)
 
-    assert [int(raw[:-5000]) for _, raw in heard[1:]] == list(range(OUTBOX_MESSAGES_MAX))
+    assert [int(raw[:-5000]) for _, raw in received[1:]] == list(range(OUTBOX_MESSAGES_MAX))
     assert ends.dropped == []
 
 

@@ -361,7 +361,7 @@ def test_nothing_is_said_to_a_listener_of_another_uid(tmp_path: Path) -> None:
     wary = Dialer(url, accepts=refuse)
     wary.send(b"secret")
     wait_until(lambda: len(asked) > 2)
-    # nng dials again and again: a caller that came later is heard first.
+    # nng dials again and again: a caller that came later is accepted first.
     trusting = Dialer(url, accepts=lambda peer: peer.uid == os.geteuid())
     trusting.send(b"hello")
 

@@ -84,7 +84,7 @@ async def test_node_says_once_that_it_is_alone(
     assert house.said.count("node.started_alone") == is_said
 
 
-async def test_rdma_actor_hears_each_second_which_clients_are_connected(
+async def test_rdma_actor_receives_each_second_which_clients_are_connected(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """A client whose last session ended is missing in the next round: its queue pairs end."""

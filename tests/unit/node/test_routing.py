@@ -73,10 +73,10 @@ def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
     }
     named = {kind.declared.to, kind.declared.of_node or kind.declared.to}
 
-    for actor, hears in taken.items():
+    for actor, takes in taken.items():
         # Answers of one actor to another of the same node are messages that no peer may send.
         is_named = Receiver(actor) in named
-        assert (kind in get_args(hears)) is is_named or not (is_named or kind.declared.senders)
+        assert (kind in get_args(takes)) is is_named or not (is_named or kind.declared.senders)
 
 
 def test_a_fact_is_in_its_receivers_mailbox() -> None:

@@ -248,7 +248,7 @@ def calling() -> Any:
 Calling = Callable[..., Caller]
 
 
-async def test_a_greeted_client_is_heard(tmp_path: Path, calling: Calling) -> None:
+async def test_a_greeted_client_is_answered(tmp_path: Path, calling: Calling) -> None:
     """Welcome names the node and its segment; what follows reaches its actor, with the way back."""
     async with running(tmp_path) as board:
         caller = calling(board)
@@ -278,26 +278,26 @@ async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
         caller = calling(board)
         await caller.greet()
         mailbox = board.mailboxes.directory
-        heard: list[object] = []
+        received: list[object] = []
 
         async with trio.open_nursery() as nursery:
 
             async def work() -> None:
                 await mailbox.wait()
-                heard.append(mailbox.take())
+                received.append(mailbox.take())
 
             nursery.start_soon(work)
             await trio.testing.wait_all_tasks_blocked()
             caller.say(Lookup(1, bytes(16)))
-            await until(lambda: bool(heard))
+            await until(lambda: bool(received))
 
-    assert len(heard) == 1
+    assert len(received) == 1
 
 
 async def test_a_stranger_is_dropped_counted_and_told_to_send_hello(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """Whatever it says; after its Hello it is heard on the same connection."""
+    """Whatever it says; after its Hello it is answered on the same connection."""
     async with running(tmp_path) as board:
         caller = calling(board)
         answer = await caller.ask(Lookup(1, bytes(16)))
@@ -557,7 +557,7 @@ async def test_membership_learns_that_a_dialled_address_is_the_nodes_own(tmp_pat
 
 
 async def test_a_node_that_is_not_known_any_more_greets_again(tmp_path: Path) -> None:
-    """HelloRequired comes back on the link: it sends Hello, and is heard from then on."""
+    """HelloRequired comes back on the link: it sends Hello, and is answered from then on."""
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)
         here.board.perform(Send(0x22, Put(1, b"")))
@@ -647,13 +647,13 @@ async def test_links_are_bounded(tmp_path: Path) -> None:
 
 @attrs.define
 class Relay:
-    """An actor that tells another one what it hears."""
+    """An actor that sends another one what it receives."""
 
     next: Callable[[Any], Effect] | None = None
-    heard: list[object] = attrs.field(factory=list)
+    received: list[object] = attrs.field(factory=list)
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
-        self.heard.append(message)
+        self.received.append(message)
         return [self.next(message)] if self.next else []
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -663,7 +663,7 @@ class Relay:
         return math.inf
 
     def check(self) -> None:
-        assert len(self.heard) < 100, "it goes round in circles"
+        assert len(self.received) < 100, "it goes round in circles"
 
 
 async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_returns(
@@ -684,8 +684,8 @@ async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_retur
 
         board.board.deliver(NotifyRing(fact))
 
-        heard = [relay.heard for relay in relays.values()]
-        assert heard == [[fact], [fact], [Republish()]]
+        received = [relay.received for relay in relays.values()]
+        assert received == [[fact], [fact], [Republish()]]
         nursery.cancel_scope.cancel()
 
 
@@ -699,5 +699,5 @@ async def test_what_is_told_outside_any_turn_wakes_its_actor(tmp_path: Path) -> 
         board.mailboxes.pool.put(SELF, PoolGrew(1))
         await trio.testing.wait_all_tasks_blocked()
 
-        assert relay.heard == [PoolGrew(1)]
+        assert relay.received == [PoolGrew(1)]
         nursery.cancel_scope.cancel()

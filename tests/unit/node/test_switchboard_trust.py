@@ -123,7 +123,7 @@ async def test_clients_are_notified_of_the_revoked_certificates_and_nodes_are_no
         one.inbound.notify_clients(ReportRevocations(b"second"))
 
         assert await client.hear() == ReportRevocations(b"second")
-        # The next thing that a node hears is the answer.
+        # The next thing that a node receives is the answer.
         assert isinstance(await node.ask(RequestStats(3)), Refused)
 
 

@@ -159,7 +159,7 @@ def test_home_node_that_restarted_is_attached_to_again() -> None:
     assert tie.cluster.home == HOME
 
 
-def test_home_node_that_restarted_hears_by_what_peers_are_read() -> None:
+def test_home_node_that_restarted_is_sent_the_transports_in_use() -> None:
     """A report has changes only, and the new incarnation has received none yet."""
     report = ClientReport(Metrics(), lambda: {"aa": "tcp"})
     nodes = Nodes(greeting=welcome_of(PREDECESSOR), report=report)
@@ -242,7 +242,7 @@ def test_one_beat_without_an_answer_closes_no_node_to_the_next_call() -> None:
     assert after_two == [True, True]
 
 
-def test_only_members_that_answer_hear_what_was_read() -> None:
+def test_only_members_that_answer_are_sent_what_was_read() -> None:
     """A message to a member that is gone or hung would be lost, and might cost a connection."""
     nodes = Nodes(greeting=welcome_of(HOME), views={HOME: view_of(HOME, OTHER, PREDECESSOR)})
     tie = nodes.tie()

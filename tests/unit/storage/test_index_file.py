@@ -1,4 +1,4 @@
-"""The index on disk: rows come and go in order, and a failure of it is heard."""
+"""The index on disk: rows come and go in order, and a failure of it is reported."""
 
 from __future__ import annotations
 
@@ -118,16 +118,18 @@ def test_nothing_is_written_while_the_index_does_not_keep_up(
         assert again.load(written) == ["right"] * len(written)
 
 
-def test_failure_is_heard_and_no_caller_waits_forever(tmp_path: Path) -> None:
-    """An index that grows over its part of the cap breaks; who waited for it hears, too."""
-    heard: list[str] = []
-    index = IndexWriter(open_index(tmp_path, bytes_max=64 * 1024), failed=heard.append, log=Log())
+def test_failure_is_reported_and_no_caller_waits_forever(tmp_path: Path) -> None:
+    """An index that grows over its part of the cap breaks; a waiting caller gets the error, too."""
+    failures: list[str] = []
+    index = IndexWriter(
+        open_index(tmp_path, bytes_max=64 * 1024), failed=failures.append, log=Log()
+    )
 
     index.put(entries_of(list(range(20_000))))
     wait_for(index)
 
-    assert len(heard) == 1
-    assert "full" in heard[0]
+    assert len(failures) == 1
+    assert "full" in failures[0]
     wait_for(index)
     assert index.close(TIMEOUT_S)
 

@@ -255,7 +255,7 @@ def test_a_listener_of_another_uid_at_our_own_socket_is_refused(tmp_path: Path) 
 
 @needs_root
 @pytest.mark.parametrize(("folder_mode", "socket_mode"), [(0o700, 0o666), (0o755, 0o600)])
-def test_a_user_that_is_not_admitted_hears_which_setting_to_change(
+def test_a_user_that_is_not_admitted_is_shown_which_setting_to_change(
     folder_mode: int, socket_mode: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as listener:

@@ -115,7 +115,7 @@ def test_what_was_stored_is_found_and_loaded_into_other_rows(tier: Any, rows: An
 
 
 def test_a_lookup_never_waits_and_a_step_is_one_question(tier: Any, fake: FakeClient) -> None:
-    """The scheduler hears "later" until the answer is there, and asks once."""
+    """The scheduler gets "later" until the answer is there, and asks once."""
     fake.may_answer.clear()
     assert [tier.lookup(key, ASKS) for key in KEYS] == [LookupResult.RETRY] * 4
     tier.on_schedule_end(None)

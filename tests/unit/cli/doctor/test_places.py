@@ -40,7 +40,7 @@ NO_ADDRESS = "203.0.113.9"
 
 
 def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
-    """A host without a disk tier hears nothing of one."""
+    """A host without a disk tier is shown nothing of one."""
     assert not any(finding.topic == "disk" for finding in judge(HOST))
     (found,) = [each for each in judge(attrs.evolve(HOST, disk=DISK)) if each.topic == "disk"]
     assert (found.level, found.text) == (GOOD, "100.0 GiB fit into /data/peercache")
