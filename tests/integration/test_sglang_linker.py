@@ -420,3 +420,8 @@ def test_pools_that_are_not_served_are_refused_in_a_sentence() -> None:
     params.req_to_token_pool.mamba_pool.register_slot_state(object())
     with pytest.raises(ConfigError, match="further states"):
         pools_of(params)
+    params = hybrid_params("states")
+    state = params.req_to_token_pool.mamba_pool.mamba_cache
+    state.conv[0] = state.conv[0].transpose(-1, -2)
+    with pytest.raises(ConfigError, match="not one run of memory"):
+        pools_of(params)

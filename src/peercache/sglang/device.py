@@ -94,6 +94,9 @@ class DevicePool:
         page_tokens: int,
         of_model: Mapping[int, int] | None,
     ) -> None:
+        if not all(tensor.is_contiguous() for layer in layers for tensor in layer):
+            # Its bytes would be those of a copy.
+            raise ConfigError(LINKER, "does not serve layers whose rows are not one run of memory")
         self.layers = layers
         self.of_model = dict(enumerate(range(len(layers))) if of_model is None else of_model)
         self.page_size = page_tokens
