@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -40,8 +40,12 @@ from tests.integration.sglang_cache import (
 )
 from tests.integration.sglang_pools import DTYPE, LAYERS, PAGE_TOKENS, device_pool
 from tests.integration.sglang_rig import WAIT_S, Shape, buffers, content, ranks
+from tests.integration.sglang_side_pools import DSA_PAGE_TOKENS
 
 REQUESTS = 8
+INDEXED_LAYERS = [0, 2]
+"""Layers of sparse attention with an indexer of their own."""
+
 _numbers = itertools.count()
 
 
@@ -65,8 +69,9 @@ class Linked:
         """
         self._shape = Shape(kind=kind, **shape)
         self.kind = kind
+        self.page_tokens = DSA_PAGE_TOKENS if kind == "indexer" else PAGE_TOKENS
         self._arguments = get_context().override_server_args(
-            page_size=PAGE_TOKENS,
+            page_size=self.page_tokens,
             _mamba_cache_chunk_size=PAGE_TOKENS,
             served_model_name=self._shape.model,
             tp_size=self._shape.tp_size,
@@ -120,22 +125,41 @@ class Linked:
         """Return the buffers of each device pool, (slots, bytes of a row) each, of one layer."""
         if self.kind in SIDE:
             return hybrid_pools(self.kind, self.allocator, self.requests)
-        return {
+        pools = {
             "kv": [each.view(torch.uint8).reshape(len(each), -1) for each in buffers(self.device)]
         }
+        if self.kind == "indexer":
+            # A row is a page; a layer that uses the keys of another one has no rows.
+            pools["indexer"] = [each for each in self.device.index_k_with_scale_buffer if len(each)]
+        return pools
 
     def content(self, tokens: int, seed: int) -> dict[str, list[torch.Tensor]]:
         """Return the bytes of a prompt that ends here, of each buffer of each pool."""
         if self.kind in SIDE:
             rows = 1 if self.kind == "states" else tokens
             return hybrid_content(self.pools(), self.kind, tokens, rows, seed)
-        return {"kv": content(self.device, tokens, seed)}
+        found = {"kv": content(self.device, tokens, seed)}
+        if self.kind == "indexer":
+            generator = torch.Generator().manual_seed(seed)
+            shape = (self.device.size // self.page_tokens, self.pools()["indexer"][0].shape[1])
+            found["indexer"] = [
+                torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)[
+                    : tokens // self.page_tokens
+                ]
+                for _ in INDEXED_LAYERS
+            ]
+        return found
 
     def _allocate(self, tokens: int) -> dict[str, torch.Tensor]:
         if self.kind in SIDE:
             full, side = hybrid_rows(self.kind, self.allocator, self.requests, tokens)
             return {"kv": full, self.kind: side}
-        return {"kv": self.allocator.alloc(tokens)}
+        return self._with_indexer(self.allocator.alloc(tokens))
+
+    def _with_indexer(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.kind != "indexer":
+            return {"kv": rows}
+        return {"kv": rows, "indexer": rows[:: self.page_tokens] // self.page_tokens}
 
     def settle(self) -> None:
         """Let SGLang take all results, as the scheduler's loop does."""
@@ -166,9 +190,9 @@ class Linked:
             if index < 0:
                 # SGLang copies a state of the tree to the request later, with its batch.
                 rows.pop("states", None)
-            pages = len(rows["kv"]) // PAGE_TOKENS
-            whole = (len(request.origin_input_ids) - 1) // PAGE_TOKENS
-            wanted = self.content((computed or whole) * PAGE_TOKENS, seed)
+            pages = len(rows["kv"]) // self.page_tokens
+            whole = (len(request.origin_input_ids) - 1) // self.page_tokens
+            wanted = self.content((computed or whole) * self.page_tokens, seed)
             is_right = True
             for layer in range(self.layers):
                 counter.wait_until(layer)
@@ -215,7 +239,7 @@ class Linked:
     def _rows_of(self, request: Req) -> dict[str, torch.Tensor]:
         """Return the rows of a request's prefix in each pool."""
         full = self.tree.prefix_device_indices(request)
-        rows = {"kv": full}
+        rows = self._with_indexer(full)
         if not len(full):
             rows[self.kind if self.kind in SIDE else "kv"] = full
         elif self.kind == "window":
@@ -229,14 +253,15 @@ class Linked:
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield pool, buffer and wanted bytes of a prefix for each part of a layer of the model."""
         full = FULL_LAYERS if self.kind in SIDE else list(range(LAYERS))
-        for name, layers in (("kv", full), (self.kind, SIDE_LAYERS)):
+        side = INDEXED_LAYERS if self.kind == "indexer" else SIDE_LAYERS
+        for name, layers in (("kv", full), (self.kind, side)):
             if layer not in layers or name not in rows:
                 continue
             place = layers.index(layer)
             buffers = self.pools()[name][place :: len(layers)]
             for buffer, data in zip(buffers, wanted[name][place :: len(layers)], strict=True):
-                # A state is one row. Of a window there are the last rows of the prefix.
-                end = len(rows[name]) if name == "states" else len(rows["kv"])
+                # Of a window there are the last rows of the prefix.
+                end = len(rows["kv"]) if name == "window" else len(rows[name])
                 yield name, buffer, data[end - len(rows[name]) : end]
 
     def restore(
@@ -254,13 +279,26 @@ class Linked:
 
 def plain_params(kind: str) -> CacheInitParams:
     """Return what the scheduler builds for a model with full attention in all layers."""
-    device = device_pool(kind)
+    if kind == "indexer":
+        page_tokens, device = DSA_PAGE_TOKENS, sparse_pool()
+    else:
+        page_tokens, device = PAGE_TOKENS, device_pool(kind)
     return CacheInitParams(
         disable=False,
         req_to_token_pool=ReqToTokenPool(REQUESTS, device.size, "cpu", False),
         token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(
-            device.size, PAGE_TOKENS, DTYPE, "cpu", device, need_sort=False
+            device.size, page_tokens, DTYPE, "cpu", device, need_sort=False
         ),
-        page_size=PAGE_TOKENS,
+        page_size=page_tokens,
         tree_components=(ComponentType.FULL,),
     )
+
+
+def sparse_pool() -> DSATokenToKVPool:
+    """Return the device pool of sparse attention, with an indexer in some layers."""
+    return DSATokenToKVPool(
+        size=24 * DSA_PAGE_TOKENS, page_size=DSA_PAGE_TOKENS, kv_lora_rank=32, dtype=DTYPE,
+        qk_rope_head_dim=8, layer_num=LAYERS, device="cpu", index_head_dim=128,
+        enable_memory_saver=False, kv_cache_dim=40,
+        skip_topk_layers=[layer not in INDEXED_LAYERS for layer in range(LAYERS)],
+    )  # fmt: skip

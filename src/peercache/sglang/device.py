@@ -10,8 +10,8 @@ such pages.
 verified there, and then copied to the device layer by layer; or gathered there, and then stored.
 
 A hybrid model has several pools: one for its layers of full attention, and one for those of a
-sliding window or for recurrent states. `pools_of` returns them with the layers of the model that
-each of them serves.
+sliding window, for recurrent states, or for the keys of an indexer. `pools_of` returns them with
+the layers of the model that each of them serves.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -79,10 +80,14 @@ class DevicePool:
     """Of the host pool that has the same pages: with and without a host tier they are shared."""
 
     def __init__(
-        self, pool: Any, page_tokens: int, of_model: Mapping[int, int] | None = None
+        self,
+        pool: Any,
+        page_tokens: int,
+        of_model: Mapping[int, int] | None = None,
+        layers: list[list[torch.Tensor]] | None = None,
     ) -> None:
         """Read the geometry; raise ConfigError for a pool that the linker does not serve."""
-        self._read(layers_of(pool), page_tokens, of_model)
+        self._read(layers_of(pool) if layers is None else layers, page_tokens, of_model)
         self.is_replicated = isinstance(pool, MLATokenToKVPool)
         for name in _FACTS:
             if hasattr(pool, name):
@@ -150,6 +155,27 @@ class StatePool(DevicePool):
         self.temporal_state_shape = tuple(state.temporal.shape[2:])
 
 
+class IndexPool(DevicePool):
+    """The keys of an indexer of sparse attention, in the pages of KV."""
+
+    pool_class = "IndexPool"
+
+    def __init__(self, pool: Any, page_tokens: int) -> None:
+        """Read the geometry; raise ConfigError for keys that the linker does not serve."""
+        if pool.kpool_use_compress:
+            raise ConfigError(LINKER, "does not serve an indexer that compresses its keys")
+        # Layers that use the keys of another layer have no rows. A row is a page: cut into equal
+        # parts, it has the addresses of as many tokens.
+        held = [
+            (layer, keys.view(torch.uint8).reshape(len(keys) * page_tokens, -1))
+            for layer, keys in enumerate(pool.index_k_with_scale_buffer)
+            if len(keys)
+        ]
+        of_model = {layer: place for place, (layer, _) in enumerate(held)}
+        self._read([[keys] for _, keys in held], page_tokens, of_model)
+        self.is_replicated = True
+
+
 def pools_of(params: Any) -> dict[Any, DevicePool]:
     """Return the pools of a model by SGLang's names, first that of full attention.
 
@@ -187,6 +213,12 @@ def pools_of(params: Any) -> dict[Any, DevicePool]:
             PoolName.KV: DevicePool(pool.full_kv_pool, page_tokens, full),
             PoolName.MAMBA: StatePool(requests.mamba_pool, states),
         }
+    if type(pool) is DSATokenToKVPool and pool.kv_scale_buffer is None:
+        layers = [[buffer] for buffer in pool.kv_buffer]
+        return {
+            PoolName.KV: DevicePool(pool, page_tokens, layers=layers),
+            PoolName.INDEXER: IndexPool(pool, page_tokens),
+        }
     return {PoolName.KV: DevicePool(pool, page_tokens)}
 
 
@@ -220,11 +252,6 @@ class StagedPool(DevicePool):
     def pages(self) -> int:
         """All room, in pages."""
         return len(self.content)
-
-    def free_pages(self) -> int:
-        """Return how much of it is free."""
-        with self._lock:
-            return len(self._free)
 
     def take(self, pages: int) -> list[int] | None:
         """Return the numbers of so many free pages; None if there are fewer."""

@@ -14,13 +14,15 @@ SGLang calls `load` while it admits a request. When it returns, the pages are on
 processor can address; for others they are in pinned memory, from which layers are copied while the
 engine computes those before them.
 
-A hybrid model has a pool of windows or of recurrent states in addition to its KV pages. A lookup
+A hybrid model has a pool of windows, of recurrent states or of an indexer's keys in addition to its
+KV pages. A lookup
 returns only the lengths at which all pools have what the model needs, and a load reads all of them
 in one batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import deque
@@ -143,13 +145,15 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
         limits = [most for most in (self._pages_max, self._moves.loads_max) if most is not None]
         keys = list(transfers[0].keys or ())[: min(limits, default=None)]
         if len(self.pools) > 1:
-            ends = self._store.batch_exists_v2(keys, transfers[1:]).restorable_prefix_pages
+            sides = self._with_indexer(transfers)[1:]
+            ends = self._store.batch_exists_v2(keys, sides).restorable_prefix_pages
             return list(ends or ())
         return list(range(1, self._store.batch_exists(keys) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Read pages for a request; return whether every rank has every byte of them."""
-        verdict = torch.tensor([int(self._read(rid, PoolPages.of(transfers)))], dtype=torch.int)
+        pages = PoolPages.of(self._with_indexer(transfers))
+        verdict = torch.tensor([int(self._read(rid, pages))], dtype=torch.int)
         for group in self._groups:
             torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=group)
         if verdict.item():
@@ -197,7 +201,9 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
         # However long one prompt is, it is stored if nothing else waits.
         if not count or (waiting and waiting + count > BACKLOG_PAGES):
             return False
-        pages = PoolPages.of(each for each in transfers if each.name in self._written)
+        pages = PoolPages.of(
+            each for each in self._with_indexer(transfers) if each.name in self._written
+        )
         offload = Offload(count, None if pages else True)
         self._offloads.append(offload)
         if pages:
@@ -222,6 +228,12 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
     def pop_completed_offload(self) -> bool:
         """Forget the oldest offload, which has ended; return whether its pages are stored."""
         return bool(self._offloads.popleft().is_stored)
+
+    def _with_indexer(self, transfers: list[Any]) -> list[Any]:
+        """Return the transfers of all pools: those of an indexer are in the pages of KV."""
+        if PoolName.INDEXER not in self.pools:
+            return transfers
+        return [*transfers, dataclasses.replace(transfers[0], name=PoolName.INDEXER)]
 
     # --- the end -----------------------------------------------------------------------------
 
