@@ -137,9 +137,10 @@ def test_parts_of_a_prompt_are_retained(cluster: FakeCluster, store: PeerCacheSt
     assert (hint, seconds, len(held)) == ("retain", math.inf, 2)
 
 
-def test_the_pages_of_a_linker_are_retained(cluster: FakeCluster, hooked: None) -> None:
-    """Its store takes the hints of requests as that of a host tier does."""
-    linked = Linked(cluster.open)
+@pytest.mark.parametrize("kind", ["mha", "window", "states"])
+def test_the_pages_of_a_linker_are_retained(cluster: FakeCluster, hooked: None, kind: str) -> None:
+    """Of a hybrid model those of all pools: KV pages without a window or a state are no hit."""
+    linked = Linked(cluster.open, kind)
     try:
         linked.compute(TOKENS[: 3 * PAGE_TOKENS], 1)
         end(request("kv.retain", include_current_request=True, ttl_seconds=90))
