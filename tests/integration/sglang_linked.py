@@ -186,7 +186,7 @@ class Linked:
             index = self.load_back(request)
             counter = self.tree.linker.layer_done_counter
             counter.set_consumer(index)
-            rows = self._rows_of(request)
+            rows = self.rows_of(request)
             if index < 0:
                 # SGLang copies a state of the tree to the request later, with its batch.
                 rows.pop("states", None)
@@ -196,10 +196,7 @@ class Linked:
             is_right = True
             for layer in range(self.layers):
                 counter.wait_until(layer)
-                is_right &= all(
-                    torch.equal(buffer[rows[name]], data)
-                    for name, buffer, data in self._of_layer(layer, rows, wanted)
-                )
+                is_right &= self.is_right(layer, rows, wanted)
             assert self.tree.finish_external_linker_loads([request]) == []
         return pages, is_right
 
@@ -236,7 +233,7 @@ class Linked:
         spaces = attached.spaces if name == "kv" else attached.sides[name].spaces
         return int(attached.client.remove(object_keys(hashes, spaces.digests)))
 
-    def _rows_of(self, request: Req) -> dict[str, torch.Tensor]:
+    def rows_of(self, request: Req) -> dict[str, torch.Tensor]:
         """Return the rows of a request's prefix in each pool."""
         full = self.tree.prefix_device_indices(request)
         rows = self._with_indexer(full)
@@ -247,6 +244,15 @@ class Linked:
         elif self.kind == "states":
             rows["states"] = request.kv.mamba_pool_idx.reshape(1)
         return rows
+
+    def is_right(
+        self, layer: int, rows: dict[str, torch.Tensor], wanted: dict[str, list[torch.Tensor]]
+    ) -> bool:
+        """Return whether a layer of the model has these bytes on the device."""
+        return all(
+            torch.equal(buffer[rows[name]], data)
+            for name, buffer, data in self._of_layer(layer, rows, wanted)
+        )
 
     def _of_layer(
         self, layer: int, rows: dict[str, torch.Tensor], wanted: dict[str, list[torch.Tensor]]

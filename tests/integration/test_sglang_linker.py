@@ -223,7 +223,10 @@ def test_windows_are_shared_with_an_engine_that_has_a_host_tier(
 def test_a_copy_that_fails_in_mid_layer_is_reported_before_the_answer_is_used(
     open_linked: OpenLinked, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang gives the request up. Its pinned memory is free, and the next request is right."""
+    """The layers before it are right. SGLang gives the request up; the next one is right.
+
+    The pinned memory of the load is free.
+    """
     writer, tokens = open_linked(kind), prompt(PAGES, 1)
     writer.compute(tokens, 1)
     # For one load, not for two.
@@ -243,9 +246,13 @@ def test_a_copy_that_fails_in_mid_layer_is_reported_before_the_answer_is_used(
         patch.setattr(StagedPool, "to_device", to_device)
         index = reader.load_back(request)
         assert index >= 0
+        rows = reader.rows_of(request)
         assert reader.tree.finish_external_linker_loads([request]) == [request]
 
     assert max(copied) == 2
+    wanted = reader.content(len(tokens), 1)
+    assert reader.is_right(0, rows, wanted)
+    assert reader.is_right(1, rows, wanted)
     wait_until(lambda: reader.restore(tokens, 1) == (PAGES, True), "the memory is free")
 
 
