@@ -5,10 +5,10 @@
 EXTRA_CONFIG_JSON with a `linker` is the configuration of SGLang's external linker, which has no
 host tier; any other is that of a storage backend of HiCache.
 
-In:  {"input_ids": […]}, {"attach": EXTRA_CONFIG}, {"flush": true} or {"memory": true}
+In:  {"input_ids": […]}, {"attach": EXTRA_CONFIG} or {"flush": true}
 Out: {"ready": true} at the start; {"asked_s", "first_s", "tokens", "cached"} for a prompt, with the
      times, in seconds of the monotonic clock, when the engine was asked and when the first token
-     was there; {"memory": bytes} of the scheduler alone; {"done": true} for the rest.
+     was there; {"done": true} for the rest.
 """
 
 from __future__ import annotations
@@ -83,21 +83,10 @@ def options(extra_config: str) -> dict[str, Any]:
     return {**HOST_TIER, **STORAGE, "hicache_storage_backend_extra_config": extra_config}
 
 
-def memory() -> int:
-    """Return the bytes of the scheduler that it shares with no other process."""
-    import psutil  # noqa: PLC0415 - in its environment only
-
-    family = psutil.Process().children(recursive=True)
-    scheduler = next(each for each in family if "scheduler" in " ".join(each.cmdline()))
-    return int(scheduler.memory_full_info().uss)
-
-
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Execute one request."""
     if "input_ids" in request:
         return generate(engine, request["input_ids"])
-    if "memory" in request:
-        return {"memory": memory()}
     if "attach" in request:
         attach(engine, request["attach"])
     if "flush" in request:

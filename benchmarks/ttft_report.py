@@ -14,8 +14,10 @@ FIGURES = Path(__file__).with_name("ttft_sglang.json")
 
 Figures = dict[str, Any]
 
+COLD = "cold_s"
+
 CASES = (
-    ("cold_s", "computed (cold)"),
+    (COLD, "computed (cold)"),
     ("warm_tcp_s", "PeerCache over tcp"),
     ("warm_shm_s", "PeerCache over shared memory"),
     ("linked_tcp_s", "PeerCache's linker over tcp, without a host tier"),
@@ -40,6 +42,16 @@ COLUMNS = {
     "linked_tcp": "linker, tcp",
     "linked_shm": "linker, shm",
 }
+
+
+MEMORY = {"engine": "engine, MiB", "nodes": "nodes, MiB"}
+"""Columns of memory: that of the engine's processes, and that of both nodes."""
+
+MEMORY_NOTE = (
+    "The memory is that of the engine's processes, with its device pool, which is ordinary memory "
+    "here, and that of both nodes; pages that several of them have mapped are divided among them, "
+    "and files are not counted."
+)
 
 
 def measured() -> Figures:
@@ -68,7 +80,7 @@ def heads(figures: Figures) -> list[str]:
 
 
 def times(figures: Figures) -> list[list[str]]:
-    """Return rows: the source of the tokens, milliseconds, and two ratios."""
+    """Return rows: the source of the tokens, milliseconds, two ratios, and MEMORY if measured."""
     rows = []
     for name, label in cases(figures):
         lines = [(label, figures[name])]
@@ -77,8 +89,19 @@ def times(figures: Figures) -> list[list[str]]:
         for line, seconds in lines:
             to_host = seconds / figures["host_memory_s"]
             to_cold = figures["cold_s"] / seconds
-            rows.append([line, _ms(seconds), f"{to_host:.2f}", f"{to_cold:.1f}"])
+            row = [line, _ms(seconds), f"{to_host:.2f}", f"{to_cold:.1f}"]
+            rows.append([*row, *memory(figures, name)])
     return rows
+
+
+def memory(figures: Figures, case: str) -> list[str]:
+    """Return MiB of the engine and of the nodes in a case; nothing if they were not measured."""
+    if "memory_bytes" not in figures:
+        return []
+    if case == COLD:
+        return [""] * len(MEMORY)
+    tier = "linker" if case.startswith("linked") else "host_tier"
+    return [f"{figures['memory_bytes'][tier][of] / 2**20:,.0f}" for of in MEMORY]
 
 
 def steps(figures: Figures) -> list[list[str]]:
@@ -104,25 +127,24 @@ def setting(figures: Figures) -> str:
     )
 
 
-def memory(figures: Figures) -> list[str]:
-    """Return a sentence about the memory of the schedulers, if it was measured."""
-    if "memory_bytes" not in figures:
-        return []
-    tiered, linker = (
-        f"{figures['memory_bytes'][name] / 2**20:,.0f} MiB" for name in ("host_tier", "linker")
-    )
-    sentence = (
-        f"A scheduler with a host tier has {tiered} of memory of its own, and with the linker "
-        f"{linker}; the memory of the nodes is in addition to both."
-    )
-    return [sentence]
+def memory_heads(figures: Figures) -> list[str]:
+    """Return the heads of the columns of memory, if it was measured."""
+    return list(MEMORY.values()) if "memory_bytes" in figures else []
+
+
+def memory_note(figures: Figures) -> list[str]:
+    """Return what the columns of memory count, if it was measured."""
+    return [MEMORY_NOTE] if "memory_bytes" in figures else []
 
 
 def text(figures: Figures) -> str:
     """Return the text for a terminal."""
     lines = [setting(figures), ""]
-    lines += [f"{'tokens come from':<56} {'ms':>9} {'/ host':>7} {'cold /':>7}"]
-    lines += [f"{row[0]:<56} {row[1]:>9} {row[2]:>7} {row[3]:>7}" for row in times(figures)]
+    head = ["tokens come from", "ms", "/ host", "cold /", *memory_heads(figures)]
+    lines += [
+        f"{row[0]:<56}" + "".join(f"{cell:>13}" for cell in row[1:])
+        for row in (head, *times(figures))
+    ]
     lines += [
         "",
         f"{'ms of a warm prompt':<48}" + "".join(f"{head:>18}" for head in heads(figures)),
@@ -131,20 +153,20 @@ def text(figures: Figures) -> str:
         f"{row[0]:<48}" + "".join(f"{cell:>18}" for cell in row[1:]) for row in steps(figures)
     ]
     lines += ["", f"warm at most {figures['ratio']:.2f} times the time from host memory"]
-    lines += memory(figures)
-    return "\n".join(lines)
+    return "\n".join([*lines, *memory_note(figures)])
 
 
 def markdown(figures: Figures) -> str:
     """Return the part of docs/explanation/performance.md."""
-    first = [["tokens come from", "ms", "ratio to host memory", "ratio of cold to it"]]
+    ratios = ("ratio to host memory", "ratio of cold to it")
+    first = [["tokens come from", "ms", *ratios, *memory_heads(figures)]]
     second = [["step of a warm prompt, ms", *heads(figures)]]
     return "\n\n".join(
         [
             setting(figures),
             _table(first + times(figures)),
             _table(second + steps(figures)),
-            *memory(figures),
+            *memory_note(figures),
         ]
     )
 

@@ -8,8 +8,8 @@ stores their pages: `cold`. It ends, and the second one answers the same prompts
 seen, from the first one's node: `warm`, over tcp and then, with a store that is attached again,
 over shared memory. Its device holds one prompt, so each prompt evicts the one before it to the
 engine's own host memory, and asking for that one again gives `host memory`. Then two engines
-without a host tier do the same through the linker: `linked`. The memory of the schedulers is shown
-with and without a host tier.
+without a host tier do the same through the linker, over two new nodes: `linked`. The memory of the
+engine's processes and of the nodes is shown with and without a host tier.
 
 A time is measured from the request to the first streamed token. All tokens must be equal in all
 cases, and all cached tokens must come from the expected source. At the end pages are zeroed as they
@@ -27,8 +27,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ WARM_UP_TOKENS = 200
 """Tokens of a first prompt that is not timed. SGLang stores none of less than 256."""
 
 FABRICS = ("tcp", "shm")
+
+Nodes = tuple[StandaloneNode, StandaloneNode]
+Memory = dict[str, int]
+"""Bytes of an engine's processes and of the nodes, by name."""
 
 
 @attrs.frozen
@@ -195,8 +199,8 @@ class Engine:
         self._child.ask({"attach": self._storage(fabric)})
 
     def memory(self) -> int:
-        """Return the bytes of its scheduler."""
-        return int(self._child.ask({"memory": True})["memory"])
+        """Return the bytes of its processes."""
+        return memory_of(self._child.pid)
 
     def zero_what_is_read(self) -> None:
         """Forget all prompts, and zero every page that is read from now on."""
@@ -219,6 +223,40 @@ class Engine:
         if not self._calls.exists():
             return []
         return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+
+def memory_of(process: int) -> int:
+    """Return the bytes of memory that a process and its descendants have.
+
+    Pages that several processes have mapped are divided among them, so that sums are right. Files,
+    such as those of libraries, are not counted: all programs of a host share them.
+    """
+    import psutil  # noqa: PLC0415 - in SGLang's environment only
+
+    root = psutil.Process(process)
+    kilobytes = 0
+    for each in (root, *root.children(recursive=True)):
+        rollup = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
+        sizes = dict(line.split(":", 1) for line in rollup.splitlines()[1:])
+        kilobytes += sum(int(sizes[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    return kilobytes << 10
+
+
+def memory(engine: Engine, nodes: Nodes) -> Memory:
+    """Return the bytes of an engine, and of all nodes."""
+    return {"engine": engine.memory(), "nodes": sum(memory_of(node.pid) for node in nodes)}
+
+
+@contextmanager
+def nodes_in(folder: Path, pool: str) -> Iterator[Nodes]:
+    """Start two nodes of one cluster."""
+    for name in "ab":
+        (folder / name).mkdir(parents=True)
+    with (
+        StandaloneNode(folder / "a", pool_size=pool) as first,
+        StandaloneNode(folder / "b", pool_size=pool, discovery=first.control) as second,
+    ):
+        yield first, second
 
 
 def median(values: Iterable[float]) -> float:
@@ -245,22 +283,17 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Run the engines; return the figures."""
     prompts = [case.prompt(number) for number in range(rounds + 1)]
     pages = case.prompt_tokens // PAGE_TOKENS
-    # Once for the engines with a host tier, and once for those without, in another order of bytes.
     pool = str(2 * (len(prompts) + 1) * pages * case.page_bytes)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peercache-ttft-")))
-        for name in "ab":
-            (folder / name).mkdir()
+    with tempfile.TemporaryDirectory(prefix="peercache-ttft-") as name:
+        folder = Path(name)
         model = write_tiny_llama(folder / "model", case.sizes)
-        first = StandaloneNode(folder / "a", pool_size=pool)
-        stack.enter_context(first)
-        second = StandaloneNode(folder / "b", pool_size=pool, discovery=first.control)
-        stack.enter_context(second)
-        nodes = (first, second)
-        cold, warm, host, tiered = with_host_tier(model, case, nodes, prompts)
-        linked, linker = without_host_tier(model, case, nodes, prompts, cold)
-    memory = {"host_tier": tiered, "linker": linker}
-    return figures(case, cold[1:], warm, host, linked, memory)
+        # Each with new nodes, which then hold the same number of pages.
+        with nodes_in(folder / "tiered", pool) as nodes:
+            cold, warm, host, tiered = with_host_tier(model, case, nodes, prompts)
+        with nodes_in(folder / "linked", pool) as nodes:
+            linked, linker = without_host_tier(model, case, nodes, prompts, cold)
+    held = {"host_tier": tiered, "linker": linker}
+    return figures(case, cold[1:], warm, host, linked, held)
 
 
 def warm_up(prompts: list[list[int]]) -> list[int]:
@@ -271,10 +304,10 @@ def warm_up(prompts: list[list[int]]) -> list[int]:
 def with_host_tier(
     model: Path,
     case: Case,
-    nodes: tuple[StandaloneNode, StandaloneNode],
+    nodes: Nodes,
     prompts: list[list[int]],
-) -> tuple[list[Reply], dict[str, list[Reply]], list[Reply], int]:
-    """Return the replies: cold, warm by fabric, from host memory; and a scheduler's bytes."""
+) -> tuple[list[Reply], dict[str, list[Reply]], list[Reply], Memory]:
+    """Return the replies: cold, warm by fabric, from host memory; and the memory at the end."""
     pages = case.prompt_tokens // PAGE_TOKENS
     with ExitStack() as stack:
         with Engine(model, case, nodes[0], "tcp") as writer:
@@ -298,19 +331,19 @@ def with_host_tier(
                 if number:
                     again = reader.ask(prompts[number - 1])
                     host.append(answered(again, cold[number - 1], "host", case))
-        memory = reader.memory()
+        held = memory(reader, nodes)
         require_other_tokens(reader, prompts[0], cold[0], "storage", case)
-    return cold, warm, host, memory
+    return cold, warm, host, held
 
 
 def without_host_tier(
     model: Path,
     case: Case,
-    nodes: tuple[StandaloneNode, StandaloneNode],
+    nodes: Nodes,
     prompts: list[list[int]],
     cold: list[Reply],
-) -> tuple[dict[str, list[Reply]], int]:
-    """Return the replies over each fabric, and a scheduler's bytes.
+) -> tuple[dict[str, list[Reply]], Memory]:
+    """Return the replies over each fabric, and the memory at the end.
 
     SGLang counts the tokens that a linker brings as those of host memory.
     """
@@ -321,7 +354,7 @@ def without_host_tier(
         for prompt, computed in zip(prompts, cold, strict=True):
             answered(writer.ask(prompt), computed, "host", case)
     linked: dict[str, list[Reply]] = {}
-    memory = 0
+    held: Memory = {}
     for fabric in FABRICS:
         with Engine(model, case, nodes[1], fabric, is_linked=True) as reader:
             reader.wait(warm_up(prompts))
@@ -329,9 +362,9 @@ def without_host_tier(
                 answered(reader.ask(prompt), computed, "host", case)
                 for prompt, computed in zip(prompts, cold, strict=True)
             ]
-            memory = reader.memory()
+            held = memory(reader, nodes)
             require_other_tokens(reader, prompts[0], cold[0], "host", case)
-    return linked, memory
+    return linked, held
 
 
 def require_other_tokens(
@@ -350,7 +383,7 @@ def figures(
     warm: dict[str, list[Reply]],
     host: list[Reply],
     linked: dict[str, list[Reply]],
-    memory: dict[str, int],
+    held: dict[str, Memory],
 ) -> dict[str, Any]:
     """Return the JSON object. The first prompt of each store is in addition to the medians."""
     cold_s = median(each.first_s for each in cold)
@@ -373,7 +406,7 @@ def figures(
         **{f"warm_{fabric}_s": seconds for fabric, seconds in warm_s.items()},
         **{f"linked_{fabric}_s": seconds for fabric, seconds in linked_s.items()},
         "host_memory_s": host_s,
-        "memory_bytes": memory,
+        "memory_bytes": held,
         "ratio_linked": round(max(linked_s.values()) / host_s, 3),
         "ratio": round(worst_s / host_s, 3),
         "ratio_to_cold": round(cold_s / worst_s, 2),

@@ -49,6 +49,9 @@ TOKENS = 64 * PAGE_TOKENS
 
 WINDOW_TOKENS = 2 * PAGE_TOKENS
 STATES = 16
+FULL_LAYERS, SIDE_LAYERS = [1, 3, 4], [0, 2]
+"""Layers of the model, by their pool."""
+
 REQUESTS = 8
 _numbers = itertools.count()
 CONTEXT_TOKENS = 64 * PAGE_TOKENS
@@ -113,7 +116,7 @@ class Cache:
         )
         arguments = self._arguments.install()
         with ranks(self._shape):
-            params = _window_params() if kind == "window" else _state_params()
+            params = hybrid_params(kind)
             self.requests = params.req_to_token_pool
             self.allocator = params.token_to_kv_pool_allocator
             self.tree = UnifiedRadixCache(params)
@@ -141,14 +144,7 @@ class Cache:
 
     def pools(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers of each device pool, (slots, bytes of a row) each, of one layer."""
-        kv = self.allocator.get_kvcache()
-        full = [*kv.full_kv_pool.k_buffer, *kv.full_kv_pool.v_buffer]
-        if self.kind == "window":
-            side = [*kv.swa_kv_pool.k_buffer, *kv.swa_kv_pool.v_buffer]
-        else:
-            state = self.requests.mamba_pool.mamba_cache
-            side = [layer for part in (*state.conv, state.temporal) for layer in part]
-        return {"kv": [_rows(each) for each in full], self.kind: [_rows(each) for each in side]}
+        return hybrid_pools(self.kind, self.allocator, self.requests)
 
     def compute(self, tokens: list[int], seed: int) -> None:
         """Fill pages of a prompt on the device, put them into the tree, and store them."""
@@ -167,14 +163,7 @@ class Cache:
 
     def content(self, tokens: int, side_rows: int, seed: int) -> dict[str, list[torch.Tensor]]:
         """Return the random bytes of a prompt: rows of each buffer of each pool."""
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            name: [
-                torch.randint(0, 256, (rows, each.shape[1]), dtype=torch.uint8, generator=generator)
-                for each in self.pools()[name]
-            ]
-            for name, rows in (("kv", tokens), (self.kind, side_rows))
-        }
+        return hybrid_content(self.pools(), self.kind, tokens, side_rows, seed)
 
     def restore(self, tokens: list[int]) -> Restored:
         """Take the scheduler's steps for a request; return what is on the device then."""
@@ -275,12 +264,45 @@ class Cache:
 
     def _allocate(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a prompt in the KV pool and in the side pool."""
-        if self.kind == "states":
-            return self.allocator.alloc(tokens), self.requests.mamba_allocator.alloc(1)
-        full = self.allocator.full_attn_allocator.alloc(tokens)
-        side = self.allocator.swa_attn_allocator.alloc(tokens)
-        self.allocator.set_full_to_swa_mapping(full, side)
-        return full, side
+        return hybrid_rows(self.kind, self.allocator, self.requests, tokens)
+
+
+def hybrid_rows(
+    kind: str, allocator: Any, requests: Any, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows for a prompt in the KV pool and in the side pool."""
+    if kind == "states":
+        return allocator.alloc(tokens), requests.mamba_allocator.alloc(1)
+    full = allocator.full_attn_allocator.alloc(tokens)
+    side = allocator.swa_attn_allocator.alloc(tokens)
+    allocator.set_full_to_swa_mapping(full, side)
+    return full, side
+
+
+def hybrid_pools(kind: str, allocator: Any, requests: Any) -> dict[str, list[torch.Tensor]]:
+    """Return the buffers of each device pool, (slots, bytes of a row) each, of one layer."""
+    kv = allocator.get_kvcache()
+    full = [*kv.full_kv_pool.k_buffer, *kv.full_kv_pool.v_buffer]
+    if kind == "window":
+        side = [*kv.swa_kv_pool.k_buffer, *kv.swa_kv_pool.v_buffer]
+    else:
+        state = requests.mamba_pool.mamba_cache
+        side = [layer for part in (*state.conv, state.temporal) for layer in part]
+    return {"kv": [_rows(each) for each in full], kind: [_rows(each) for each in side]}
+
+
+def hybrid_content(
+    pools: dict[str, list[torch.Tensor]], kind: str, tokens: int, side_rows: int, seed: int
+) -> dict[str, list[torch.Tensor]]:
+    """Return the random bytes of a prompt: rows of each buffer of each pool."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: [
+            torch.randint(0, 256, (rows, each.shape[1]), dtype=torch.uint8, generator=generator)
+            for each in pools[name]
+        ]
+        for name, rows in (("kv", tokens), (kind, side_rows))
+    }
 
 
 def _rows(buffer: torch.Tensor) -> torch.Tensor:
@@ -288,11 +310,16 @@ def _rows(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.uint8).reshape(len(buffer), -1)
 
 
+def hybrid_params(kind: str) -> CacheInitParams:
+    """Return what the scheduler builds for a hybrid model: with a "window" or with "states"."""
+    return _window_params() if kind == "window" else _state_params()
+
+
 def _window_params() -> CacheInitParams:
     """Return what the scheduler builds for a model of full and sliding-window layers."""
     pool = SWAKVPool(
         size=TOKENS, size_swa=TOKENS, page_size=PAGE_TOKENS, dtype=DTYPE, head_num=4, head_dim=8,
-        swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1, 3, 4], device="cpu",
+        swa_attention_layer_ids=SIDE_LAYERS, full_attention_layer_ids=FULL_LAYERS, device="cpu",
     )  # fmt: skip
     allocator = SWATokenToKVPoolAllocator(
         TOKENS, TOKENS, PAGE_TOKENS, DTYPE, "cpu", pool, need_sort=False
@@ -314,19 +341,18 @@ def _state_params() -> CacheInitParams:
         tp_world_size=1, intermediate_size=32, n_groups=1, num_heads=4, head_dim=8, state_size=8,
         conv_kernel=4,
     )  # fmt: skip
-    layers = [0, 2]
     requests = HybridReqToTokenPool(
         size=REQUESTS, mamba_size=STATES, mamba_spec_state_size=REQUESTS,
         max_context_len=CONTEXT_TOKENS, device="cpu", enable_memory_saver=False,
         cache_params=Mamba2CacheParams(
             dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32),
-            shape=shape, layers=layers,
+            shape=shape, layers=SIDE_LAYERS,
         ),
-        mamba_layer_ids=layers, enable_mamba_extra_buffer=True,
+        mamba_layer_ids=SIDE_LAYERS, enable_mamba_extra_buffer=True,
     )  # fmt: skip
     pool = HybridLinearKVPool(
         size=TOKENS, dtype=DTYPE, page_size=PAGE_TOKENS, head_num=4, head_dim=8,
-        full_attention_layer_ids=[1, 3, 4], device="cpu", mamba_pool=requests.mamba_pool,
+        full_attention_layer_ids=FULL_LAYERS, device="cpu", mamba_pool=requests.mamba_pool,
     )  # fmt: skip
     return CacheInitParams(
         disable=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,12 @@ DTYPE = torch.bfloat16
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+HAS_SHARED_POOLS = importlib.util.find_spec("sglang.srt.mem_cache.storage.mmap") is not None
+"""Whether this version of SGLang has the allocator `shm`."""
+
+SHARED_POOL = "memfd:sglang_host_pool"
+"""How the kernel shows memory of SGLang's allocator `shm`."""
+
 EVERY_POOL = tuple(("mha", x) for x in MHA_LAYOUTS) + tuple(("mla", x) for x in MLA_LAYOUTS)
 
 
@@ -57,14 +65,24 @@ def device_pool(kind: str, heads: int = HEADS) -> Any:
     return MHATokenToKVPool(head_num=heads, head_dim=8, v_head_dim=v_head_dim, **common)
 
 
-def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAGE_TOKENS) -> Any:
-    """Return SGLang's host pool in one of its layouts."""
+def host_pool(
+    kind: str,
+    layout: str,
+    device: Any = None,
+    page_tokens: int = PAGE_TOKENS,
+    allocator: str = "",
+) -> Any:
+    """Return SGLang's host pool in one of its layouts.
+
+    allocator: what allocates it, "" for SGLang's own default.
+    """
     device = device or device_pool(kind)
     common = {
         "host_to_device_ratio": 1.5,
         "host_size": 0,
         "page_size": page_tokens,
         "layout": layout,
+        **({"allocator_type": allocator} if allocator else {}),
     }
     if not hasattr(device, "get_device_pool_infos"):  # before 0.5.21: of the device pool itself
         kind_of = MLATokenToKVPoolHost if kind == "mla" else get_mha_host_pool_cls(device)
@@ -78,6 +96,17 @@ def host_pool(kind: str, layout: str, device: Any = None, page_tokens: int = PAG
     if kind == "mla":
         return MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **common)
     return get_mha_host_pool_cls(info)(info, **common)
+
+
+def shared_pools(pool: Any) -> list[int]:
+    """Return the addresses of a pool's tensors that are in SGLang's memory files."""
+    mapped = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if SHARED_POOL in line
+    ]
+    addresses = [tensor.data_ptr() for tensor in tensors_of(pool)]
+    return [each for each in addresses if any(begin <= each < end for begin, end in mapped)]
 
 
 def filled(pool: Any, seed: int = 0) -> Any:

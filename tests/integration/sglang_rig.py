@@ -41,6 +41,7 @@ class Shape:
     """What a rig looks like.
 
     heads: of the whole model; a rank of MHA has its part. None gives each rank HEADS.
+    allocator: of the host pool, as SGLang reads it from the backend's configuration.
     """
 
     kind: str = "mha"
@@ -53,6 +54,7 @@ class Shape:
     pp_rank: int = 0
     pp_size: int = 1
     heads: int | None = None
+    allocator: str = ""
 
 
 def buffers(device: Any) -> list[torch.Tensor]:
@@ -93,7 +95,7 @@ class Rig:
         heads = HEADS if shape.heads is None else shape.heads // shape.tp_size
         self.device = device_pool(shape.kind, heads)
         self._part = (0, 1) if shape.heads is None else (shape.tp_rank, shape.tp_size)
-        self.host = host_pool(shape.kind, shape.layout, self.device)
+        self.host = host_pool(shape.kind, shape.layout, self.device, allocator=shape.allocator)
         allocator = PagedTokenToKVPoolAllocator(
             self.device.size, PAGE_TOKENS, DTYPE, "cpu", self.device, need_sort=False
         )
@@ -112,6 +114,7 @@ class Rig:
                 "module_path": backend.__module__,
                 "class_name": backend.__name__,
                 "interface_v1": 1 if shape.interface == "v1" else 0,
+                **({"allocator": shape.allocator} if shape.allocator else {}),
                 **extra_config,
             },
         }

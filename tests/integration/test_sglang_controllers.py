@@ -19,11 +19,13 @@ from tests.integration import older_sglang
 from tests.integration.sglang_fakes import FakeCluster
 from tests.integration.sglang_pools import (
     EVERY_POOL,
+    HAS_SHARED_POOLS,
     PAGE_TOKENS,
     filled,
     flat_page,
     host_pool,
     page_hash,
+    shared_pools,
 )
 from tests.integration.sglang_rig import Rig, prompt
 
@@ -50,6 +52,25 @@ def test_pages_travel_from_engine_to_engine_bit_for_bit(
     loaded = reader.prefetch(tokens, seed=2)
 
     assert (stored, loaded) == (PAGES, (PAGES, True))
+
+
+@pytest.mark.skipif(not HAS_SHARED_POOLS, reason="this SGLang has no such allocator")
+@pytest.mark.parametrize("interface", ["v0", "v1"])
+@pytest.mark.parametrize(("kind", "layout"), EVERY_POOL)
+def test_a_host_pool_in_shared_memory_shares_pages_with_one_that_is_not(
+    open_rig: OpenRig, kind: str, layout: str, interface: str
+) -> None:
+    """With `"allocator": "shm"` the pool is in a memory file, and nothing else differs."""
+    shape = {"kind": kind, "layout": layout, "interface": interface}
+    usual, shared = open_rig(**shape), open_rig(**shape, allocator="shm")
+    first, second = prompt(PAGES, seed=30), prompt(PAGES, seed=31)
+
+    stored = shared.back_up(first, seed=32), usual.back_up(second, seed=33)
+    loaded = usual.prefetch(first, seed=32), shared.prefetch(second, seed=33)
+
+    assert [len(shared_pools(rig.host)) > 0 for rig in (usual, shared)] == [False, True]
+    assert stored == (PAGES, PAGES)
+    assert loaded == ((PAGES, True), (PAGES, True))
 
 
 @pytest.mark.parametrize(("written", "read"), [("v0", "v1"), ("v1", "v0")])

@@ -26,6 +26,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str, hash_str_to_int64
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from tests.integration.sglang_linked import Linked
+
 TOKENS = list(range(100, 100 + 4 * PAGE_TOKENS))
 
 
@@ -133,6 +135,21 @@ def test_parts_of_a_prompt_are_retained(cluster: FakeCluster, store: PeerCacheSt
     wait_until(lambda: len(cluster.hints) == 1)
     hint, seconds, held = cluster.hints[0]
     assert (hint, seconds, len(held)) == ("retain", math.inf, 2)
+
+
+@pytest.mark.parametrize("kind", ["mha", "window", "states"])
+def test_the_pages_of_a_linker_are_retained(cluster: FakeCluster, hooked: None, kind: str) -> None:
+    """Of a hybrid model those of all pools: KV pages without a window or a state are no hit."""
+    linked = Linked(cluster.open, kind)
+    try:
+        linked.compute(TOKENS[: 3 * PAGE_TOKENS], 1)
+        end(request("kv.retain", include_current_request=True, ttl_seconds=90))
+
+        wait_until(lambda: len(cluster.hints) == 1)
+    finally:
+        linked.close()
+    hint, seconds, held = cluster.hints[0]
+    assert (hint, seconds, sorted(held)) == ("retain", 90.0, sorted(cluster.pages))
 
 
 def test_bad_hints_and_requests_without_any_change_nothing(

@@ -5,25 +5,40 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from peercache.errors import ConfigError
 from peercache.sglang import PeerCacheLinker, linker
-from peercache.sglang.device import DevicePool
-from tests.integration.sglang_fakes import BrokenClient, FakeClient, FakeCluster
-from tests.integration.sglang_linked import Linked
+from peercache.sglang.device import DevicePool, StagedPool, pools_of
+from tests.integration.sglang_cache import SIDE, Cache, hybrid_params
+from tests.integration.sglang_fakes import (
+    BrokenClient,
+    FakeBackedStore,
+    FakeClient,
+    FakeCluster,
+)
+from tests.integration.sglang_linked import Linked, plain_params
 from tests.integration.sglang_pools import PAGE_TOKENS, device_pool, host_pool, page_hash
 from tests.integration.sglang_rig import Rig, Shape, prompt, ranks
+from tests.integration.sglang_side_pools import DSA_PAGE_TOKENS
 from tests.pace import TIMEOUT_S, wait_until
 
 PAGES = 7
+KINDS = ("mha", "mla", *SIDE)
+"""Plain models, and hybrid ones by what they have next to full attention."""
+
 OpenLinked = Callable[..., Linked]
+
+
+def hashes_of(tokens: list[int]) -> list[str]:
+    """Return SGLang's page hashes."""
+    return list(get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))
 
 
 @pytest.fixture
@@ -42,7 +57,7 @@ def open_linked(cluster: FakeCluster) -> Iterator[OpenLinked]:
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_of_one_engine_is_restored_by_another(
     open_linked: OpenLinked, kind: str, is_staged: bool
 ) -> None:
@@ -71,7 +86,7 @@ def test_engines_with_and_without_a_host_tier_share_pages(
     assert open_rig(kind=kind, layout="page_first").prefetch(tokens, 1) == (0, True)
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_in_place_and_through_pinned_memory_are_the_same(
     open_linked: OpenLinked, kind: str
 ) -> None:
@@ -100,8 +115,8 @@ def test_pinned_memory_bounds_loads_and_is_free_after_each(
     # A quarter of the room is for stores.
     assert [reader.restore(tokens, 1) for _ in range(3)] == [(6, True)] * 3
     slots = reader.allocator.alloc(6 * PAGE_TOKENS)
-    keys = list(get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))[:6]
-    transfer = SimpleNamespace(keys=keys, device_indices=slots)
+    keys = hashes_of(tokens)[:6]
+    transfer = PoolTransfer(PoolName.KV, keys=keys, device_indices=slots)
     assert reader.linker.load("first", [transfer])
     assert not reader.linker.load("second", [transfer])
     assert reader.linker.cancel_queued_load("first")
@@ -119,20 +134,126 @@ def test_a_wrong_staging_size_is_refused(open_linked: OpenLinked, size: Any) -> 
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "pool", "left"),
+    [("mha", "kv", 6), ("window", "kv", 6), ("window", "swa", 6), ("states", "kv", 0),
+     ("states", "mamba", 0)],
+)  # fmt: skip
 def test_a_page_that_is_gone_before_the_load_makes_the_engine_compute(
-    open_linked: OpenLinked, cluster: FakeCluster, is_staged: bool
+    open_linked: OpenLinked, kind: str, pool: str, left: int, is_staged: bool
 ) -> None:
-    """The load is refused, SGLang has its slots back, and the next request hits what is left."""
-    writer, reader = open_linked(), open_linked(is_staged=is_staged)
+    """The load is refused, SGLang has its slots back, and the next request hits what is left.
+
+    Of a window all pages of a node are stored, of the recurrent states that at its end.
+    """
+    writer, reader = open_linked(kind), open_linked(kind, is_staged=is_staged)
     tokens = prompt(PAGES, 1)
     writer.compute(tokens, 1)
-    free = reader.allocator.available_size()
+    free = reader.free_slots()
     request = reader.matched([*tokens, 1])
-    cluster.pages.pop(list(cluster.pages)[-1])
+    assert reader.remove(pool, hashes_of(tokens)[-1:]) == 1
 
     assert reader.loaded(request, 1) == (0, True)
-    assert reader.allocator.available_size() == free
+    assert reader.free_slots() == free
+    assert reader.restore(tokens, 1) == (left, True)
+    assert reader.restore(tokens, 1) == (left, True)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize(("kind", "pool"), SIDE.items())
+def test_a_prefix_ends_where_every_pool_has_what_the_model_needs(
+    open_linked: OpenLinked, kind: str, pool: str, is_staged: bool
+) -> None:
+    """The pages of full attention alone are of no use."""
+    writer, reader = open_linked(kind), open_linked(kind, is_staged=is_staged)
+    tokens, begin = prompt(PAGES, 1), 4
+    writer.compute(tokens[: begin * PAGE_TOKENS], 1)
+    writer.compute(tokens, 2)
+    assert reader.remove(pool, hashes_of(tokens)[begin:]) > 0
+
+    assert reader.restore(tokens, 1, computed=begin) == (begin, True)
+    assert reader.remove(pool, hashes_of(tokens)) > 0
+    reader.tree.reset()
+    assert reader.restore(tokens, 1) == (0, True)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_keys_of_an_indexer_are_in_the_pages_of_kv(
+    open_linked: OpenLinked, is_staged: bool
+) -> None:
+    """SGLang passes only the KV pages. A missing key of the indexer ends the prefix before it."""
+    writer, reader = open_linked("indexer"), open_linked("indexer", is_staged=is_staged)
+    tokens = prompt(PAGES * DSA_PAGE_TOKENS // PAGE_TOKENS, 1)
+    hashes = list(get_storage_hash_str(tokens, None, page_size=DSA_PAGE_TOKENS))
+    writer.compute(tokens, 1)
+    free = reader.free_slots()
+    assert open_linked("indexer", is_staged=is_staged).restore(tokens, 1) == (PAGES, True)
+
+    request = reader.matched([*tokens, 1])
+    assert reader.remove("indexer", hashes[-1:]) == 1
+    assert reader.loaded(request, 1) == (0, True)
+    assert reader.free_slots() == free
     assert reader.restore(tokens, 1) == (PAGES - 1, True)
+
+
+def test_layers_with_a_recurrent_state_wait_for_it(open_linked: OpenLinked) -> None:
+    """SGLang has KV layers wait for the counter of a linker; states have a pool of their own."""
+    linked = open_linked("states")
+
+    assert linked.requests.layer_transfer_counter is linked.linker.layer_done_counter
+
+
+def test_windows_are_shared_with_an_engine_that_has_a_host_tier(
+    open_linked: OpenLinked, cluster: FakeCluster
+) -> None:
+    """In the layout `layer_first`, as other pages."""
+    tokens, others = prompt(PAGES, 1), prompt(PAGES, 2)
+    linked, tiered = open_linked("window"), Cache("window", "layer_first", FakeBackedStore)
+    try:
+        linked.compute(tokens, 1)
+        tiered.compute(others, 2)
+
+        assert tiered.restore([*tokens, 1]).from_storage == len(tokens)
+    finally:
+        tiered.close()
+    assert linked.restore(others, 2) == (PAGES, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_that_fails_in_mid_layer_is_reported_before_the_answer_is_used(
+    open_linked: OpenLinked, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers before it are right. SGLang gives the request up; the next one is right.
+
+    The pinned memory of the load is free.
+    """
+    writer, tokens = open_linked(kind), prompt(PAGES, 1)
+    writer.compute(tokens, 1)
+    # For one load, not for two.
+    room = 16 * sum(pool.page_bytes for pool in writer.linker.pools.values())
+    reader = open_linked(kind, is_staged=True, settings={"staging_size": room})
+    copied: list[int] = []
+
+    def to_device(pool: Any, layer: int, *arguments: Any) -> None:
+        copied.append(layer)
+        if layer == 2:
+            raise RuntimeError("the device has failed")
+        copy(pool, layer, *arguments)
+
+    copy = StagedPool.to_device
+    request = reader.matched([*tokens, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedPool, "to_device", to_device)
+        index = reader.load_back(request)
+        assert index >= 0
+        rows = reader.rows_of(request)
+        assert reader.tree.finish_external_linker_loads([request]) == [request]
+
+    assert max(copied) == 2
+    wanted = reader.content(len(tokens), 1)
+    assert reader.is_right(0, rows, wanted)
+    assert reader.is_right(1, rows, wanted)
+    wait_until(lambda: reader.restore(tokens, 1) == (PAGES, True), "the memory is free")
 
 
 def test_one_rank_without_a_page_makes_all_ranks_compute(
@@ -237,7 +358,8 @@ def test_results_of_stores_come_in_the_order_of_the_stores(
     def offload(number: int, pages: int = 1) -> bool:
         keys = [page_hash(100 * number + page) for page in range(pages)]
         indices = torch.cat([slots + page * PAGE_TOKENS for page in range(pages)])
-        return linked.linker.offload([SimpleNamespace(keys=keys, device_indices=indices)])
+        transfer = PoolTransfer(PoolName.KV, keys=keys, device_indices=indices)
+        return linked.linker.offload([transfer])
 
     try:
         assert offload(1)
@@ -258,7 +380,7 @@ def test_a_reset_returns_when_the_device_is_no_longer_read(slow: tuple[Linked, S
     linked, client = slow
     client.may_store = threading.Event()
     keys, slots = [page_hash(1)], torch.arange(PAGE_TOKENS, 2 * PAGE_TOKENS)
-    transfer = SimpleNamespace(keys=keys, device_indices=slots)
+    transfer = PoolTransfer(PoolName.KV, keys=keys, device_indices=slots)
     linked.linker.offload([transfer])
     wait_until(client.is_asked.is_set, "the store is under way")
     resetting = threading.Thread(target=linked.linker.reset)
@@ -301,21 +423,48 @@ def test_the_device_pool_looks_like_the_host_pool_of_the_same_model(kind: str) -
         assert getattr(linked, name) == getattr(host, name), name
 
 
-def test_models_with_more_than_plain_pages_are_refused_in_a_sentence() -> None:
-    """The engine does not start, and says what to use instead."""
-    plain = {
-        "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "is_eagle": False,
-        "pp_size": 1,
-    }  # fmt: skip
-    for change, components, why in (
+@pytest.mark.parametrize(
+    ("change", "components", "why"),
+    [
         ({"is_eagle": True}, {ComponentType.FULL}, "no draft models"),
         ({"pp_size": 2}, {ComponentType.FULL}, "no pipeline parallelism"),
-        ({}, {ComponentType.FULL, ComponentType.SWA}, "no sliding windows"),
-    ):
-        refusal = pytest.raises(ConfigError, match=f"{why}.*--enable-hierarchical-cache")
-        with ranks(Shape()), refusal:
-            PeerCacheLinker(None, SimpleNamespace(**plain | change), components=components)
+        ({}, {ComponentType.FULL, ComponentType.SWA}, "only full attention, alone or with"),
+        ({}, set(ComponentType), "only full attention, alone or with"),
+    ],
+)
+def test_models_that_are_not_served_are_refused_in_a_sentence(
+    change: dict[str, Any], components: set[Any], why: str
+) -> None:
+    """The engine does not start, and says what to use instead."""
+    params = plain_params("mha")
+    for name, value in change.items():
+        setattr(params, name, value)
+    refusal = pytest.raises(ConfigError, match=f"{why}.*--enable-hierarchical-cache")
+    with ranks(Shape()), refusal:
+        PeerCacheLinker(None, params, components=components)
+
+
+def test_pools_that_are_not_served_are_refused_in_a_sentence() -> None:
+    """Layouts of one vendor, and states that have further states next to them."""
     asymmetric = device_pool("mha")
     asymmetric.kv_cache_layout = "hnd"
     with pytest.raises(ConfigError, match="MHATokenToKVPool in the layout hnd"):
         DevicePool(asymmetric, PAGE_TOKENS)
+    params = hybrid_params("states")
+    params.req_to_token_pool.mamba_pool.register_slot_state(object())
+    with pytest.raises(ConfigError, match="further states"):
+        pools_of(params)
+    params = hybrid_params("states")
+    state = params.req_to_token_pool.mamba_pool.mamba_cache
+    state.conv[0] = state.conv[0].transpose(-1, -2)
+    with pytest.raises(ConfigError, match="not one run of memory"):
+        pools_of(params)
+    params = hybrid_params("states")
+    params.req_to_token_pool.mamba_ckpt_pool = object()
+    with pytest.raises(ConfigError, match="further states"):
+        pools_of(params)
+    with ranks(Shape()):
+        params = plain_params("indexer")
+    params.token_to_kv_pool_allocator.get_kvcache().kpool_use_compress = True
+    with pytest.raises(ConfigError, match="compresses its keys"):
+        pools_of(params)

@@ -22,7 +22,7 @@ from peercache.sglang import PeerCacheStore
 from tests.integration.processes import StandaloneNode
 from tests.integration.sglang_cache import SIDE, WINDOW_TOKENS, Cache, Restored
 from tests.integration.sglang_fakes import FakeBackedStore, FakeCluster
-from tests.integration.sglang_pools import page_hash
+from tests.integration.sglang_pools import page_hash, shared_pools
 from tests.integration.sglang_rig import PAGE_TOKENS, prompt
 from tests.pace import TIMEOUT_S, no_peer_is_taken_for_hung, paced
 
@@ -111,6 +111,24 @@ def assert_loaded(reader: Cache, writer: Cache, hashes: list[str], kv_pages: int
 def free_slots(cache: Cache) -> list[int]:
     """Return the free slots of each host pool."""
     return [cache.host_pool(name).available_size() for name in ("kv", SIDE[cache.kind])]
+
+
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_all_pools_of_an_engine_may_be_in_shared_memory(
+    open_cache: OpenCache, kind: str, layout: str
+) -> None:
+    """SGLang itself reads `allocator`, and allocates the host pool and the side pool so."""
+    writer, reader = (open_cache(kind, layout, allocator="shm") for _ in "wr")
+    tokens = prompt(PAGES, seed=60)
+
+    writer.compute(tokens, seed=61)
+    got = reader.restore(asking(tokens))
+
+    for name in ("kv", SIDE[kind]):
+        assert shared_pools(reader.host_pool(name)), name
+    assert got.from_storage == len(tokens)
+    assert_restored(got, reader, [(0, PAGES, 61)])
+    assert_loaded(reader, writer, hashes_of(tokens), PAGES)
 
 
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)

@@ -39,7 +39,10 @@ def some_figures() -> dict[str, Any]:
             "tcp": [a_reply(each, "host") for each in (5.0, 1.1, 0.9, 1.05)],
             "shm": [a_reply(each, "host") for each in (5.0, 0.9, 0.9, 0.8)],
         },
-        memory={"host_tier": 3 << 30, "linker": 1 << 30},
+        held={
+            "host_tier": {"engine": 3 << 30, "nodes": 2 << 30},
+            "linker": {"engine": 1 << 30, "nodes": 2 << 30},
+        },
     )
 
 
@@ -98,8 +101,10 @@ def test_the_report_shows_every_case() -> None:
         assert label in text
         assert label in page
         assert label in drawn
-    assert "| PeerCache over tcp | 1,200 | 1.20 | 6.7 |" in page
-    assert "3,072 MiB of memory of its own, and with the linker 1,024 MiB" in page
+    assert "| computed (cold) | 8,000 | 8.00 | 1.0 |  |  |" in page
+    assert "| PeerCache over tcp | 1,200 | 1.20 | 6.7 | 3,072 | 2,048 |" in page
+    linked = ttft_report.CASES[4][1]
+    assert f"| {linked} | 900 | 0.90 | 8.9 | 1,024 | 2,048 |" in page
     # Two fabrics with two steps each, with and without a host tier, and the legend.
     assert drawn.count(ttft_report.OURS) == 9
 
@@ -145,5 +150,7 @@ def test_the_benchmark_measures_two_engines() -> None:
         assert sum(steps.values()) == pytest.approx(found[f"{case}_s"], abs=1e-4)
         assert min(steps["exists_s"], steps["get_s"]) > 0
     assert found["ratio"] > 0
-    assert found["memory_bytes"]["linker"] < found["memory_bytes"]["host_tier"]
+    held = found["memory_bytes"]
+    assert held["linker"]["engine"] < held["host_tier"]["engine"]
+    assert min(held[tier]["nodes"] for tier in held) > 0
     assert found["ratio_to_cold"] > 0

@@ -1,8 +1,9 @@
 """Live engines whose host memory is no cache: PeerCache is the only one beside the device.
 
 One has `--hicache-host-memory-mode buffer_only`, where host memory is for pages that move; one has
-the linker, and no host pool. Pages are evicted from the device and from the cluster, nodes fail,
-and storage is detached and attached: tokens are those that the engine computed first.
+the linker, and no host pool; and one has its buffer in shared memory. Pages are evicted from the
+device and from the cluster, nodes fail, and storage is detached and attached: tokens are those that
+the engine computed first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.integration.engines import (
 from tests.integration.faulty_scene import LATE_S, MARGIN, PREFETCH_S, Nodes
 from tests.integration.processes import StandaloneNode
 from tests.integration.served_engine import DEVICE_TOKENS, PAGE_TOKENS, TIERED, Reply, ServedEngine
+from tests.integration.sglang_pools import SHARED_POOL
 from tests.integration.tiny_llama import write_tiny_llama
 from tests.pace import assert_within, wait_until
 
@@ -40,8 +42,11 @@ STORED_TOKENS = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 PROMPTS = 2 * DEVICE_TOKENS // PROMPT_TOKENS
 """Twice as many as the device holds."""
 
+IN_SHM = {**DYNAMIC, "allocator": "shm"}
+"""Has SGLang allocate its host memory in a memory file; it reads this with `dynamic` only."""
+
 OUTAGES = 6
-MODES = ("buffer_only", "linker")
+MODES = ("buffer_only", "linker", "shm")
 
 
 @attrs.define
@@ -102,12 +107,18 @@ def config(mode: str, home: str) -> tuple[str, ...]:
             "--unified-cache-external-linker-backend", "peercache",
             "--unified-cache-external-linker-config", json.dumps({"home": home}),
         )  # fmt: skip
+    backend, extra = ("dynamic", IN_SHM) if mode == "shm" else ("peercache", {})
     return (
         TIERED,
         "--hicache-host-memory-mode", "buffer_only",
-        "--hicache-storage-backend", "peercache",
-        "--hicache-storage-backend-extra-config", json.dumps({"home": home}),
+        "--hicache-storage-backend", backend,
+        "--hicache-storage-backend-extra-config", json.dumps({**extra, "home": home}),
     )  # fmt: skip
+
+
+def maps_shared_pool(process: int) -> bool:
+    """Return whether a process has mapped host memory of SGLang's allocator `shm`."""
+    return SHARED_POOL in Path(f"/proc/{process}/maps").read_text()
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -196,12 +207,16 @@ def test_an_engine_that_dies_leaves_no_wrong_page(untiered: Untiered, tmp_path: 
     with ServedEngine(untiered.model, *arguments, switches=(), **named) as other:
         other.wait()
         computed = other.ask(ids)
+        assert maps_shared_pool(other.scheduler().pid) == (untiered.mode == "shm")
         other.scheduler().kill()
 
     reply = untiered.engine.ask(ids)
 
     assert reply.tokens == computed.tokens
     assert reply.logprobs == pytest.approx(computed.logprobs, abs=1e-4)
+    # No node has mapped the engine's memory, which would outlive it, and no file is left of it.
+    assert not any(maps_shared_pool(node.pid) for node in untiered.nodes.running.values())
+    assert not list(Path("/dev/shm").glob("sglang_host_pool*"))
 
 
 def test_two_ranks_of_one_model_load_their_heads(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """PeerCacheLinker: pages between an engine's device pool and PeerCache, without a host tier.
 
-Owns    a PeerCacheStore over the device pool itself, the loads that SGLang has queued, and a thread
-        that stores pages.
+Owns    a PeerCacheStore over the device pools themselves, the loads that SGLang has queued, and a
+        thread that stores pages.
 Takes   the methods of UnifiedCacheLinker, all from the scheduler's thread.
 Keeps   a load is queued only if every byte of it is verified in its place: no layer is used before.
         SGLang aborts the requests of a load that fails later, and recomputes one that is refused,
@@ -13,10 +13,16 @@ Limits  a lookup and a load take no longer than the deadlines of the client. Sto
 SGLang calls `load` while it admits a request. When it returns, the pages are on a device that the
 processor can address; for others they are in pinned memory, from which layers are copied while the
 engine computes those before them.
+
+A hybrid model has a pool of windows, of recurrent states or of an indexer's keys in addition to its
+KV pages. A lookup
+returns only the lengths at which all pools have what the model needs, and a load reads all of them
+in one batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import deque
@@ -27,6 +33,8 @@ import attrs
 import torch
 from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
@@ -40,8 +48,8 @@ from peercache.config.settings import Config
 from peercache.engines.lanes import STORE_TIMEOUT_S, CallLane
 from peercache.errors import ConfigError
 from peercache.observability import log
-from peercache.sglang.device import DevicePool, StagedPool
-from peercache.sglang.moves import InPlace, Staged
+from peercache.sglang.device import DevicePool, StagedPool, pools_of
+from peercache.sglang.moves import InPlace, PoolPages, Staged
 from peercache.sglang.pages import BATCH_PAGES
 from peercache.sglang.store import PeerCacheStore
 
@@ -56,6 +64,12 @@ SETTING = "unified_cache_external_linker"
 STAGING_SIZE = "staging_size"
 STAGING_DEFAULT = "1GiB"
 """Pinned memory of a linker next to an accelerator: the longest load that it accepts."""
+
+STATES_DIVISOR = 4
+"""Of the pinned memory, one part of so many is for recurrent states, if the model has them."""
+
+SIDES = {SWAKVPool: {ComponentType.SWA}, HybridLinearKVPool: {ComponentType.MAMBA}}
+"""What SGLang caches of a hybrid model in addition to the pages of full attention."""
 
 
 @attrs.define(eq=False)
@@ -85,44 +99,61 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
                 environment. client_factory: what opens the client; tests pass a fake.
         """
         self.forward_stream = forward_stream
-        _require_plain(params, components)
+        _require_served(params, components)
         settings = dict(extra_config or {})
         room = _staging_size(settings.pop(STAGING_SIZE, STAGING_DEFAULT))
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        pool = DevicePool(kvcache, params.page_size)
-        if not is_addressable(pool.kv_buffer[0].device):
-            pool = StagedPool(kvcache, params.page_size, room)
-        config = _storage_config(params, pool, settings)
+        pools = pools_of(params)
+        kv = pools[PoolName.KV]
+        staged = None if is_addressable(kv.kv_buffer[0].device) else staged_pools(pools, room)
+        config = _storage_config(params, kv, settings)
         self._deadline_s = Config.from_sglang(config.extra_config, os.environ).op_timeout_s
         self._log = log.get_logger(component="sglang")
         self._groups = _groups(params)
-        self._is_writer = not pool.is_replicated or config.tp_rank == 0
+        self._written = {
+            name for name, pool in pools.items() if not pool.is_replicated or config.tp_rank == 0
+        }
+        """Pools that this rank stores."""
         self._pages_max: int | None = None
         """The longest load that is offered, after a load that took too long."""
-        self.pools = {PoolName.KV: pool}
-        self.layer_done_counter = LayerWiseLoadCounter(len(pool.layers))
+        self.pools = staged or pools
+        layers = 1 + max(layer for pool in pools.values() for layer in pool.of_model)
+        self.layer_done_counter = LayerWiseLoadCounter(layers)
+        if PoolName.MAMBA in pools:
+            # SGLang registers the counter with the pool of KV pages only.
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: list[str] = []
         self._offloads: deque[Offload] = deque()
         self._store = PeerCacheStore(config, client_factory=client_factory)
-        self._store.register_mem_pool_host(pool)
+        self._store.register_mem_pool_host(self.pools[PoolName.KV])
+        for name in pools.keys() - {PoolName.KV}:
+            self._store.register_mem_host_pool_v2(self.pools[name], name)
         self._moves: InPlace | Staged = (
-            Staged(self._store, pool, self._log)
-            if isinstance(pool, StagedPool)
-            else InPlace(self._store, pool)
+            InPlace(self._store, layers)
+            if staged is None
+            else Staged(self._store, staged, layers, self._log)
         )
         self._lane = self._new_lane()
 
     # --- loads -------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Return the lengths, in pages, that can be loaded: all before the first missing page."""
+        """Return the lengths, in pages, that can be loaded.
+
+        Those are all before the first missing page; with further pools those at whose end all of
+        them have what the model needs.
+        """
         limits = [most for most in (self._pages_max, self._moves.loads_max) if most is not None]
         keys = list(transfers[0].keys or ())[: min(limits, default=None)]
+        if len(self.pools) > 1:
+            sides = self._with_indexer(transfers)[1:]
+            ends = self._store.batch_exists_v2(keys, sides).restorable_prefix_pages
+            return list(ends or ())
         return list(range(1, self._store.batch_exists(keys) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Read pages for a request; return whether every rank has every byte of them."""
-        verdict = torch.tensor([int(self._read(rid, transfers[0]))], dtype=torch.int)
+        pages = PoolPages.of(self._with_indexer(transfers))
+        verdict = torch.tensor([int(self._read(rid, pages))], dtype=torch.int)
         for group in self._groups:
             torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=group)
         if verdict.item():
@@ -131,15 +162,15 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
             self._moves.forget(rid)
         return bool(verdict.item())
 
-    def _read(self, rid: str, transfer: Any) -> bool:
-        keys = list(transfer.keys)
+    def _read(self, rid: str, pages: list[PoolPages]) -> bool:
         begun_s = time.monotonic()
-        hits = self._moves.read(rid, keys, transfer.device_indices.cpu())
+        flags = self._moves.read(rid, pages)
+        hits = flags[0].count(True)
         if time.monotonic() - begun_s > self._deadline_s * LATE_FRACTION:
             self._pages_max = max(1, hits // 2)
         elif self._pages_max is not None and hits >= self._pages_max:
             self._pages_max *= 2
-        return hits == len(keys)
+        return all(map(all, flags))
 
     def start_layer_wise_loading(self) -> int:
         """Start the queued loads; return their index, -1 for none."""
@@ -165,16 +196,18 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue pages for the store; return whether SGLang shall wait for a result."""
-        keys = list(transfers[0].keys or ())
+        count = len(transfers[0].keys or ())
         waiting = sum(each.pages for each in self._offloads if each.is_stored is None)
         # However long one prompt is, it is stored if nothing else waits.
-        if not keys or (waiting and waiting + len(keys) > BACKLOG_PAGES):
+        if not count or (waiting and waiting + count > BACKLOG_PAGES):
             return False
-        offload = Offload(len(keys), None if self._is_writer else True)
+        pages = PoolPages.of(
+            each for each in self._with_indexer(transfers) if each.name in self._written
+        )
+        offload = Offload(count, None if pages else True)
         self._offloads.append(offload)
-        if self._is_writer:
-            slots = transfers[0].device_indices.cpu().clone()
-            store = self._moves.storing(keys, slots, self.record_offload_ready)
+        if pages:
+            store = self._moves.storing(pages, self.record_offload_ready)
 
             def write() -> None:
                 offload.is_stored = store()
@@ -195,6 +228,12 @@ class PeerCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships
     def pop_completed_offload(self) -> bool:
         """Forget the oldest offload, which has ended; return whether its pages are stored."""
         return bool(self._offloads.popleft().is_stored)
+
+    def _with_indexer(self, transfers: list[Any]) -> list[Any]:
+        """Return the transfers of all pools: those of an indexer are in the pages of KV."""
+        if PoolName.INDEXER not in self.pools:
+            return transfers
+        return [*transfers, dataclasses.replace(transfers[0], name=PoolName.INDEXER)]
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -239,12 +278,31 @@ def _staging_size(value: Any) -> int:
     return size
 
 
-def _require_plain(params: Any, components: Any) -> None:
-    """Refuse models with more state than the KV pages of one stage."""
+def staged_pools(pools: dict[Any, DevicePool], size: int) -> dict[Any, StagedPool]:
+    """Return pinned memory of `size` bytes for all pools of a model.
+
+    Pages of windows have room for as many as there are of full attention: a load has no more. All
+    recurrent states have a fraction.
+    """
+    states = size // STATES_DIVISOR if PoolName.MAMBA in pools else 0
+    page_bytes = sum(pool.page_bytes for name, pool in pools.items() if name != PoolName.MAMBA)
+    pages = (size - states) // page_bytes
+    return {
+        name: StagedPool(pool, states if name == PoolName.MAMBA else pages * pool.page_bytes)
+        for name, pool in pools.items()
+    }
+
+
+def _require_served(params: Any, components: Any) -> None:
+    """Refuse models with more state than the pages and states of one stage."""
     parallel = get_parallel()
     draft = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    served = {ComponentType.FULL} | SIDES.get(type(pool), set())
     problems = {
-        "no sliding windows or recurrent states": set(components) != {ComponentType.FULL},
+        "only full attention, alone or with either sliding windows or recurrent states": (
+            set(components) != served
+        ),
         "no draft models": bool(draft) or params.is_eagle,
         "no pipeline parallelism": params.pp_size > 1,
         "no decode context parallelism": parallel.attn_dcp_size > 1,

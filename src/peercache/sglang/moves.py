@@ -10,14 +10,15 @@ Limits  the deadlines of the client. Copies to and from the device end by themse
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Queue
 from typing import Any
 
 import attrs
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from peercache.sglang.device import DevicePool, StagedPool
+from peercache.sglang.device import StagedPool
 from peercache.sglang.pages import BATCH_PAGES
 
 STORE_DIVISOR = 4
@@ -27,20 +28,65 @@ Events = Callable[[], list[Any]]
 """Records what pages of the device wait for, on the thread of the scheduler."""
 
 
+@attrs.frozen(eq=False)
+class PoolPages:
+    """Pages of one pool, as SGLang's storage interface has them. host_indices: of all slots."""
+
+    name: Any
+    keys: list[str]
+    host_indices: torch.Tensor
+
+    @classmethod
+    def of(cls, transfers: Iterable[Any]) -> list[PoolPages]:
+        """Read the transfers of a linker's call."""
+        return [cls(e.name, list(e.keys), e.device_indices.cpu()) for e in transfers if e.keys]
+
+    def firsts(self) -> list[int]:
+        """Return the first slot of each page."""
+        listed: list[int] = self.host_indices[:: len(self.host_indices) // len(self.keys)].tolist()
+        return listed
+
+    def batches(self, pages_max: int) -> list[PoolPages]:
+        """Cut them into batches, each with a deadline of its own."""
+        tokens = len(self.host_indices) // len(self.keys)
+        return [
+            PoolPages(
+                self.name,
+                self.keys[at : at + pages_max],
+                self.host_indices[at * tokens : (at + pages_max) * tokens],
+            )
+            for at in range(0, len(self.keys), pages_max)
+        ]
+
+
+def read(store: Any, pages: list[PoolPages]) -> list[list[bool]]:
+    """Read pages of several pools in one batch; return one bool a page."""
+    if len(pages) == 1:
+        return [store.batch_get_v1(pages[0].keys, pages[0].host_indices)]
+    answer = store.batch_get_v2(pages)
+    return [answer[each.name] for each in pages]
+
+
+def write(store: Any, pages: PoolPages) -> bool:
+    """Store pages of one pool; return whether the cluster holds all."""
+    if pages.name == PoolName.KV:
+        return all(store.batch_set_v1(pages.keys, pages.host_indices))
+    return all(store.batch_set_v2([pages])[pages.name])
+
+
 class InPlace:
     """Moves pages between the device pool and the cluster directly."""
 
     loads_max: int | None = None
     """Pages that there is room for in one load; None for no limit."""
 
-    def __init__(self, store: Any, pool: DevicePool) -> None:
-        """Move pages of a pool whose memory the processor can read."""
-        self._store = store
-        self._layers = len(pool.layers)
+    def __init__(self, store: Any, layers: int) -> None:
+        """Move pages of pools whose memory the processor can read. layers: of the model."""
+        self._store, self._layers = store, layers
 
-    def read(self, rid: str, keys: list[str], slots: torch.Tensor) -> int:
-        """Read pages for a request; return how many were read."""
-        return int(self._store.batch_get_v1(keys, slots).count(True))
+    def read(self, rid: str, pages: list[PoolPages]) -> list[list[bool]]:
+        """Read pages for a request; return one bool a page."""
+        return read(self._store, pages)
 
     def forget(self, rid: str) -> None:
         """Give up what was read for a request."""
@@ -52,13 +98,12 @@ class InPlace:
             counter.complete(index, layer)
         return index
 
-    def storing(self, keys: list[str], slots: torch.Tensor, events: Events) -> Callable[[], bool]:
+    def storing(self, pages: list[PoolPages], events: Events) -> Callable[[], bool]:
         """Return a function that stores pages, and returns whether the cluster holds all."""
 
         def store() -> bool:
             return all(
-                all(self._store.batch_set_v1(some, places))
-                for some, places in batches(keys, slots, BATCH_PAGES)
+                write(self._store, some) for each in pages for some in each.batches(BATCH_PAGES)
             )
 
         return store
@@ -72,8 +117,9 @@ class InPlace:
 
 @attrs.frozen(eq=False)
 class StagedLoad:
-    """Pages of a request that were read. slots: the first of each page on the device."""
+    """Pages of one pool that were read. slots: the first of each page on the device."""
 
+    pool: StagedPool
     pages: list[int]
     slots: list[int]
 
@@ -81,65 +127,80 @@ class StagedLoad:
 class Staged:
     """Moves pages through pinned memory, and a thread that copies layers to the device."""
 
-    def __init__(self, store: Any, pool: StagedPool, log: Any) -> None:
-        """Start the thread."""
-        self._store, self._pool, self._log = store, pool, log
+    def __init__(self, store: Any, pools: dict[Any, StagedPool], layers: int, log: Any) -> None:
+        """Start the thread. layers: of the model."""
+        self._store, self._pools, self._layers, self._log = store, pools, layers, log
         # Loads find room even while pages are stored.
-        self._store_pages = min(BATCH_PAGES, max(1, pool.pages // STORE_DIVISOR))
-        self._store_room = pool.take(self._store_pages) or []
-        self.loads_max: int | None = pool.pages - self._store_pages
-        self._loads: dict[str, StagedLoad] = {}
-        self._stream, self._store_stream = (pool.device_module.Stream() for _ in range(2))
+        self._store_room = {
+            name: pool.take(min(BATCH_PAGES, max(1, pool.pages // STORE_DIVISOR))) or []
+            for name, pool in pools.items()
+        }
+        kv = pools[PoolName.KV]
+        self.loads_max: int | None = kv.pages - len(self._store_room[PoolName.KV])
+        self._loads: dict[str, list[StagedLoad]] = {}
+        self._device = kv.device_module
+        self._stream, self._store_stream = (self._device.Stream() for _ in range(2))
         self._batches: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._main, name="peercache-layers", daemon=True)
         self._thread.start()
 
-    def read(self, rid: str, keys: list[str], slots: torch.Tensor) -> int:
-        """Read pages for a request; return how many were read, none without room for all."""
-        pages = self._pool.take(len(keys))
-        if pages is None:
-            return 0
-        flags = self._store.batch_get_v1(keys, self._pool.slots(pages))
-        if all(flags):
-            self._loads[rid] = StagedLoad(pages, slots[:: self._pool.page_size].tolist())
+    def read(self, rid: str, pages: list[PoolPages]) -> list[list[bool]]:
+        """Read pages for a request; return one bool a page, none set without room for all."""
+        loads: list[StagedLoad] = []
+        for each in pages:
+            pool = self._pools[each.name]
+            taken = pool.take(len(each.keys))
+            if taken is None:
+                self._give_back(loads)
+                return [[False] * len(each.keys) for each in pages]
+            loads.append(StagedLoad(pool, taken, each.firsts()))
+        rooms = [
+            PoolPages(each.name, each.keys, load.pool.slots(load.pages))
+            for each, load in zip(pages, loads, strict=True)
+        ]
+        flags = read(self._store, rooms)
+        if all(map(all, flags)):
+            self._loads[rid] = loads
         else:
-            self._pool.give_back(pages)
-        return int(flags.count(True))
+            self._give_back(loads)
+        return flags
+
+    @staticmethod
+    def _give_back(loads: list[StagedLoad]) -> None:
+        for load in loads:
+            load.pool.give_back(load.pages)
 
     def forget(self, rid: str) -> None:
         """Give up what was read for a request."""
-        load = self._loads.pop(rid, None)
-        if load is not None:
-            self._pool.give_back(load.pages)
+        self._give_back(self._loads.pop(rid, []))
 
     def start(self, counter: Any, rids: list[str], events: Events) -> int:
         """Have the thread copy what was read, layer by layer; return the index of the counter."""
         index: int = counter.update_producer()
-        loads = [self._loads.pop(rid) for rid in rids]
+        loads = [load for rid in rids for load in self._loads.pop(rid)]
         before = events()
         self._batches.put(lambda: self._copy(counter, index, loads, before))
         return index
 
     def _copy(self, counter: Any, index: int, loads: list[StagedLoad], before: list[Any]) -> None:
         try:
-            with self._pool.device_module.stream(self._stream):
+            with self._device.stream(self._stream):
                 for event in before:
                     event.synchronize()
-                for layer in range(len(self._pool.layers)):
+                for layer in range(self._layers):
                     for load in loads:
-                        self._pool.to_device(layer, load.pages, load.slots)
+                        load.pool.to_device(layer, load.pages, load.slots)
                     self._end(self._stream)
                     counter.complete(index, layer)
         except Exception as error:  # an error of the device: SGLang aborts these requests
             counter.fail(index, error)
             self._log.exception("sglang.call_failed", operation="copy", pages=0)
         finally:
-            for load in loads:
-                self._pool.give_back(load.pages)
+            self._give_back(loads)
 
     def _end(self, stream: Any) -> None:
         """Wait for all copies of a stream."""
-        done = self._pool.device_module.Event()
+        done = self._device.Event()
         done.record(stream)
         done.synchronize()
 
@@ -149,23 +210,28 @@ class Staged:
             self._batches.task_done()
         self._batches.task_done()
 
-    def storing(self, keys: list[str], slots: torch.Tensor, events: Events) -> Callable[[], bool]:
+    def storing(self, pages: list[PoolPages], events: Events) -> Callable[[], bool]:
         """Return a function that stores pages, and returns whether the cluster holds all."""
         before = events()
 
         def store() -> bool:
             for event in before:
                 event.synchronize()
-            for some, places in batches(keys, slots, self._store_pages):
-                room = self._store_room[: len(some)]
-                with self._pool.device_module.stream(self._store_stream):
-                    self._pool.from_device(room, places[:: self._pool.page_size].tolist())
-                    self._end(self._store_stream)
-                if not all(self._store.batch_set_v1(some, self._pool.slots(room))):
-                    return False
-            return True
+            return all(
+                self._store_staged(some)
+                for each in pages
+                for some in each.batches(len(self._store_room[each.name]))
+            )
 
         return store
+
+    def _store_staged(self, pages: PoolPages) -> bool:
+        pool = self._pools[pages.name]
+        room = self._store_room[pages.name][: len(pages.keys)]
+        with self._device.stream(self._store_stream):
+            pool.from_device(room, pages.firsts())
+            self._end(self._store_stream)
+        return write(self._store, PoolPages(pages.name, pages.keys, pool.slots(room)))
 
     def quiesce(self) -> None:
         """Return when nothing writes to the device; forget all loads that have not started."""
@@ -178,14 +244,3 @@ class Staged:
         if self._thread.is_alive():
             self._batches.put(None)
             self._thread.join()
-
-
-def batches(
-    keys: list[str], slots: torch.Tensor, pages_max: int
-) -> list[tuple[list[str], torch.Tensor]]:
-    """Cut pages into batches, each with a deadline of its own. slots: those of all tokens."""
-    tokens = len(slots) // len(keys)
-    return [
-        (keys[at : at + pages_max], slots[at * tokens : (at + pages_max) * tokens])
-        for at in range(0, len(keys), pages_max)
-    ]

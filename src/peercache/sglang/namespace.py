@@ -162,7 +162,7 @@ def spaces_of(
     is_own = not _field(storage_config, "is_mla_model", default=False)
     geometry = _facts(pool, (*_POOL_FACTS, *_SIDE_FACTS) if side else _POOL_FACTS)
     if side:
-        geometry |= {"pool": side, "pool_class": type(pool).__name__}
+        geometry |= {"pool": side, "pool_class": getattr(pool, "pool_class", type(pool).__name__)}
         # A replicated model's KV is the same on every rank. Its Mamba state is not, nor is a pool
         # with attention heads, such as that of a draft model: each rank has its own part.
         is_own = is_own or side == MAMBA or getattr(pool, "head_num", None) is not None

@@ -381,10 +381,15 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return None if attached is None else attached.client
 
     def _keys(self, pages: Sequence[str]) -> PageKeys:
-        """Return the keys of all objects of pages."""
+        """Return the keys of all objects of pages, in the pools of a hybrid model too.
+
+        A window or a state belongs to few pages: hints count the others as missing.
+        """
         attached = self._registration.attached
-        digests = attached.spaces.digests if attached is not None else ()
-        return object_keys(pages, digests)
+        if attached is None:
+            return object_keys(pages, ())
+        pools = (attached.spaces, *(side.spaces for side in attached.sides.values()))
+        return object_keys(pages, [digest for spaces in pools for digest in spaces.digests])
 
     def _object_events(self, home: str) -> Any:
         """Start to publish the pages of the home node; raise ConfigError if that is impossible."""
