@@ -15,9 +15,8 @@ processor can address; for others they are in pinned memory, from which layers a
 engine computes those before them.
 
 A hybrid model has a pool of windows, of recurrent states or of an indexer's keys in addition to its
-KV pages. A lookup
-returns only the lengths at which all pools have what the model needs, and a load reads all of them
-in one batch.
+KV pages. A lookup returns only the lengths at which all pools have what the model needs, and a load
+reads all of them in one batch.
 """
 
 from __future__ import annotations
