@@ -22,7 +22,7 @@ from pathlib import Path
 
 import attrs
 
-from tests.faults.checkers import check
+from tests.faults.checkers import check, sure_removals
 from tests.faults.cluster import Cluster, running
 from tests.faults.history import GET, SET, History, read_json, write_edn, write_json
 from tests.faults.injection import Injection
@@ -132,6 +132,7 @@ def report(history: History, problems: list[str]) -> int:
     hits = sum(sum(call.answers) for call in history.calls if call.kind == GET)
     gets = sum(len(call.keys) for call in history.calls if call.kind == GET)
     print(f"calls: {dict(counts)}, {hits} hits of {gets} pages, "
+          f"{sum(1 for _ in sure_removals(history))} removals in calm times, "
           f"{len(history.spans)} faults, {len(history.lives)} lives of nodes")  # fmt: skip
     problems = [*problems, *check(history)]
     for problem in problems[:40]:
@@ -144,7 +145,7 @@ def keep(made: Path, history: History, folder: Path) -> None:
     """Copy the history and the logs of a run to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(history, folder / "history.jsonl")
-    write_edn(history.calls, folder / "history.edn")
+    write_edn(history.calls, folder / "history.edn", sure_removals(history))
     for log in made.glob("*.log"):
         shutil.copy(log, folder / log.name)
     print(f"kept: {folder}")

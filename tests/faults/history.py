@@ -186,20 +186,25 @@ def read_json(file: Path) -> History:
 _OF_JEPSEN = {SET: "write", GET: "read", REMOVE: "remove"}
 
 
-def write_edn(calls: Iterable[Call], file: Path) -> None:
+def write_edn(calls: Iterable[Call], file: Path, removals: Iterable[Call] = ()) -> None:
     """Write sets, gets and removals as operation maps of Jepsen, one a page and line, by time.
 
     The pages of one call are operations of one process at the same time, which are of different
     keys. `:value` is the digest of the bytes, nil for a miss; `:info` ends what may have happened:
-    without an answer, or answered "not stored", or a removal that did not reach every member.
+    without an answer, or answered "not stored", or a removal that is not one of `removals`, those
+    that must have reached every page.
     """
+    sure = {id(call) for call in removals}
     events: list[tuple[float, int, str]] = []
     for call in calls:
         if call.kind not in _OF_JEPSEN:
             continue
         for index, key in enumerate(call.keys):
             stored = call.values[index] if call.values else ""
-            is_sure = call.is_answered and (call.kind == GET or call.answers[index])
+            is_sure = id(call) in sure or (
+                call.is_answered
+                and (call.kind == GET or (call.kind == SET and call.answers[index]))
+            )
             asked = stored if call.kind == SET else ""
             got = stored if call.kind != GET or (is_sure and call.answers[index]) else ""
             op = f"{{:process {call.process}, :f :{_OF_JEPSEN[call.kind]}, :key {json.dumps(key)}"

@@ -19,7 +19,7 @@ STORM_S = (5.0, 10.0)
 CALM_S = 11.0
 """Members are back in the views within seconds after it: the rest is calm."""
 
-FAULTS_A_SECOND = 0.6
+FAULTS_A_SECOND = 1.0
 LASTS_S = (0.5, 8.5)
 """Members are suspect after 3 s of silence, and dead after 6."""
 HOUR_S = 3600.0
@@ -73,8 +73,8 @@ def plan(seed: int, seconds: float, only: Sequence[str] = ()) -> Plan:
     rng = random.Random(seed)
     is_small = rng.random() < 0.5
     settings = {
-        # The whole of what clients write is 12 MiB: a small pool evicts all the time.
-        "pool-size": "3MiB" if is_small else "32MiB",
+        # Clients write 3 MiB of pages: a small pool evicts all the time.
+        "pool-size": "1MiB" if is_small else "32MiB",
         "disk-size": "16MiB" if rng.random() < 0.5 else "64MiB",
         "write-policy": rng.choice(("through", "on_evict")),
         "spill": rng.choice(("true", "false")),

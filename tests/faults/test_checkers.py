@@ -231,9 +231,10 @@ def test_edn_has_the_operations_of_jepsen(tmp_path: Path) -> None:
         call(GET, 4, 5, "m", answer=False),
         call(REMOVE, 6, inf, "k"),
         call(EXISTS, 7, 8, "k"),
+        call(REMOVE, 9, 10, "l", process=1),
     ]
 
-    write_edn(calls, tmp_path / "edn")
+    write_edn(calls, tmp_path / "edn", calls[-1:])
 
     lines = (tmp_path / "edn").read_text().splitlines()
     shape = (
@@ -250,5 +251,7 @@ def test_edn_has_the_operations_of_jepsen(tmp_path: Path) -> None:
         "0 read m invoke nil",
         "0 read m ok nil",
         "0 remove k invoke nil",
+        "1 remove l invoke nil",
+        "1 remove l ok nil",
         "0 remove k info nil",
     ]
