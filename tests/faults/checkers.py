@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 
 import attrs
 
-from tests.faults.history import EXISTS, GET, REMOVE, SET, Call, History, Sight
+from tests.faults.history import EXISTS, GET, REMOVE, SET, Call, History, Sight, Span
 from tests.faults.register import FOUND, REMOVED, STORED, Operation, is_linearizable
+from tests.faults.schedule import HOST_KINDS, PAIR_KINDS
 
 SETTLES_S = 3.0
 """How long after a fault a cluster may still be busy with it, although every view is whole."""
@@ -29,7 +30,16 @@ TRUSTS_S = 1.0
 CRASH_S = 2.5
 """A page that was removed so long before its holder was killed may return with it."""
 
-NODE_DEATHS = frozenset({"kill_node", "restart_node", "memory_limit"})
+DEAD_S = 4.5
+"""A node that is silent for `dead_s` = 6 s is taken for dead, and keeps what is removed meanwhile;
+silence of less than this cannot come to it."""
+
+SILENT = frozenset({"pause_node", "clock_jump", *PAIR_KINDS, *HOST_KINDS})
+"""Faults in which a node that runs may be silent. Clocks: its certificate may not be valid yet."""
+
+YOUNG_S = 15.0
+"""So long after its process began a node may copy a page that is being removed: it may take ten
+seconds to serve, and is young for 2.5 s."""
 
 Checker = Callable[[History], Iterator[str]]
 
@@ -63,6 +73,37 @@ class Calm:
         }
         return all(self._saw(process, living, began, ended) for process in self._sights)
 
+    def may_be_dead(self, began: float, ended: float) -> bool:
+        """Return whether a fault may have lasted so long that a node was taken for dead."""
+        silent = [span for span in self.history.spans if span.kind in SILENT]
+        return any(
+            span.ended - span.began > DEAD_S
+            and span.began + DEAD_S <= ended
+            and began <= span.ended + SETTLES_S
+            for span in _joined(silent)
+        )
+
+    def saw_all(self, process: int, began: float, ended: float) -> bool:
+        """Return whether a client saw exactly the nodes that ran, right before and right after."""
+        running = {
+            life.incarnation
+            for life in self.history.lives
+            if life.began <= ended and began <= life.ended
+        }
+        sights = self._sights[process]
+        before = bisect_right(sights, began, key=lambda sight: sight.at) - 1
+        after = bisect_right(sights, ended, key=lambda sight: sight.at)
+        return (
+            before >= 0
+            and after < len(sights)
+            and sights[before].at > began - SIGHT_S
+            and sights[after].at < ended + SIGHT_S
+            and all(
+                set(sight.members) == running and sight.alive == len(running)
+                for sight in sights[before : after + 1]
+            )
+        )
+
     def _saw(self, process: int, living: set[str], began: float, ended: float) -> bool:
         """Return whether a client saw these members, if it ran."""
         sights = self._sights[process]
@@ -74,6 +115,20 @@ class Calm:
             # It has ended, or it did not look.
             return first == len(sights) - 1 and self._lasted.get(process, 0.0) < began
         return all(set(sight.members) == living for sight in sights[first:last])
+
+
+def _joined(spans: Iterable[Span]) -> Iterator[Span]:
+    """Join spans that overlap."""
+    joined: Span | None = None
+    for span in sorted(spans, key=lambda each: each.began):
+        if joined is not None and span.began <= joined.ended:
+            joined = attrs.evolve(joined, ended=max(span.ended, joined.ended))
+            continue
+        if joined is not None:
+            yield joined
+        joined = span
+    if joined is not None:
+        yield joined
 
 
 def wrong_bytes(history: History) -> Iterator[str]:
@@ -98,17 +153,23 @@ def hits(history: History) -> Iterator[tuple[Call, str, str]]:
 
 
 def sure_removals(history: History) -> Iterator[Call]:
-    """Yield the removals that must have reached every page: all members were live, and answered."""
+    """Yield the removals that must have reached every page, whatever the faults.
+
+    Every member answered, no node was taken for dead, none was young, and none was killed right
+    afterwards.
+    """
     calm = Calm(history)
     for call in history.calls:
         if (
             call.kind == REMOVE
             and call.is_answered
             and all(call.answers)
-            and calm.lasted(call.began, call.ended)
+            and calm.saw_all(call.process, call.began, call.ended)
+            and not calm.may_be_dead(call.began, call.ended)
             and not any(
-                span.kind in NODE_DEATHS and call.ended <= span.began < call.ended + CRASH_S
-                for span in history.spans
+                call.began - YOUNG_S <= life.began <= call.ended
+                or call.began <= life.ended < call.ended + CRASH_S
+                for life in history.lives
             )
         ):
             yield call

@@ -131,6 +131,7 @@ class Worker:
             at=at,
             home=str(stats.get("home_node", "")),
             members=sorted(map(name_of, self._client.member_addresses())),
+            alive=int(stats.get("home_members_alive", -1)),
             evicted=int(stats.get("home_pool_pages_evicted", -1)),
             unpublished=int(stats.get("pages_unpublished", 0)),
         )

@@ -59,7 +59,8 @@ class Call:
 class Sight:
     """What a client saw of the cluster at a moment.
 
-    home: the incarnation of its home node. members: the incarnations in its view.
+    home: the incarnation of its home node. members: the incarnations in its view, which is up to
+    a second old. alive: how many the home node counts now.
     evicted: pages that its home node has evicted. unpublished: pages of this client's sets.
     """
 
@@ -68,6 +69,7 @@ class Sight:
     at: float
     home: str
     members: tuple[str, ...]
+    alive: int = -1
     evicted: int = 0
     unpublished: int = 0
 

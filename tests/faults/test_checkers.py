@@ -46,7 +46,14 @@ def around(*calls: Call, **more: Any) -> History:
     """Return a history with these calls, in which both clients see both nodes all the time."""
     lives = [Life(host=host, incarnation=host, began=-10) for host in HOSTS]
     sights = [
-        Sight(process=process, host=HOSTS[process], at=at / 2, home=HOSTS[process], members=HOSTS)
+        Sight(
+            process=process,
+            host=HOSTS[process],
+            at=at / 2,
+            home=HOSTS[process],
+            members=HOSTS,
+            alive=2,
+        )
         for at in range(-2, 220)
         for process in range(2)
     ]
@@ -135,9 +142,11 @@ def test_mutated_history_is_found(name: str) -> None:
     [
         # What a fault may have caused is not asked.
         around(*STORED_AND_REMOVED, call(GET, 11, 11.1, "k", "v"),
-               spans=[Span(kind="one_way", targets=("a", "b"), began=9, ended=9.5)]),
+               spans=[Span(kind="one_way", targets=("a", "b"), began=3, ended=7),
+                      Span(kind="silence", targets=("b",), began=6, ended=9.5)]),
         around(*STORED_AND_REMOVED, call(GET, 11, 11.1, "k", "v"),
-               spans=[Span(kind="kill_node", targets=("a",), began=10.5, ended=11.5)]),
+               lives=[Life(host="a", incarnation="a", began=-10, ended=10.5),
+                      Life(host="b", incarnation="b", began=-10)]),
         around(call(SET, 2, 2.1, "k", "v"), call(REMOVE, 10, 10.1, "k", answer=False),
                call(GET, 11, 11.1, "k", "v")),
         # Stored again, or perhaps.
