@@ -30,7 +30,7 @@ from tests.faults.schedule import KINDS, Plan, plan
 from tests.system.separate_hosts import skip_reason
 
 INSIDE = "FAULTS_INSIDE"
-START_S, HEALS_S = 60.0, 30.0
+START_S, HEALS_S = 180.0, 30.0
 
 
 def why_not() -> str:
