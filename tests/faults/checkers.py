@@ -27,6 +27,9 @@ SIGHT_S = 2.5
 TRUSTS_S = 1.0
 """How long `exists` may answer from records that a client has (EXISTS_TRUSTS_S)."""
 
+REPAIRS_S = 5.0
+"""How long before a look-up it must be calm for pages that were stored during faults."""
+
 CRASH_S = 2.5
 """A page that was removed so long before its holder was killed may return with it."""
 
@@ -232,11 +235,25 @@ def removed_is_found(history: History) -> Iterator[str]:
 def stored_is_found(history: History) -> Iterator[str]:
     """A stored page is not absent while its holder lives and evicts nothing.
 
-    It is asked of calls whose whole time since the set was calm. Misses with another reason than
-    "absent" are not questions of the directory: each may excuse a page of its call.
+    Either the whole time since the set was calm, and all owners had acknowledged the page; or it
+    was stored before, perhaps during faults, and the last REPAIRS_S were calm. Misses with another
+    reason than "absent" are not questions of the directory: each may excuse a page of its call.
     """
     calm = Calm(history)
     evicted, unpublished = _counters(history, "evicted"), _counters(history, "unpublished")
+
+    def must_be_found(last: Call, call: Call) -> bool:
+        is_kept = evicted.is_same(last.host, last.began, call.ended) and any(
+            life.host == last.host and life.began <= last.began and call.ended <= life.ended
+            for life in history.lives
+        )
+        is_published = unpublished.is_same(last.process, last.began, last.ended)
+        repaired = call.began - REPAIRS_S
+        return is_kept and (
+            (is_published and calm.lasted(last.began, call.ended))
+            or (last.ended < repaired and calm.lasted(repaired, call.ended))
+        )
+
     stored: dict[str, list[Call]] = defaultdict(list)
     removed: dict[str, list[float]] = defaultdict(list)
     for call in history.calls:
@@ -255,9 +272,7 @@ def stored_is_found(history: History) -> Iterator[str]:
                 not found
                 and last is not None
                 and not any(ended > last.began for ended in removed[key])
-                and calm.lasted(last.began, call.ended)
-                and evicted.is_same(last.host, last.began, call.ended)
-                and unpublished.is_same(last.process, last.began, last.ended)
+                and must_be_found(last, call)
             ):
                 missing.append((key, last))
         excused = sum(pages for why, pages in call.misses.items() if why != "absent")

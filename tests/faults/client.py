@@ -176,6 +176,7 @@ def opened(settings: dict[str, Any]) -> Client:
 def main() -> None:
     """Work until standard input ends; a line there, {"kind": …, "keys": …}, is a call to make."""
     process, host, clock_s, seed, path, settings = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO)
     client = opened(json.loads(settings))
     with Path(path).open("a") as file:
         worker = Worker(client, Recorder(file, int(process), host), int(seed), float(clock_s))

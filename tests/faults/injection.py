@@ -81,7 +81,7 @@ class Injection:
                 pid = process.signal(signal.SIGSTOP)
                 return f"SIGSTOP {pid}", lambda: _continue(pid)
             case "memory_limit":
-                return _limit_memory(process, int(fault.options["left"].removesuffix("MiB")))
+                return _limit_memory(process, int(fault.options["left"].removesuffix("KiB")))
             case "few_descriptors":
                 return _limit_files(process, fault.options["left"])
             case "clock_jump":
@@ -161,7 +161,7 @@ def _continue(pid: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _limit_memory(process: Process, left_mib: int) -> tuple[str, Undo]:
+def _limit_memory(process: Process, left_kib: int) -> tuple[str, Undo]:
     """Let a process have so much more memory than now: it dies of the kernel's OOM killer."""
     pid = process.pid
     if not CGROUPS.is_dir() or not pid:
@@ -171,7 +171,7 @@ def _limit_memory(process: Process, left_mib: int) -> tuple[str, Undo]:
     process.is_excused = True
     # What it has stays charged elsewhere.
     (group / "cgroup.procs").write_text(str(pid))
-    (group / "memory.limit_in_bytes").write_text(str(left_mib * MIB))
+    (group / "memory.limit_in_bytes").write_text(str(left_kib * 1024))
 
     def undo() -> None:
         (group / "memory.limit_in_bytes").write_text("-1")
@@ -185,7 +185,7 @@ def _limit_memory(process: Process, left_mib: int) -> tuple[str, Undo]:
         time.sleep(0.1)
         process.is_excused = False
 
-    return f"{left_mib} MiB for {pid}", undo
+    return f"{left_kib} KiB for {pid}", undo
 
 
 def _limit_files(process: Process, left: int) -> tuple[str, Undo]:

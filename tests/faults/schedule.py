@@ -123,7 +123,7 @@ def _fault(rng: random.Random, kind: str, at_s: float, for_s: float) -> Fault:
     elif kind == "few_descriptors":
         options = {"left": rng.choice((0, 4, 16, 64))}
     elif kind == "memory_limit":
-        options = {"left": f"{rng.choice((1, 4, 16))}MiB"}
+        options = {"left": f"{rng.choice((64, 512, 4096))}KiB"}
     elif kind.startswith("disk"):
         options = {"way": rng.choice(("r", "w", "b"))}
     return Fault(kind=kind, at_s=at_s, for_s=for_s, to=to, options=options)

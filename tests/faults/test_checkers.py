@@ -167,6 +167,20 @@ def test_what_is_promised_with_exceptions_has_them(history: History) -> None:
     assert check(history) == []
 
 
+@pytest.mark.parametrize(("at", "is_violated"), [(11.0, False), (12.0, True)])
+def test_page_that_was_stored_during_a_fault_is_found_after_it(
+    at: float, *, is_violated: bool
+) -> None:
+    """The fault ended at 3 s, and has an effect until 6 s; five seconds later it is repaired."""
+    history = around(
+        call(SET, 2, 2.1, "k", "v"),
+        call(GET, at, at + 0.1, "k", process=1, answer=False, misses={"absent": 1}),
+        spans=[Span(kind="partition", targets=("a",), began=1, ended=3)],
+    )
+
+    assert bool(check(history)) == is_violated
+
+
 def test_evicted_page_may_be_absent() -> None:
     """Its holder has counted an eviction."""
     history = PLANTED["stored-is-found"]
