@@ -33,7 +33,9 @@ from tests.faults.history import EXISTS, GET, REMOVE, SET, Recorder
 from tests.system.endurance.chaos_client import Pauses
 from tests.system.nodes import Page
 
-KEYS, PAGE_BYTES, BATCH = 96, 32 * 1024, 8
+KEYS, HOT, PAGE_BYTES, BATCH = 96, 16, 32 * 1024, 8
+CLEARED = 0.03
+"""The fraction of removals that clear the namespace."""
 VERSIONS = 64
 OP_TIMEOUT_S, EXISTS_TIMEOUT_S = 2.0, 0.5
 LATE_S = 1.0
@@ -84,9 +86,12 @@ class Worker:
 
     def step(self) -> None:
         """Make one call; look at the cluster now and then."""
-        kind = self._rng.choices((GET, SET, EXISTS, REMOVE), (50, 25, 20, 5))[0]
+        kind = self._rng.choices((GET, SET, EXISTS, REMOVE), (47, 27, 18, 8))[0]
         count = self._rng.randint(1, 2 if kind == REMOVE else BATCH)
-        chosen = self._rng.sample(range(KEYS), count)
+        # Half of the calls meet at a few keys.
+        chosen = self._rng.sample(range(self._rng.choice((HOT, KEYS))), count)
+        if kind == REMOVE and self._rng.random() < CLEARED:
+            chosen = list(range(KEYS))
         self.call(kind, [f"k{index}" for index in chosen])
         if self._now() - self._seen_at > SIGHT_S:
             self.look()
@@ -145,7 +150,7 @@ class Worker:
         elif kind == EXISTS:
             made = client.contains(keys)
         else:
-            client.remove(keys)
+            client.clear() if len(keys) == KEYS else client.remove(keys)
             is_whole = not (client.home_state.is_lost or self._removals.is_incomplete)
             made = [is_whole] * len(keys)
         return list(made)
