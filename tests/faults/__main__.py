@@ -26,7 +26,7 @@ from tests.faults.checkers import check, sure_removals
 from tests.faults.cluster import Cluster, running
 from tests.faults.history import GET, SET, History, read_json, write_edn, write_json
 from tests.faults.injection import Injection
-from tests.faults.schedule import KINDS, Plan, plan
+from tests.faults.schedule import KINDS, Plan, key_after, plan
 from tests.system.separate_hosts import skip_reason
 
 INSIDE = "FAULTS_INSIDE"
@@ -114,11 +114,13 @@ def became(condition: Callable[[], bool], within_s: float) -> bool:
 def heals(cluster: Cluster) -> list[str]:
     """Require that every client stores pages that all others find, soon after the last fault."""
     until = time.monotonic() + HEALS_S
-    waiting = {(one, other): f"after-{one}" for one in cluster.clients for other in cluster.clients}
+    waiting = {
+        (one, other): key_after(int(one)) for one in cluster.clients for other in cluster.clients
+    }
     while waiting and time.monotonic() < until and not cluster.problems():
         for one, client in cluster.clients.items():
             if any(writer == one for writer, _ in waiting):
-                client.ask(SET, [f"after-{one}"])
+                client.ask(SET, [key_after(int(one))])
         for (writer, reader), key in list(waiting.items()):
             if cluster.clients[reader].ask(GET, [key]) == [True]:
                 del waiting[writer, reader]

@@ -30,10 +30,12 @@ from peercache.errors import PeerCacheError
 from peercache.model.ids import name_of
 from tests.faults import planted
 from tests.faults.history import EXISTS, GET, REMOVE, SET, Recorder
+from tests.faults.schedule import CLIENTS, key_after
 from tests.system.endurance.chaos_client import Pauses
 from tests.system.nodes import Page
 
 KEYS, HOT, PAGE_BYTES, BATCH = 96, 16, 32 * 1024, 8
+EVERY_KEY = [*(f"k{index}" for index in range(KEYS)), *map(key_after, range(CLIENTS))]
 CLEARED = 0.03
 """The fraction of removals that clear the namespace."""
 VERSIONS = 64
@@ -90,9 +92,8 @@ class Worker:
         count = self._rng.randint(1, 2 if kind == REMOVE else BATCH)
         # Half of the calls meet at a few keys.
         chosen = self._rng.sample(range(self._rng.choice((HOT, KEYS))), count)
-        if kind == REMOVE and self._rng.random() < CLEARED:
-            chosen = list(range(KEYS))
-        self.call(kind, [f"k{index}" for index in chosen])
+        is_clear = kind == REMOVE and self._rng.random() < CLEARED
+        self.call(kind, EVERY_KEY if is_clear else [f"k{index}" for index in chosen])
         if self._now() - self._seen_at > SIGHT_S:
             self.look()
 
@@ -150,7 +151,7 @@ class Worker:
         elif kind == EXISTS:
             made = client.contains(keys)
         else:
-            client.clear() if len(keys) == KEYS else client.remove(keys)
+            client.clear() if len(keys) == len(EVERY_KEY) else client.remove(keys)
             is_whole = not (client.home_state.is_lost or self._removals.is_incomplete)
             made = [is_whole] * len(keys)
         return list(made)

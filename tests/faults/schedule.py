@@ -25,9 +25,14 @@ LASTS_S = (0.5, 8.5)
 HOUR_S = 3600.0
 
 
+def key_after(client: int) -> str:
+    """Return the key that a client stores when the faults are over."""
+    return f"after-{client}"
+
+
 @attrs.frozen(kw_only=True)
 class Fault:
-    """One fault. at_s: seconds since the run began. to: hosts, or numbers of clients."""
+    """One fault. at_s: seconds since the run began. to: hosts (their nodes), or clients."""
 
     kind: str
     at_s: float
@@ -122,6 +127,8 @@ def _fault(rng: random.Random, kind: str, at_s: float, for_s: float) -> Fault:
         options = {"by_s": round(rng.choice((-1, 1)) * rng.uniform(1, 30) * HOUR_S)}
     elif kind == "few_descriptors":
         options = {"left": rng.choice((0, 4, 16, 64))}
+        if rng.random() < 0.5:
+            to = (str(rng.randrange(CLIENTS)),)
     elif kind == "memory_limit":
         options = {"left": f"{rng.choice((64, 512, 4096))}KiB"}
     elif kind.startswith("disk"):
