@@ -23,13 +23,15 @@ from pathlib import Path
 import attrs
 
 from tests.faults.checkers import check, sure_removals
-from tests.faults.cluster import Cluster, running
+from tests.faults.cluster import Cluster, mounted, running
 from tests.faults.history import GET, SET, History, read_json, write_edn, write_json
 from tests.faults.injection import Injection
 from tests.faults.schedule import KINDS, Plan, key_after, plan
 from tests.system.separate_hosts import skip_reason
 
 INSIDE = "FAULTS_INSIDE"
+PRIVATE = "/run/netns", "/dev/shm"
+"""Where the files of hosts and namespaces are: in file systems that end with the run."""
 START_S, HEALS_S = 180.0, 30.0
 
 
@@ -71,6 +73,8 @@ def main() -> int:
             again += ["--seed", str(asked.seed)]
         os.environ[INSIDE] = "1"
         os.execvp("unshare", ["unshare", *flags, *again])
+    for folder in PRIVATE:
+        mounted(Path(folder))
     words = "".join(f" --only {kind}" for kind in asked.only)
     print(
         f"reproduce: python -m tests.faults --seed {asked.seed} --minutes {asked.minutes:g}{words}"

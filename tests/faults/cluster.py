@@ -248,8 +248,8 @@ def running(plan: Plan, folder: Path) -> Iterator[Cluster]:
 
         hosts, _ = stack.enter_context(separate_hosts(*HOSTS, network="10.98.0", plug=plug))
         for host in hosts:
-            _mount(host.path("/dev/shm"), MEMORY_BYTES)
-            _mount(folder / f"{host.name}.disk", DISK_BYTES)
+            mounted(host.path("/dev/shm"), MEMORY_BYTES)
+            mounted(folder / f"{host.name}.disk", DISK_BYTES)
         cluster = Cluster(plan, folder, {host.name: host for host in hosts}, wires[0])
         cluster.start()
         try:
@@ -276,7 +276,8 @@ def _wire(switch: str, seed: int) -> Iterator[subprocess.Popen[str]]:
         wire.communicate()
 
 
-def _mount(folder: Path, size: int) -> None:
+def mounted(folder: Path, size: int = 2**30) -> None:
+    """Mount a file system in memory, of so many bytes, in the namespace of this process."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     subprocess.run(command, check=True)
