@@ -312,17 +312,20 @@ def views(history: History) -> Iterator[str]:
     """A view has only nodes that were started, and one that has ended does not return to a view.
 
     A client that attaches to another incarnation of its home node begins with that one's view.
+    Without a home node, and until the next beat, it has the view of any member, which may not know
+    of an end yet.
     """
     lives = {life.incarnation: life for life in history.lives}
     left: dict[tuple[int, str], set[str]] = defaultdict(set)
     before: dict[tuple[int, str], set[str]] = {}
+    homes: dict[int, str] = {}
     for sight in history.sights:
         seen, whose = set(sight.members), (sight.process, sight.home)
         for member in sorted(seen):
             life = lives.get(member)
             if life is None or life.began > sight.at:
                 yield f"{sight.at:.3f} s: client {sight.process} sees {member}, never started"
-            elif member in left[whose]:
+            elif sight.home and sight.home == homes.get(sight.process) and member in left[whose]:
                 yield f"{sight.at:.3f} s: client {sight.process} sees {member} again, which ended"
         left[whose] |= {
             member
@@ -330,6 +333,7 @@ def views(history: History) -> Iterator[str]:
             if member in lives and lives[member].ended < sight.at
         }
         before[whose] = seen
+        homes[sight.process] = sight.home
 
 
 def calls_in_time(history: History) -> Iterator[str]:

@@ -181,6 +181,14 @@ def test_page_that_was_stored_during_a_fault_is_found_after_it(
     assert bool(check(history)) == is_violated
 
 
+def test_view_of_a_client_without_a_home_node_may_go_back() -> None:
+    """It asks members in turn, one of which learns of an end later than another."""
+    history = PLANTED["views"]
+    sights = [attrs.evolve(one, home="") for one in history.sights]
+
+    assert check(attrs.evolve(history, sights=sights)) == []
+
+
 def test_evicted_page_may_be_absent() -> None:
     """Its holder has counted an eviction."""
     history = PLANTED["stored-is-found"]
