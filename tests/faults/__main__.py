@@ -138,7 +138,7 @@ def report(history: History, problems: list[str]) -> int:
     hits = sum(sum(call.answers) for call in history.calls if call.kind == GET)
     gets = sum(len(call.keys) for call in history.calls if call.kind == GET)
     print(f"calls: {dict(counts)}, {hits} hits of {gets} pages, "
-          f"{sum(1 for _ in sure_removals(history))} removals in calm times, "
+          f"{sum(1 for _ in sure_removals(history))} sure removals, "
           f"{len(history.spans)} faults, {len(history.lives)} lives of nodes")  # fmt: skip
     problems = [*problems, *check(history)]
     for problem in problems[:40]:

@@ -10,8 +10,9 @@ import pytest
 
 from tests.faults.__main__ import why_not
 
-SEED, MINUTES = 2, 0.75
-"""Loss, a cut, a full disk and wrong bits of another one, and a client that is killed."""
+SEED, MINUTES = 82, 0.75
+"""Nodes are killed, one is partitioned, another one receives nothing; a flapping and a lossy link;
+disks are slow, full or fail; /dev/shm is full, memory and descriptors are few."""
 LIMIT_S = 600.0
 
 pytestmark = [
