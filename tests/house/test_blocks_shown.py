@@ -44,6 +44,7 @@ ELSEWHERE = {
     ),
     "kubectl helm": "they want a cluster; tests/deploy/test_chart.py renders and validates",
     "ssh scp git curl openssl": "they want another host, a checkout's origin or a running server",
+    "go": "it fetches Porcupine; tests/faults/test_checkers.py reads the file that it checks",
     "pip python3 tar echo export cmake sed": (
         "an environment or another project is built; tests/release/check.sh does so with ours"
     ),

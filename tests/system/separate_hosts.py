@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,17 @@ def skip_reason() -> str:
 
 @attrs.define(eq=False)
 class Host:
-    """One host. namespace: its name for `ip netns`. root: where its folders really are."""
+    """One host. namespace: its name for `ip netns`. root: where its folders really are.
+
+    clock_s: by how many whole seconds its monotonic clock is ahead of the machine's.
+    """
 
     name: str
     address: str
     ipv6: str
     namespace: str
     root: Path
+    clock_s: int = 0
     started: list[subprocess.Popen[str]] = attrs.field(factory=list)
 
     def path(self, inside: str) -> Path:
@@ -83,7 +87,8 @@ class Host:
         # /dev/shm last: the files of all hosts are below it.
         steps += [f"mkdir -p {each} && mount --bind {self.root}{each} {each}" for each in FOLDERS]
         script = f'{" && ".join(steps)} && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts",
+        clock = ["--time", "--monotonic", str(self.clock_s)] if self.clock_s else []
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", *clock,
                 "sh", "-c", script, "sh", *command]  # fmt: skip
 
     def run(self, command: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -159,18 +164,30 @@ def _overlay(parent: str, root: Path) -> str:
     return f"mkdir -p {upper} {work} && mount -t overlay overlay -o {options} {parent}"
 
 
+def ip(line: str) -> None:
+    """Run `ip`."""
+    subprocess.run(["ip", *shlex.split(line)], check=True, capture_output=True)
+
+
+def plug_in(switch: str, host: Host, number: int) -> None:
+    """Connect eth0 of a host with the switch's bridge."""
+    end = f"{host.namespace}x"
+    ip(f"link add {end} netns {switch} type veth peer name eth0 netns {host.namespace}")
+    ip(f"-n {switch} link set {end} master br0 up")
+
+
 @contextlib.contextmanager
-def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list[Host], str]]:
+def separate_hosts(
+    *names: str, network: str = "10.97.0", plug: Callable[[str, Host, int], None] = plug_in
+) -> Iterator[tuple[list[Host], str]]:
     """Make hosts on one switch, in namespaces that nothing else is in; end what they started.
 
+    plug: makes eth0 of a host, and its connection with the switch.
     Returns the hosts, and the name of the switch's namespace, where all their traffic passes.
     """
     tag = f"pc{secrets.token_hex(3)}"
     switch = f"{tag}-s"
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-
-        def ip(line: str) -> None:
-            subprocess.run(["ip", *shlex.split(line)], check=True, capture_output=True)
 
         def make(namespace: str) -> None:
             ip(f"netns add {namespace}")
@@ -187,9 +204,7 @@ def separate_hosts(*names: str, network: str = "10.97.0") -> Iterator[tuple[list
                 Path(folder) / name,
             )  # fmt: skip
             make(host.namespace)
-            ip(f"link add {tag}x{number} netns {switch} type veth peer name eth0 "
-               f"netns {host.namespace}")  # fmt: skip
-            ip(f"-n {switch} link set {tag}x{number} master br0 up")
+            plug(switch, host, number)
             ip(f"-n {host.namespace} addr add {host.address}/24 dev eth0")
             # Without the second in which the kernel looks for another host of this address.
             ip(f"-n {host.namespace} addr add {host.ipv6}/64 dev eth0 nodad")

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from peercache import Client
+from peercache.errors import PeerUnreachable
+from peercache.memory.attached import AttachedSegment
 from peercache.paths.write import PUBLISH_TIMEOUT_S
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
@@ -445,3 +447,28 @@ def test_a_lost_home_node_is_one_warning_and_its_return_one_line(
             assert len(told("home.lost")) == before + 1
         wait_until(lambda: len(told("home.found")) == 2)
         assert all(node.ready["home"] in line for line in told("home.lost") + told("home.found"))
+
+
+def test_a_client_writes_over_no_connection_from_before_it_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has asked its restarted home node over tcp, as any member, where it must not write."""
+
+    def not_yet(*_: object, **__: object) -> None:
+        raise PeerUnreachable("its segment")
+
+    with LocalCluster() as cluster:
+        first, second = cluster.start_many(2)
+        client = cluster.client(first)
+        wait_until(lambda: len(client.member_addresses()) == 2)
+        first.kill()
+        with monkeypatch.context() as patched:
+            patched.setattr(AttachedSegment, "open", not_yet)
+            again = cluster.start("n0", flags=("--discovery-addr", second.ready["control"]))
+            wait_until(lambda: again.ready["control"] in client.member_addresses().values())
+            keys = keys_of("before", 32)
+            wait_until(lambda: client.contains(keys) == [False] * 32)
+
+        wait_until(lambda: client.batch_set(keys, pages_of(keys)) == [True] * 32)
+
+        assert "node.message_refused" not in again.said()

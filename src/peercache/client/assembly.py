@@ -257,6 +257,7 @@ class ClientParts:
             # An embedded node uses the same metrics.
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
+            on_home=self._attached,
             renew_lock=self.renew_lock,
             on_beat=self._on_beat,
             tls=self._control_tls,
@@ -407,6 +408,14 @@ class ClientParts:
             reason=refusal.reason,
             detail=refusal.detail,
         )
+
+    def _attached(self, home: int) -> None:
+        """Close connections to a home node that were dialled as to any member.
+
+        Before it attached, the client has perhaps asked it at its control port, which it may not
+        write over.
+        """
+        self.asker.forget(self._alive - {home})
 
     def _view_changed(self, alive: set[int]) -> None:
         self.breakers.forget(alive)

@@ -1,8 +1,9 @@
 /* Preloaded into a test's process: makes reads and writes of slab files fail, or hang.
  *
  * The file named by PEERCACHE_FAULTS says what happens, and is read before each call:
- * "KIND ERRNO" or "KIND hang", where KIND is r (reads), w (writes) or b (both); empty: nothing.
- * A call that hangs goes on once the file says something else.
+ * "KIND ERRNO", "KIND hang", "KIND slow" or "KIND flip", where KIND is r (reads), w (writes) or b
+ * (both); empty: nothing. A call that hangs goes on once the file says something else, a slow one
+ * after 50 ms; `flip` changes one bit of what is read.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,6 +15,8 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+
+#define FLIP -1
 
 typedef ssize_t (*vector_call)(int, const struct iovec *, int, off64_t, int);
 
@@ -32,20 +35,25 @@ static int fault_of(int file, char kind) {
         close(control);
         said[length > 0 ? length : 0] = 0;
         if (!said[0] || (said[0] != 'b' && said[0] != kind)) return 0;
-        if (strncmp(said + 2, "hang", 4)) return atoi(said + 2);
-        struct timespec moment = {0, 10 * 1000 * 1000};
+        if (!strncmp(said + 2, "flip", 4)) return FLIP;
+        int is_slow = !strncmp(said + 2, "slow", 4);
+        if (!is_slow && strncmp(said + 2, "hang", 4)) return atoi(said + 2);
+        struct timespec moment = {0, (is_slow ? 50 : 10) * 1000 * 1000};
         nanosleep(&moment, NULL);
+        if (is_slow) return 0;
     }
 }
 
 ssize_t preadv64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
     int fault = fault_of(file, 'r');
-    if (fault) { errno = fault; return -1; }
-    return ((vector_call)dlsym(RTLD_NEXT, "preadv64v2"))(file, parts, count, offset, flags);
+    if (fault > 0) { errno = fault; return -1; }
+    ssize_t length = ((vector_call)dlsym(RTLD_NEXT, "preadv64v2"))(file, parts, count, offset, flags);
+    if (fault == FLIP && length > 0) ((char *)parts[0].iov_base)[parts[0].iov_len / 2] ^= 1;
+    return length;
 }
 
 ssize_t pwritev64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
     int fault = fault_of(file, 'w');
-    if (fault) { errno = fault; return -1; }
+    if (fault > 0) { errno = fault; return -1; }
     return ((vector_call)dlsym(RTLD_NEXT, "pwritev64v2"))(file, parts, count, offset, flags);
 }
