@@ -181,6 +181,17 @@ async def test_what_happened_is_marked_on_each_chart() -> None:
     assert "restarted" not in of_second
 
 
+async def test_a_member_that_is_well_again_did_not_begin_to_serve() -> None:
+    """A full disk and a pause end otherwise than a drain."""
+    first, second, third = cluster(3)
+    troubled = [disk_full(first), dead(second), draining(third)]
+    shown = text_of(await page_of(watching(cluster(3), cluster(3), troubled), "/"))
+
+    assert "10.0.0.1:31998 recovered 0 s ago" in shown
+    assert "10.0.0.2:31998 answers again 0 s ago" in shown
+    assert "10.0.0.3:31998 began to serve 0 s ago" in shown
+
+
 async def test_the_time_of_the_charts_is_chosen() -> None:
     """Minutes from the history of short steps, hours from that of long ones."""
     found = watching(cluster(2))
