@@ -130,7 +130,9 @@ def trouble_of(words: list[str]) -> str:
     """Return what is wrong with one command, "" for nothing."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
-    if not words or words[0] == ".":
+    if words[:1] == ["do"]:
+        words = words[1:]
+    if not words or words[0] in (".", "for", "done"):
         return ""
     program = Path(words[0]).name
     if program == "peercache":
