@@ -190,6 +190,42 @@ def setting(figures: Figures) -> str:
     )
 
 
+def _ratios(figures: Figures, rows: list[Row]) -> list[tuple[str, float]]:
+    """Return ours / best other of the rows that have it."""
+    found = [(row.label, ratio(row, figures)) for row in rows]
+    return [(label, value) for label, value in found if value is not None]
+
+
+def _listed(found: list[tuple[str, float]]) -> str:
+    return "; ".join(f"{label}: {value:.2g}" for label, value in found) or "none"
+
+
+def summary(figures: Figures) -> str:
+    """Return five sentences: on what, where PeerCache wins, and where it loses."""
+    rates, asked = _ratios(figures, moving_rows(figures)), _ratios(figures, ASKING_ROWS)
+    failed, longest = _ratios(figures, FAULT_RATES), _ratios(figures, FAULT_TIMES)
+    label, most = max(rates, key=lambda each: each[1])
+    slower = [each for each in rates if each[1] < 1]
+    longer = [each for each in asked if each[1] > 1]
+    least, greatest = min(value for _, value in failed), max(value for _, value in failed)
+    ordered = sorted(longest, key=lambda each: -each[1])
+    return (
+        f"* **On what**: three nodes of each store on one machine with {figures['processors']} "
+        "processors, over loopback, without GPUs and RDMA adapters.\n"
+        f"* **Pages**: PeerCache is faster than the best other store in "
+        f"{len(rates) - len(slower)} of {len(rates)} rows of sets and gets, up to {most:.1f} "
+        f"times ({label}). It is slower in, as parts of the best other's rate: "
+        f"{_listed(slower)}.\n"
+        f"* **Lookups**: an `exists` takes less time than the best other's in "
+        f"{len(asked) - len(longer)} of {len(asked)} rows. It takes more in, as multiples of the "
+        f"best other's: {_listed(longer)}.\n"
+        f"* **Rates with a failed node**: from {least:.2f} to {greatest:.2f} times the best "
+        "other's.\n"
+        f"* **Longest calls with a failed node**, as multiples of the best other's: "
+        f"{_listed(ordered)}."
+    )
+
+
 def remarks(figures: Figures) -> list[str]:
     """Return what was not measured, and the problems, one sentence each."""
     lines = [f"{name}: not measured; {why}." for name, why in figures["missing"].items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import attrs
 
 from benchmarks import peers_report, ttft_report
 from peercache import errors
+from peercache.cli.options import BASIC
 from peercache.config.settings import SETTINGS
 from peercache.http.prefix import openapi
 from peercache.model.member import Member
@@ -43,19 +45,60 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     )
 
 
+OF_CLIENTS = (
+    "embedded", "namespace", "mirror_pulls", "verify", "op_timeout_s", "exists_timeout_s",
+    "location_cache_entries", "object_events", "event_readers", "otel_traces",
+)  # fmt: skip
+"""Settings that a node ignores."""
+
+OF_BOTH = (
+    "cluster", "home", "insecure", "tls_ca", "tls_cert", "tls_key", "tls_crl", "share_group",
+    "share_uids", "shm_dir", "granule", "hugepages_dir", "fabric", "max_channels_per_peer",
+    "directory_replicas", "virtual_nodes", "handover_s", "rdma_device_names", "rdma_gid_index",
+    "rdma_traffic_class", "rdma_service_level", "rdma_hop_limit", "rdma_timeout",
+    "rdma_retry_count", "rdma_reads_at_once", "rdma_clear_text", "log_level",
+)  # fmt: skip
+"""Settings that nodes and clients read. All others are of nodes."""
+
+
+def place_of(setting: str) -> str:
+    """Return which processes read a setting."""
+    return "client" if setting in OF_CLIENTS else "both" if setting in OF_BOTH else "node"
+
+
+def groups_of_settings() -> dict[str, list[str]]:
+    """Return the settings by group: the basic ones, then the others as the source groups them."""
+    groups = {"Basic settings": [name for name in SETTINGS if name in BASIC]}
+    source = (ROOT / "src" / "peercache" / "config" / "settings.py").read_text()
+    group = ""
+    for line in source.partition("class Config:")[2].splitlines():
+        if heading := re.match(r"    # --- (.*)", line):
+            group = f"Advanced: {heading[1]}"
+        elif (field := re.match(r"    (\w+): .* = setting\(", line)) and field[1] not in BASIC:
+            groups.setdefault(group, []).append(field[1])
+    assert {name for names in groups.values() for name in names} == set(SETTINGS)
+    return groups
+
+
 def configuration() -> str:
-    """Return the table of settings."""
-    rows = [
-        [
-            f"`{name}`",
-            f"`{row.flag}`",
-            f"`{row.environment}`",
-            f"`{row.written_default}`" if row.written_default else "",
-            row.meaning,
+    """Return the tables of settings, a group each."""
+    head = ["setting", "flag", "environment", "default", "read by", "meaning"]
+    parts = []
+    for group, names in groups_of_settings().items():
+        rows = [
+            [
+                f"`{name}`",
+                f"`{row.flag}`",
+                f"`{row.environment}`",
+                f"`{row.written_default}`" if row.written_default else "",
+                place_of(name),
+                row.meaning,
+            ]
+            for name in names
+            for row in [SETTINGS[name]]
         ]
-        for name, row in SETTINGS.items()
-    ]
-    return table(["setting", "flag", "environment", "default", "meaning"], rows)
+        parts.append(f"## {group}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
 
 
 def metrics() -> str:
@@ -194,6 +237,11 @@ def compared_with_others() -> str:
     return peers_report.markdown(peers_report.measured())
 
 
+def compared_in_short() -> str:
+    """Return the sentences that performance.md begins with, of the same figures."""
+    return peers_report.summary(peers_report.measured())
+
+
 def time_to_first_token() -> str:
     """Return the tables of the figures that `make ttft` has measured."""
     return ttft_report.markdown(ttft_report.measured())
@@ -206,7 +254,11 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "errors.md": (exceptions,),
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
-    "../explanation/performance.md": (compared_with_others, time_to_first_token),
+    "../explanation/performance.md": (
+        compared_in_short,
+        compared_with_others,
+        time_to_first_token,
+    ),
     "../how-to/runbook.md": (alerts.runbook,),
 }
 """The made parts of each page, in their order."""

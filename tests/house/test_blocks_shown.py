@@ -1,11 +1,11 @@
 """Every block of the documentation is read by what reads it where a user pastes it.
 
-What runs where: Python behind `<!-- runnable -->` in tests/system/test_snippets.py, the tutorial in
-tests/system/test_tutorial.py, settings of TOML and of SGLang's JSON in test_docs.py, the
-chart's values in tests/deploy/test_chart.py.
+What runs where: Python behind `<!-- runnable -->` in tests/system/test_snippets.py, the commands of
+a page in the test that `RUN_BY` names, settings of TOML in test_docs.py, the chart's values in
+tests/deploy/test_chart.py.
 Here: certificates are made, shell is parsed, its programs and the flags of ours are known, their
 values are judged, and all other languages are read. `ELSEWHERE` says which programs are not run,
-and why.
+`NOT_RUN` which pages, and why.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ import yaml
 
 from peercache.cli.main import main, peercache
 from peercache.config.settings import SETTINGS, Config
+from peercache.engines.hints import hints_of
+from tests.contracts.frozen.public import table
 from tests.house.reference_pages import ROOT
 from tests.house.test_docs import NOW, id_of
 from tests.house.test_monitoring import unknown
+from tests.shown import commands_in, commands_of
+from tests.system.test_pages import PAGES as TYPED
 
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PAGES = [*NOW, *sorted((ROOT / "deploy").rglob("*.md"))]
@@ -55,6 +59,34 @@ ELSEWHERE = {
 
 MODULES_ELSEWHERE = ("sglang", "sglang_router")
 """Modules of other projects: tests/integration/ starts their servers where they are installed."""
+
+RUN_BY = {
+    **dict.fromkeys(TYPED, "tests/system/test_pages.py"),
+    "README.md": "tests/system/test_readme.py",
+    "docs/how-to/run-with-sglang.md": "tests/integration/test_sglang_pages.py",
+    "docs/how-to/secure-a-cluster.md": "tests/system/test_separate_hosts.py",
+    "docs/tutorials/first-cluster.md": "tests/system/test_tutorial.py",
+    "docs/tutorials/three-hosts.md": "tests/system/test_three_hosts.py",
+}
+"""Pages with commands of ours, and the test that runs them."""
+
+NOT_RUN = {
+    "docs/README.md": "its commands are those of README, with another host's address",
+    "docs/explanation/simulation.md": "`make sims` runs the same with other seeds; some take hours",
+    "docs/how-to/enable-rdma.md": "they want an adapter; tests/rdma/ runs the like in its guest",
+    "docs/how-to/find-each-other.md": "they want a name server and etcd: test_finding.py has both",
+    "docs/how-to/kubernetes.md": "certificates are made below; the rest wants a cluster",
+    "docs/how-to/prefill-and-decode.md": "test_sglang_three_hosts.py starts the same, with TLS",
+    "docs/how-to/replay-a-failing-seed.md": "`make sims` runs the same with other seeds",
+    "docs/how-to/run-without-a-host-tier.md": (
+        "test_sglang_shown.py has SGLang parse them, test_sglang_untiered.py starts both modes"
+    ),
+    "docs/reference/sglang-versions.md": "`make full` fetches the versions and tests them",
+    "docs/spec/README.md": "`make spec` runs it",
+}
+"""Pages with commands of ours that no test types as they stand, and why."""
+
+OURS = ("peercache", "python")
 
 PYTHON_RUN_ELSEWHERE = {
     "docs/tutorials/first-cluster.md": "tests/system/test_tutorial.py",
@@ -131,7 +163,9 @@ def trouble_of(words: list[str]) -> str:
     """Return what is wrong with one command, "" for nothing."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
-    if not words or words[0] == ".":
+    if words[:1] == ["do"]:
+        words = words[1:]
+    if not words or words[0] in (".", "for", "done"):
         return ""
     program = Path(words[0]).name
     if program == "peercache":
@@ -150,6 +184,35 @@ def trouble_of(words: list[str]) -> str:
     if program == "python":
         return "" if (ROOT / words[1]).exists() else words[1]
     return "" if program in " ".join(ELSEWHERE).split() else program
+
+
+def test_commands_of_a_page_are_run_or_have_a_reason() -> None:
+    """A page with a new command has a test that types it; what ends in `…` is part of one."""
+    shown = {
+        block.page
+        for parameter in blocks("sh", "bash")
+        for block in parameter.values
+        for command in commands_in(block.text)
+        if Path(command.split()[0]).name in OURS and "…" not in command
+    }
+
+    assert shown <= {*RUN_BY, *NOT_RUN}
+    assert NOT_RUN.keys() <= shown - RUN_BY.keys()
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not name {page}"
+
+
+def test_the_home_page_shows_the_commands_of_readme() -> None:
+    """So that what is tested of README is tested of both; a flag may be in another line."""
+
+    def servers(page: str) -> list[list[str]]:
+        commands = [command for begin in ("python -m sglang", "vllm", "lmcache")
+                    for command in commands_of(page, begin)]  # fmt: skip
+        words = [shlex.split(command.replace("\\\n", " ")) for command in commands]
+        return [[w if "{" not in w else str(json.loads(w)) for w in each] for each in words]
+
+    assert servers("docs/README.md") == servers("README.md")
+    assert len(servers("README.md")) == 3
 
 
 def problem_of(line: str) -> str:
@@ -282,9 +345,17 @@ def test_python_can_be_compiled_and_names_what_there_is(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("json"))
-def test_json_is_json(block: Block) -> None:
-    """What of it are settings of SGLang is read in test_docs.py."""
-    assert isinstance(json.loads(block.text), dict)
+def test_json_is_read_by_its_kind(block: Block) -> None:
+    """Log events are known, hints are understood, and all else are settings of an engine."""
+    read = json.loads(block.text)
+    if "event" in read:
+        assert read["event"] in {row[0] for row in table("log-events.md", "event")}
+    elif "actions" in read:
+        assert all(hints_of(action) for action in read["actions"])
+    else:
+        of_vllm = ("type", "module_path", "locality", "backpressure")
+        is_tier = read.get("type") == "PeerCacheTier"
+        Config.from_sglang({k: v for k, v in read.items() if not (is_tier and k in of_vllm)})
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))

@@ -5,6 +5,7 @@ Settings in its examples, metrics, log events, reasons, and the tests of the tab
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -13,11 +14,20 @@ from typing import Any
 import pytest
 import yaml
 
-from peercache.config.settings import Config
+from peercache.config.settings import SETTINGS, Config
 from peercache.errors import ConfigError
 from tests.contracts.frozen.public import COMMANDS, flags_of, table
 from tests.house.layers import HOMES
-from tests.house.reference_pages import BEGIN, END, FILES, MADE, PAGES, ROOT, with_made_part
+from tests.house.reference_pages import (
+    BEGIN,
+    END,
+    FILES,
+    MADE,
+    PAGES,
+    ROOT,
+    place_of,
+    with_made_part,
+)
 
 DOCS = ROOT / "docs"
 BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -156,6 +166,27 @@ def test_every_flag_of_a_command_is_on_the_page(name: str) -> None:
 
     missing = [flag for flag in flags_of(name) if not re.search(rf"{flag}\b", text)]
     assert missing in ([], ["--help"])
+
+
+def readers_of_settings() -> dict[str, set[str]]:
+    """Return the packages that read each setting as an attribute of a configuration."""
+    package = ROOT / "src" / "peercache"
+    found: dict[str, set[str]] = {name: set() for name in SETTINGS}
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in found:
+                of = ast.unparse(node.value).rpartition(".")[2]
+                if of in ("config", "_config", "loaded", "settings"):
+                    found[node.attr].add(file.relative_to(package).parts[0])
+    return found
+
+
+def test_settings_are_read_where_the_page_states() -> None:
+    """By the packages of nodes, and by those of clients and engines."""
+    clients, nodes = {"client", "engines", "lmcache", "sglang", "vllm"}, {"node", "http", "actors"}
+    for name, packages in readers_of_settings().items():
+        assert place_of(name) != "node" or not packages & clients, name
+        assert place_of(name) != "client" or not packages & nodes, name
 
 
 def test_dependencies_stand_where_the_page_says() -> None:

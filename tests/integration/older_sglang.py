@@ -1,6 +1,6 @@
-"""Older versions of SGLang, in the environment of the newest.
+"""Older versions of SGLang, in the environment of the newest, and SGLang's router.
 
-    older_sglang.py     fetches those that are missing into the user's cache, 200 MB
+    older_sglang.py     fetches those that are missing into the user's cache, 300 MB
 
 Each version is in a folder of its own, which comes first on PYTHONPATH. So the version's own
 interface, host pools and controllers run, over the environment's torch and transformers, which are
@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 VERSIONS = ("0.5.12", "0.5.16", "0.5.20")
+ROUTER = "router-0.3.2"
 WANTED = os.environ.get("PEERCACHE_TEST_SGLANG_VERSION")
 """The version that this process must have; None: that of the environment."""
 
@@ -26,7 +27,7 @@ FOLDER = Path(os.environ.get("PEERCACHE_OLDER_SGLANG") or _CACHE / "peercache/sg
 
 
 def place(wanted: str) -> Path:
-    """Return the folder of a version; it may not be there."""
+    """Return the folder of a version, or of the router; it may not be there."""
     return FOLDER / wanted
 
 
@@ -43,16 +44,20 @@ def variables(wanted: str) -> dict[str, str]:
 
 
 def fetch(wanted: str) -> None:
-    """Put a version into its folder, unless it is there; raise CalledProcessError without it."""
+    """Put a version, or the router, into its folder, unless it is there.
+
+    CalledProcessError: it cannot be fetched.
+    """
     if place(wanted).exists():
         return
+    requirement = f"sglang-{wanted.replace('-', '==')}" if wanted == ROUTER else f"sglang=={wanted}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as work:
         whole = Path(work, "whole")
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
         # None of its dependencies: the environment has newer ones.
         options = ("--no-deps", "--no-compile", "--only-binary=:all:", "--target", str(whole))
-        subprocess.run([*pip, *options, f"sglang=={wanted}"], check=True)
+        subprocess.run([*pip, *options, requirement], check=True)
         shutil.rmtree(whole / "bin", ignore_errors=True)
         try:
             whole.rename(place(wanted))
@@ -75,5 +80,5 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    for each in VERSIONS:
+    for each in (*VERSIONS, ROUTER):
         fetch(each)

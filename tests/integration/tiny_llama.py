@@ -80,3 +80,20 @@ def write_tiny_llama(folder: Path, sizes: Mapping[str, int] | None = None) -> Pa
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the Llama, for servers that are sent text: a number is one token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    special = ("<unk>", "<s>", "</s>")
+    words = [*special, *(str(number) for number in range(VOCABULARY - len(special)))]
+    tokenizer = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, special[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    )

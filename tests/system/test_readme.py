@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -23,19 +22,19 @@ import pytest
 
 from peercache.config.settings import Config
 from tests.pace import TIMEOUT_S, wait_until
+from tests.shown import BLOCK, commands_in
 from tests.system.installed import install_wheel
 from tests.system.nodes import CALL_S
 from tests.system.separate_hosts import PYTHON, Host, separate_hosts, skip_reason
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NODE = "peercache node"
 
 ELSEWHERE = {
     "pip": "below, with a wheel; tests/release/check.sh in a fresh environment",
-    "python -m sglang.launch_server": "tests/integration/test_sglang_engine.py and others",
-    "vllm": "tests/integration/test_vllm_tier.py",
-    "lmcache": "tests/integration/test_lmcache_server.py",
+    "python -m sglang.launch_server": "tests/integration/test_sglang_pages.py",
+    "vllm": "tests/integration/test_vllm_pages.py",
+    "lmcache": "tests/integration/test_lmcache_pages.py",
     "podman": "deploy/container/try.sh",
     "helm": "tests/deploy/test_chart.py renders and validates the chart",
     "kubectl": "tests/deploy/test_api_server.py",
@@ -76,14 +75,7 @@ def steps() -> list[Step]:
             found.append(Step(language, text))
             continue
         assert language == "sh", f"a block of {language}"
-        # A command goes on after a backslash, and while a quote is open.
-        command = ""
-        for line in text.splitlines():
-            command += f"{line}\n"
-            if not line.endswith("\\") and command.count("'") % 2 == 0:
-                found.append(Step(language, command.strip()))
-                command = ""
-        assert not command
+        found += [Step(language, command) for command in commands_in(text)]
     return found
 
 

@@ -6,8 +6,8 @@ Before each block of docs/tutorials/three-hosts.md a comment names where it belo
     <!-- on: admin, for: each host --> on the machine with the authority, with HOST set to each
     <!-- file: PATH, on: each host -->  the block is the content of a file
     <!-- repeat: step N, on: HOST -->   the first shell block of that step runs there again
-    <!-- not run: REASON -->
 
+`with: SGLang` after the host: test_sglang_three_hosts.py in tests/integration runs the block.
 `exit: N` is the exit status. The `text` block that follows is the output, in which `…` stands for
 any text. Hosts are network namespaces; `ssh` and `scp` are stand-ins that reach their folders.
 """
@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -39,7 +38,7 @@ POOL = "64MiB"
 """In place of the page's 64 GiB: the environment overrides a file."""
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"^<!-- (on|file|repeat|not run): (.*?) -->\n", re.MULTILINE)
+MARK = re.compile(r"^<!-- (on|file|repeat): (.*?) -->\n", re.MULTILINE)
 CAN_MAKE_HOSTS = pytest.mark.skipif(
     bool(skip_reason()), reason=skip_reason() or "hosts can be made"
 )
@@ -56,13 +55,16 @@ class Step:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of its hosts."""
-        return NAMES if self.facts["on"] == EACH else (self.facts["on"],)
+        return NAMES if self.facts["on"] == EACH else tuple(self.facts["on"].split(" and "))
+
+    @property
+    def is_run_here(self) -> bool:
+        """Whether this module runs it."""
+        return "with" not in self.facts
 
 
 def facts_of(kind: str, rest: str) -> dict[str, str]:
     """Return the facts of a mark: `on: decode-1, exit: 1`."""
-    if kind == "not run":
-        return {kind: rest}
     pairs = (fact.partition(": ") for fact in f"{kind}: {rest}".split(", "))
     return {name: value for name, _, value in pairs}
 
@@ -193,7 +195,7 @@ def test_the_page_does_what_it_states(tmp_path: Path) -> None:
     with separate_hosts(*NAMES, network="10.0.0") as (hosts, _):
         site = Site(tmp_path, {host.name: host for host in hosts})
         try:
-            done = [step for step in steps(PAGE) if "not run" not in step.facts]
+            done = [step for step in steps(PAGE) if step.is_run_here]
             for step in done:
                 site.do(step)
             until = time.monotonic() + TIMEOUT_S
@@ -218,7 +220,7 @@ def test_a_block_without_a_mark_is_found() -> None:
 def test_a_reader_sees_on_which_host_a_block_runs() -> None:
     """The first line states what the mark states, which a browser does not show."""
     for step in steps(PAGE):
-        if "not run" not in step.facts and "file" not in step.facts:
+        if "file" not in step.facts:
             place = "your own machine" if step.facts["on"] == "admin" else step.facts["on"]
             is_repeated = "repeat" in step.facts
             assert step.text.startswith(f"# on {EACH if is_repeated else place}\n"), step.text
@@ -232,9 +234,9 @@ def test_output_is_read_with_its_gaps() -> None:
         assert not matches("a …\nc", said), said
 
 
-def test_what_is_not_run_states_why() -> None:
-    """With a reason; most blocks are run."""
-    reasons: list[Any] = [step.facts.get("not run") for step in steps(PAGE)]
+def test_what_is_not_run_here_is_run_with_sglang() -> None:
+    """All of it is in one step of the page, which the other module runs."""
+    other = [step for step in steps(PAGE) if not step.is_run_here]
 
-    assert all(len(reason) > 20 for reason in reasons if reason is not None)
-    assert sum(reason is None for reason in reasons) > 2 * sum(map(bool, reasons))
+    assert {step.facts["with"] for step in other} == {"SGLang"}
+    assert all(step.text in PAGE.partition("\n## 7. ")[2].partition("\n## ")[0] for step in other)

@@ -538,7 +538,7 @@ class Config:
         low=0,
         high=64,
     )
-    # --- rdma
+    # --- RDMA
     rdma_device_names: tuple[str, ...] = setting(
         DEVICES,
         (),
@@ -600,7 +600,7 @@ class Config:
         "Records a client remembers; 0 asks the directory for every page.",
         low=0,
     )
-    # --- what people see
+    # --- metrics, traces and logs
     metrics_port: int = setting(
         WHOLE,
         -1,

@@ -696,7 +696,7 @@ def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Ti
         ),
         _tier_tile("Pool", [s.pool for s in statuses]),
         _tier_tile("Disk", [s.disk for s in statuses])
-        if any(s.disk.size for s in statuses)
+        if any(s.disk.exists for s in statuses)
         else Tile("Disk", "none", "no node has a disk tier"),
         Tile("Engines", str(workers), "attached workers"),
         Tile(

@@ -81,6 +81,9 @@ _CHANGES = {
 }
 """What happened to a member that is in this state, and was not a step earlier."""
 
+_RETURNS = {DEGRADED: "recovered", NO_ANSWER: "answers again"}
+"""What happened to a member that is ok, and was in this state a step earlier."""
+
 
 @attrs.frozen
 class Event:
@@ -168,7 +171,9 @@ class History:
             if name not in before:
                 what = "joined" if state == OK else what
             elif state == OK:
-                what = "restarted" if before[name][1] != incarnation else "began to serve"
+                was, was_incarnation = before[name]
+                is_same = was_incarnation == incarnation
+                what = _RETURNS.get(was, "began to serve") if is_same else "restarted"
             elif before[name][0] == state:
                 what = ""
             if what:

@@ -46,7 +46,7 @@ def _added(one: Kind, other: Kind, *names: str) -> Kind:
 class Tier:
     """Memory or disk of a node, in bytes and pages.
 
-    size:    bytes that it may take; 0 if the node does not have this tier.
+    size:    bytes that it may take; 0 if the node does not have this tier, or no room for it.
     free:    bytes that a set can use without eviction.
     evicted: pages evicted (memory) or deleted (disk) since the start.
     problem: why it does not accept pages; "" while it does.
@@ -58,6 +58,11 @@ class Tier:
     pages: int = 0
     evicted: int = 0
     problem: str = ""
+
+    @property
+    def exists(self) -> bool:
+        """Whether the node has this tier: one without any room has a problem."""
+        return bool(self.size or self.problem)
 
 
 @attrs.frozen(kw_only=True)

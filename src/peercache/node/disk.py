@@ -97,7 +97,7 @@ class NodeDisk:
 @final
 @attrs.define(eq=False)
 class DiskTroubles:
-    """Logs when an open disk stops accepting pages, and when it accepts them again.
+    """Logs and keeps when an open disk stops accepting pages, and when it accepts them again.
 
     trouble: returns why it does not, "" if it does. path: `disk_path`.
     """
@@ -120,6 +120,13 @@ class DiskTroubles:
         elif self._logged and now - self._seen_at >= RECOVERED_S:
             self._log.info("disk.writes_recovered", path=self._path)
             self._logged = ""
+
+    def current(self) -> str:
+        """Return why the disk does not accept pages, "" once it has accepted them for a while.
+
+        On a full file system single writes succeed, where an evicted page had its room.
+        """
+        return self._trouble() or self._logged
 
 
 def disk_settings_unused(config: Config) -> list[str]:

@@ -227,8 +227,8 @@ class Node:
             crew.publisher, crew.directory.authority, crew.membership.member, self.metrics, self.log
         )
         path = self.config.disk_path
-        disk = DiskTroubles(lambda: crew.disk.trouble, path=path, log=self.log)
-        return owners.look, disk.look, self._follow_read_nodes
+        self._disk_troubles = DiskTroubles(lambda: crew.disk.trouble, path=path, log=self.log)
+        return owners.look, self._disk_troubles.look, self._follow_read_nodes
 
     async def _start(
         self, nursery: trio.Nursery, segment: PublishedSegment, listener: Listener
@@ -348,8 +348,9 @@ class Node:
         """Start to answer requests about the status of nodes, and about held pages."""
         self._status = NodeStatus(
             self.incarnation, crew, self._disk, housekeeping, reach=reach,
-            config=self.config, tls=self.tls, is_leaving=self._stopping.is_set,
-            admission=admission, metrics=self.metrics, draining=self._draining.status,
+            disk_trouble=self._disk_troubles.current, config=self.config, tls=self.tls,
+            is_leaving=self._stopping.is_set, admission=admission, metrics=self.metrics,
+            draining=self._draining.status,
         )  # fmt: skip
         self.gathering = Gathering(
             own=self.incarnation,

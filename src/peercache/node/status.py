@@ -238,6 +238,7 @@ class NodeStatus:
     disk: NodeDisk | None
     housekeeping: Housekeeping
     reach: Reach = attrs.field(kw_only=True)
+    disk_trouble: Callable[[], str] = attrs.field(kw_only=True)
     config: Config = attrs.field(kw_only=True)
     tls: LiveTls | None = attrs.field(kw_only=True)
     is_leaving: Callable[[], bool] = attrs.field(kw_only=True)
@@ -427,7 +428,7 @@ class NodeStatus:
         """Return why the configured disk does not accept pages, "" if it does."""
         if self.disk is None or self.disk.is_opening:
             return ""
-        problem = self.disk.problem or self.crew.disk.trouble
+        problem = self.disk.problem or self.disk_trouble()
         return f"the disk tier of {self.config.disk_path}: {problem}" if problem else ""
 
     def unreached(self) -> str:

@@ -114,6 +114,7 @@ class DiskStore:
         self.waits_for_room = False
         """Whether the file system had no room yet for the few files of a new folder."""
         self._usable = -1
+        self._is_limited = False
         self._opened: _Opened | None = None
         self._opening = threading.Thread(target=self._open, name="peercache-disk", daemon=True)
 
@@ -249,15 +250,6 @@ class DiskStore:
         wanted = folder.slab_count * folder.slab_bytes
         self._notify(DiskOpened(wanted, folder.slab_bytes, entries, int(time.time())))
         self._report_room(files)
-        if self._usable < wanted:
-            self._log.warning(
-                "disk.size_limited",
-                path=self._disk_path,
-                disk_size=wanted,
-                usable=self._usable,
-                problem="the file system has no room for disk_size above disk_free_floor: free "
-                "some room, lower disk_size, or name another disk_path",
-            )
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -300,9 +292,22 @@ class DiskStore:
             usable = files.usable_bytes()
         except OSError:
             return  # The next check reports it, or that the folder has gone.
-        if usable != self._usable:
-            self._usable = usable
-            self._notify(DiskRoom(usable))
+        if usable == self._usable:
+            return
+        self._usable = usable
+        self._notify(DiskRoom(usable))
+        wanted = files.folder.slab_count * files.folder.slab_bytes
+        # Once: other programs may take and free the last room all the time.
+        if usable < wanted and not self._is_limited:
+            self._is_limited = True
+            self._log.warning(
+                "disk.size_limited",
+                path=self._disk_path,
+                disk_size=wanted,
+                usable=usable,
+                problem="the file system has no room for disk_size above disk_free_floor: free "
+                "some room, lower disk_size, or name another disk_path",
+            )
 
     def _index_failed(self, folder: Folder, problem: str) -> None:
         """Continue without an index; one that is permanently behind must not be trusted later."""

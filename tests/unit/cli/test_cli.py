@@ -339,3 +339,23 @@ def test_versions_and_settings_as_json(capsys: pytest.CaptureFixture[str]) -> No
     assert (told["version"], told["wire"][1]) == (version("peercache-kv"), WIRE_VERSION)
     assert cli.main(["config", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("command", [["get", "one"], ["exists", "one"], ["rm", "one"]])
+def test_a_page_command_without_a_node_names_no_address_that_was_not_typed(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Pages are read and written through a home address, also where a control port listens."""
+    monkeypatch.setattr("peercache.config.home.SYSTEM_FOLDER", tmp_path / "run")
+    monkeypatch.setattr("peercache.client.operator.homes_here", list)
+    monkeypatch.delenv("PEERCACHE_HOME", raising=False)
+
+    assert cli.main(command) == 2
+
+    said = capsys.readouterr().err
+    assert "no answer from a node of this host: nothing listens at ipc://" in said
+    assert "start one (peercache node), or name one with --home ipc://PATH" in said
+    assert "31998" not in said

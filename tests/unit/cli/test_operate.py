@@ -154,6 +154,16 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
     assert "3 more: --json has all" in drawn(*many)
 
 
+def test_a_disk_without_any_room_is_not_a_missing_disk() -> None:
+    """The file system was full before the node started."""
+    full = "the file system is full"
+    text = drawn(told(state="degraded", reasons=(full,), disk=Tier(problem=full)), told(name="b:1"))
+
+    assert "not usable" in text
+    assert "disk     256.0 GiB of 1.0 TiB" in text
+    assert "disk" not in drawn(told(disk=Tier()))
+
+
 def test_what_is_wrong_has_a_line_of_its_own() -> None:
     """Whatever the trouble is, the member that has it is named, and the exit status is not 0."""
     dead = unanswered(Member(1, 1, DEAD, 255, "h", "10.0.0.9:31998", "d", "", ""))

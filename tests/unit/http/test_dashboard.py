@@ -39,6 +39,7 @@ from peercache.model.status import (
     Spilled,
     Status,
     Thread,
+    Tier,
     Worker,
 )
 from tests.unit.http.http_node import ask, served
@@ -179,6 +180,31 @@ async def test_what_happened_is_marked_on_each_chart() -> None:
     assert len(marks) == 2 * charts
     assert "stopped answering" not in text_of(of_second).partition("Over time")[0]
     assert "restarted" not in of_second
+
+
+async def test_a_disk_without_any_room_is_not_a_missing_disk() -> None:
+    """The file system was full before the node started."""
+    full = disk_full(member(0, 1))
+    no_room = with_status(full, disk=attrs.evolve(full.status.disk, size=0, used=0, pages=0))
+
+    shown = text_of(await page_of(watching([no_room]), "/"))
+
+    assert "no node has a disk tier" not in shown
+    assert shown.count("0 bytes of 0 bytes has a problem") == 1
+    assert "no node has a disk tier" in text_of(
+        await page_of(watching([with_status(full, disk=Tier(), reasons=(), state="ok")]), "/")
+    )
+
+
+async def test_a_member_that_is_well_again_did_not_begin_to_serve() -> None:
+    """A full disk and a pause end otherwise than a drain."""
+    first, second, third = cluster(3)
+    troubled = [disk_full(first), dead(second), draining(third)]
+    shown = text_of(await page_of(watching(cluster(3), cluster(3), troubled), "/"))
+
+    assert "10.0.0.1:31998 recovered 0 s ago" in shown
+    assert "10.0.0.2:31998 answers again 0 s ago" in shown
+    assert "10.0.0.3:31998 began to serve 0 s ago" in shown
 
 
 async def test_the_time_of_the_charts_is_chosen() -> None:

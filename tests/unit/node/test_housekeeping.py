@@ -133,15 +133,21 @@ class Said:
 
 
 def test_a_disk_that_fills_up_is_told_once_and_its_recovery_too() -> None:
-    """One line when it begins and one when it ends, however often housekeeping looks."""
+    """One line when it begins and one when it ends, however often housekeeping looks.
+
+    A status shows the trouble until then: a full disk accepts a page now and again.
+    """
     log = Said()
     seen = {0.0: "", 1.0: "full", 2.0: "full", 3.0: "", 4.0: "full", 5.0: "", 14.0: "", 15.0: "old"}
-    times, found = iter(seen), iter(seen.values())
-    troubles = DiskTroubles(lambda: next(found), path="/data", log=log, clock=lambda: next(times))
+    now = [0.0]
+    troubles = DiskTroubles(lambda: seen[now[0]], path="/data", log=log, clock=lambda: now[0])
 
-    for _ in seen:
+    shown = []
+    for now[0] in seen:
         troubles.look()
+        shown.append(troubles.current())
 
+    assert shown == ["", "full", "full", "full", "full", "full", "", "old"]
     assert log.events == [
         ("warning", "disk.writes_failed", {"path": "/data", "why": "full"}),
         ("info", "disk.writes_recovered", {"path": "/data"}),

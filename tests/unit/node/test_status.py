@@ -31,12 +31,12 @@ from peercache.wire.messages.session import Counted
 
 def trouble_of(**disk: Any) -> str:
     """Return what the health says of a disk."""
-    tier = SimpleNamespace(trouble=disk.pop("trouble", ""))
-    parts: Any = SimpleNamespace(disk=tier)
+    trouble = str(disk.pop("trouble", ""))
+    parts: Any = SimpleNamespace()
     found: Any = SimpleNamespace(**disk) if disk else None
     status = NodeStatus(
-        1, parts, found, parts, reach=parts, config=Config.load({"disk_path": "/data"}), tls=None,
-        is_leaving=bool,
+        1, parts, found, parts, reach=parts, disk_trouble=lambda: trouble,
+        config=Config.load({"disk_path": "/data"}), tls=None, is_leaving=bool,
     )  # fmt: skip
     return status._disk_trouble()
 

@@ -95,6 +95,12 @@ def test_a_file_system_smaller_than_the_store_is_reported(
         assert rig.log.events().count("disk.size_limited") == 1
     with Rig(small, size_bytes=4 * MIB) as rig:
         assert "disk.size_limited" not in rig.log.events()
+        for _ in range(2):
+            others = fill(small)
+            assert rig.await_fact(DiskRoom).usable_bytes == 0
+            others.unlink()
+            assert rig.await_fact(DiskRoom).usable_bytes > 0
+        assert rig.log.events().count("disk.size_limited") == 1
 
 
 def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(

@@ -17,7 +17,8 @@ import click
 from peercache.cli.operate.connecting import target_of, target_options
 from peercache.cli.options import Callback, DurationType, json_option
 from peercache.client.client import Client
-from peercache.errors import ConfigError
+from peercache.config.home import nearest_home
+from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import DEFAULT_NAME, Namespace
 from peercache.observability import reasons
 from peercache.observability.metrics import totals_of
@@ -170,6 +171,11 @@ def remove_command(*, keys: tuple[str, ...], as_json: bool, **where: Any) -> int
 def _client(namespace: str, geometry: str, **given: Any) -> Iterator[Client]:
     """Attach to a node of this host; raise an error that explains how to reach one."""
     target = target_of(**given)
+    if not target.is_home and not target.is_named:
+        raise PeerUnreachable(
+            f"a node of this host: nothing listens at {nearest_home()}, the default home; start "
+            "one (peercache node), or name one with --home ipc://PATH"
+        )
     if not target.is_home:
         raise ConfigError(
             "at",

@@ -55,7 +55,7 @@ def rows(members: Sequence[MemberStatus], width: int) -> Table:
     """Return a table with a line per member, and the columns that fit into `width` characters."""
     statuses = [member.status for member in members]
     left_out = {name for at_least, names in _NEEDS_WIDTH if width < at_least for name in names}
-    if not any(status.disk.size for status in statuses):
+    if not any(status.disk.exists for status in statuses):
         left_out.add("disk")
     # On one host it would be the same in every line.
     if len({status.host for status in statuses}) < 2:
@@ -113,7 +113,7 @@ def sums(members: Sequence[MemberStatus]) -> list[Text]:
     hits = sum(hit.values())
     asked = hits + sum(missed.values())
     lines = [_tier("memory", [status.pool for status in statuses])]
-    if any(status.disk.size for status in statuses):
+    if any(status.disk.exists for status in statuses):
         lines.append(_tier("disk", [status.disk for status in statuses]))
     fabrics = f" ({_counts(hit, ' ')})" if hit else ""
     lines.append(
@@ -215,7 +215,7 @@ _COLUMNS: dict[str, Callable[[Status], Text]] = {
     "memory": lambda status: _used(status.pool.used, status.pool.size),
     "pages": lambda status: Text(f"{status.pool.pages:,}"),
     "evicted": lambda status: Text(f"{status.pool.evicted:,}"),
-    "disk": lambda status: _used(status.disk.used, status.disk.size),
+    "disk": lambda status: _disk(status.disk),
     "hits": lambda status: Text(percent(status.hit_share())),
     "workers": lambda status: Text(str(len(status.workers) + status.workers_more)),
     "records": lambda status: Text(f"{status.shard.records:,}"),
@@ -256,6 +256,12 @@ def _counts(counted: Mapping[str, float], between: str) -> str:
 def _tier(name: str, tiers: Sequence[Tier]) -> str:
     used, size = (written_size(sum(getattr(t, f) for t in tiers)) for f in ("used", "size"))
     return f"{name:<8} {used} of {size}, {sum(tier.pages for tier in tiers):,} pages"
+
+
+def _disk(tier: Tier) -> Text:
+    if tier.exists and not tier.size:
+        return Text("not usable", "bold red")
+    return _used(tier.used, tier.size)
 
 
 def _used(used: int, size: int) -> Text:
