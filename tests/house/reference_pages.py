@@ -74,7 +74,8 @@ def groups_of_settings() -> dict[str, list[str]]:
     for line in source.partition("class Config:")[2].splitlines():
         if heading := re.match(r"    # --- (.*)", line):
             group = f"Advanced: {heading[1]}"
-        elif (field := re.match(r"    (\w+): .* = setting\(", line)) and field[1] not in BASIC:
+        field = re.match(r"    (\w+): .* = (?:setting|switch)\(", line)
+        if field and field[1] not in BASIC:
             groups.setdefault(group, []).append(field[1])
     assert {name for names in groups.values() for name in names} == set(SETTINGS)
     return groups

@@ -157,11 +157,12 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
 def test_a_disk_without_any_room_is_not_a_missing_disk() -> None:
     """The file system was full before the node started."""
     full = "the file system is full"
-    text = drawn(told(state="degraded", reasons=(full,), disk=Tier(problem=full)), told(name="b:1"))
+    without = member(state="degraded", reasons=(full,), disk=Tier(problem=full))
+    text = drawn(without, member(name="b:1"))
 
     assert "not usable" in text
     assert "disk     256.0 GiB of 1.0 TiB" in text
-    assert "disk" not in drawn(told(disk=Tier()))
+    assert "disk" not in drawn(member(disk=Tier()))
 
 
 def test_what_is_wrong_has_a_line_of_its_own() -> None:
