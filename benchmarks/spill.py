@@ -36,8 +36,10 @@ RATE: Final = 512 * MIB
 SETS: Final = 12
 READ_S: Final = 2.0
 READ_PAGES: Final = 32
+CALL_S: Final = 3.0
 SETTLED_S: Final = 4.0
-"""Longer than a node accepts no offers after its start or a clear."""
+"""Longer than a node accepts no offers: after its start, or while a clear has not reached its
+deadline."""
 
 
 @attrs.define(eq=False)
@@ -144,13 +146,13 @@ class Cluster:
 
 def open_client(node: NodeProcess, cluster: str, fabric: str) -> Client:
     """Return a client of a node."""
-    return Client.open(home=node.home, cluster=cluster, fabric=fabric, op_timeout_s=10.0)
+    return Client.open(home=node.home, cluster=cluster, fabric=fabric, op_timeout_s=CALL_S)
 
 
 def store(home: str, cluster: str, fabric: str, number: int) -> None:
     """Store new pages at `placement_rate`, until this process is stopped."""
     source = np.random.default_rng(2).integers(0, 256, (8, MIB), dtype=np.uint8)
-    with Client.open(home=home, cluster=cluster, fabric=fabric, op_timeout_s=10.0) as client:
+    with Client.open(home=home, cluster=cluster, fabric=fabric, op_timeout_s=CALL_S) as client:
         due = time.perf_counter()
         while True:
             number += 1
