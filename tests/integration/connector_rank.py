@@ -5,6 +5,7 @@ Each rank keeps its pages in a folder of its own; the second has stored fewer, a
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ from torch import tensor
 
 from peercache.connector import AsyncKVPrefetchQueue, folder_store
 from peercache.model.keys import Namespace, PageKeys
+from tests.pace import TIMEOUT_S
 from tests.unit.connector.rig import Engine, mapping_of
 
 TOKENS = list(range(100, 130))
@@ -31,6 +33,8 @@ def smallest(numbers: list[int]) -> list[int]:
 
 def main(rank: int, folder: Path) -> None:
     """Store, look up, prefetch; print what the rank has come to."""
+    # Where the test would end a rank that hangs, its output has where.
+    faulthandler.dump_traceback_later(0.8 * TIMEOUT_S)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=len(STORED)
     )

@@ -6,6 +6,7 @@ Here because torch is in SGLang's environment; nothing of SGLang is used.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_ranks_agree_over_gloo(tmp_path: Path) -> None:
     """Both ranks get the shorter prefix, in the same polls, with right bytes."""
+    # Without this gloo takes the interface to which the host's name resolves, which takes a DNS.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.integration.connector_rank", str(rank), str(tmp_path)],
             cwd=ROOT,
+            env=environment,
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -16,10 +16,13 @@ from peercache.errors import ConfigError
 from peercache.sglang import PeerCacheStore, object_events
 from tests.integration.sglang_pools import PAGE_TOKENS
 from tests.integration.sglang_rig import Rig, Shape, get_storage_hash_str, prompt
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, timeout, wait_until
 from tests.system.nodes import LocalCluster, NodeProcess, free_port, keys_of, pages_of
 
+__all__ = ["timeout"]
+
 PAGES = 4
+PATIENT = {"exists_timeout_s": TIMEOUT_S, "op_timeout_s": TIMEOUT_S}
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ class Engines:
     def open(self, shape: Shape | None = None, **extra: Any) -> tuple[Rig, str]:
         """Open one; return it, and its endpoint."""
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        at = {"home": self._node.ready["home"], "cluster": self._node.cluster}
+        at = {"home": self._node.ready["home"], "cluster": self._node.cluster, **PATIENT}
         rig = Rig(shape or Shape(), {**at, "object_events": endpoint, **extra}, PeerCacheStore)
         self._stack.enter_context(closing(rig))
         return rig, endpoint

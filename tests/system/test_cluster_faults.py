@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from peercache import Client
+from peercache.client import home
 from peercache.errors import PeerUnreachable
 from peercache.memory.attached import AttachedSegment
+from peercache.net.sockets import PAIR1_GREETING
 from peercache.paths.write import PUBLISH_TIMEOUT_S
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
@@ -166,6 +172,69 @@ def test_a_home_node_that_restarts_is_found_again_within_five_seconds() -> None:
         # The other node, which the client asks for the view meanwhile, lets it in when it answers.
         wait_until(lambda: read(client, keys) == [True] * 16)
         assert client.stats()["home_attached"] == 2
+
+
+@contextlib.contextmanager
+def first_message_lost(url: str) -> Iterator[list[socket.socket]]:
+    """Take the place of a node at its home address, and pass on all connections but one.
+
+    Yields the callers that have sent a message. Nothing of the first one reaches the node.
+    """
+    path = url.removeprefix("ipc://")
+    Path(path).rename(f"{path}.node")
+    callers: list[socket.socket] = []
+    is_ended = threading.Event()
+
+    def relay() -> None:
+        nodes: list[socket.socket] = []
+        other: dict[socket.socket, socket.socket] = {}
+        while not is_ended.is_set():
+            for ready in select.select([listener, *other], [], [], 0.01)[0]:
+                if ready is listener:
+                    caller = stack.enter_context(listener.accept()[0])
+                    node = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    node.connect(f"{path}.node")
+                    nodes.append(node)
+                    other |= {caller: node, node: caller}
+                    continue
+                try:
+                    raw = ready.recv(2**16)
+                except ConnectionResetError:
+                    raw = b""
+                if raw not in (b"", PAIR1_GREETING) and ready not in (*nodes, *callers):
+                    callers.append(ready)
+                # Either end may have gone meanwhile.
+                with contextlib.suppress(OSError):
+                    if not raw:
+                        other.pop(ready).shutdown(socket.SHUT_WR)
+                    elif ready not in callers[:1]:
+                        other[ready].sendall(raw)
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen()
+        thread = threading.Thread(target=relay)
+        thread.start()
+        try:
+            yield callers
+        finally:
+            is_ended.set()
+            thread.join()
+
+
+def test_a_connection_that_hangs_does_not_keep_a_client_from_its_home_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hello is sent again, over another connection, long before `open` gives up."""
+    monkeypatch.setattr(home, "ATTACH_S", 5.0)  # As in production: the node ends it after ten.
+    with LocalCluster() as cluster:
+        node, keys = cluster.start(), keys_of("relayed", 4)
+        with first_message_lost(node.ready["home"]) as callers:
+            client = cluster.client(node)
+
+            assert client.batch_set(keys, pages_of(keys)) == [True] * 4
+            assert len(callers) > 1
 
 
 def test_a_restart_with_the_same_addresses_never_serves_the_old_pages() -> None:

@@ -169,7 +169,8 @@ class Home:
     def open(self) -> None:
         """Attach, or raise the reason why that fails; then start the thread."""
         until = time.monotonic() + ATTACH_S
-        while not self._bridge.run(self.tie.attach(until)):
+        # Each attempt uses a connection of its own: one that hangs costs a second, not the client.
+        while not self._bridge.run(self.tie.attach(min(until, time.monotonic() + BEAT_S))):
             if time.monotonic() >= until:
                 raise self._unanswered_problem()
             time.sleep(LOST_BEAT_S / 5)
@@ -185,7 +186,10 @@ class Home:
         self.has_no_node = not self._config.embedded and reached(self._url, PROBE_S) is False
         if self.has_no_node:
             return no_node(self._url, self._config)
-        return PeerUnreachable(f"the home node at {self._url}")
+        return PeerUnreachable(
+            f"the home node at {self._url} within {ATTACH_S:g} s: its process listens, but it is "
+            "stopped, or its host is overloaded"
+        )
 
     def look_now(self) -> None:
         """Start a beat now: a call has found that the home node is gone."""

@@ -7,6 +7,7 @@ No block device can be had in every place where tests run, so a library in front
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,11 +15,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from peercache.storage.index_file import load_entries, read_index
 from tests.pace import wait_until
 from tests.unit.storage.rig import Rig
 
@@ -53,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(folder: Path, undo: Path, library: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the writer in front of the stand-in; it is killed at the end."""
     process = subprocess.Popen(
@@ -77,6 +78,12 @@ def writing(folder: Path, undo: Path, library: Path) -> Iterator[subprocess.Pope
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
+
+
+def rows_of(folder: Path) -> int:
+    """Return how many pages the index has."""
+    with contextlib.closing(read_index(folder / "0")) as index:
+        return len(load_entries(index))
 
 
 def lose_power(folder: Path, undo: Path) -> int:
@@ -114,7 +121,10 @@ def test_a_power_loss_takes_no_page_that_was_written_a_while_ago(
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
-        wait_until(lambda: not list(undo.iterdir()), "everything is synced")
+        # The rows of pages are written after the pages are synced.
+        wait_until(
+            lambda: rows_of(folder) == FIRST and not list(undo.iterdir()), "everything is synced"
+        )
         print("go on", file=process.stdin, flush=True)
         # Some pages are there whose rows are not committed yet.
         assert process.stdout.readline()
