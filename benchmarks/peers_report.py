@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from html import escape
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,9 @@ def _shown(value: float | None) -> str:
 
 def table(figures: Figures, rows: list[Row], head: str, *, copy: bool = False) -> list[list[str]]:
     """Return the lines of a table, the head first. copy: with the machine's memory copy."""
-    heads = [head, "PeerCache", *(TITLES[store] for store in others(figures)), "ours / best other"]
+    stores = [TITLES[store] for store in others(figures)]
+    compared = f"ours / {stores[0]}" if len(stores) == 1 else "ours / best other"
+    heads = [head, "PeerCache", *stores, compared]
     if copy:
         heads += ["memory copy", "ours / copy"]
     lines = [heads]
@@ -258,14 +261,30 @@ def text(figures: Figures) -> str:
     return "\n\n".join(parts)
 
 
+def ruled(lines: list[list[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
+    return ["| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:])]
+
+
 def markdown(figures: Figures) -> str:
     """Return the part of docs/explanation/performance.md."""
     parts = [setting(figures)]
     for caption, lines in tables(figures):
-        ruled = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
-        rows = "\n".join("| " + " | ".join(line) + " |" for line in ruled)
-        parts.append(f"{caption}\n\n{rows}")
+        parts.append("\n".join([f"{caption}\n", *ruled(lines)]))
     parts.append("\n".join(f"* {line}" for line in remarks(figures)))
+    return "\n\n".join(parts)
+
+
+def with_mooncake(figures: Figures) -> str:
+    """Return the tables of docs/explanation/comparison.md: Mooncake's figures beside ours."""
+    only = {**figures, "versions": {"mooncake": figures["versions"]["mooncake"]}}
+    longest = [row for row in FAULT_TIMES if row.name in figures["rows"]]
+    asked = [row for row in ASKING_ROWS if not row.name.endswith("p99")]
+    parts = [setting(only)]
+    for head, rows in (("GB/s", moving_rows(only)), ("`exists`, µs", asked), ("ms", longest)):
+        lines = table(only, rows, head)
+        parts.append("\n".join(ruled(lines)))
     return "\n\n".join(parts)
 
 
@@ -275,18 +294,38 @@ COLOURS = {
 }  # fmt: skip
 
 
-def _bars(figures: Figures, row: Row) -> list[tuple[str, float]]:
-    """Return the stores and medians of one group of bars."""
+LEAST_SHOWN = 0.1
+"""Where a logarithmic scale begins."""
+
+
+def _bars(figures: Figures, row: Row) -> list[tuple[str, dict[str, float]]]:
+    """Return the stores and cells of one group of bars."""
     cells = figures["rows"].get(row.name, {})
     names = {"ours": row.ours} | {store: store for store in others(figures)}
-    return [(store, cells[name]["median"]) for store, name in names.items() if name in cells]
+    return [(store, cells[name]) for store, name in names.items() if name in cells]
 
 
-def _picture(figures: Figures, rows: list[Row], title: str, unit: str) -> str:
-    """Return an SVG with a group of bars per row; all bars have the same scale."""
+def _label(figures: Figures, row: Row, cell: dict[str, float], unit: str) -> str:
+    if row.name.endswith("longest") and cell["greatest"] >= figures["hung_ms"]:
+        return f"over {_number(figures['hung_ms'])} {unit}"
+    share = cell.get("share", 1.0)
+    part = "" if share >= SHARE_MIN else f", {share:.0%} of the pages"
+    return f"{_number(cell['median'])} {unit}{part}"
+
+
+def _picture(
+    figures: Figures, rows: list[Row], title: str, unit: str, *, is_logarithmic: bool = False
+) -> str:
+    """Return an SVG with a group of bars per row, each with its range; all have one scale."""
     groups = [(row, _bars(figures, row)) for row in rows]
-    greatest = max((value for _, bars in groups for _, value in bars), default=1.0)
-    scale = (WIDTH - LEFT - 110) / greatest
+    greatest = max((cell["greatest"] for _, bars in groups for _, cell in bars), default=1.0)
+    room = WIDTH - LEFT - 190
+
+    def length(value: float) -> float:
+        if not is_logarithmic:
+            return room * value / greatest
+        return max(0.0, room * log(value / LEAST_SHOWN) / log(greatest / LEAST_SHOWN))
+
     parts = [f'<text x="{LEFT}" y="20" font-weight="bold">{escape(title)}</text>']
     y = 36
     for row, bars in groups:
@@ -296,16 +335,17 @@ def _picture(figures: Figures, rows: list[Row], title: str, unit: str) -> str:
         parts.append(
             f'<text x="{LEFT - 10}" y="{middle:.0f}" text-anchor="end">{escape(row.label)}</text>'
         )
-        for store, value in bars:
-            width = max(1.0, value * scale)
-            parts.append(
-                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" '
-                f'fill="{COLOURS[store]}"/>'
-            )
-            parts.append(
-                f'<text x="{LEFT + width + 6:.1f}" y="{y + BAR - 4}" font-size="12">'
-                f"{_number(value)} {unit}</text>"
-            )
+        for store, cell in bars:
+            least, end = LEFT + length(cell["least"]), LEFT + length(cell["greatest"])
+            across = y + BAR / 2 - 1
+            parts += [
+                f'<rect x="{LEFT}" y="{y}" width="{max(1.0, length(cell["median"])):.1f}" '
+                f'height="{BAR - 2}" fill="{COLOURS[store]}"/>',
+                f'<path d="M{least:.1f} {across}H{end:.1f}M{least:.1f} {y + 3}v8'
+                f'M{end:.1f} {y + 3}v8" stroke="#212529"/>',
+                f'<text x="{end + 6:.1f}" y="{y + BAR - 4}" font-size="12">'
+                f"{escape(_label(figures, row, cell, unit))}</text>",
+            ]
             y += BAR
         y += GAP
     x = 20
@@ -325,11 +365,8 @@ def _picture(figures: Figures, rows: list[Row], title: str, unit: str) -> str:
 
 
 def rates_picture(figures: Figures) -> str:
-    """Return an SVG of the rates of set and get, for the first and the last size."""
-    names = {figures["sizes"][0]["name"], figures["sizes"][-1]["name"]}
-    rows = [
-        row for row in moving_rows(figures) if any(row.name.endswith(f" {name}") for name in names)
-    ]
+    """Return an SVG of the rates of set and get."""
+    rows = moving_rows(figures)
     return _picture(figures, rows, "Pages set and read, GB/s: more is better", "GB/s")
 
 
@@ -337,3 +374,9 @@ def asking_picture(figures: Figures) -> str:
     """Return an SVG of the time that `exists` takes."""
     rows = [row for row in ASKING_ROWS if not row.name.endswith("p99")]
     return _picture(figures, rows, "exists of 128 keys, microseconds: less is better", "µs")
+
+
+def failures_picture(figures: Figures) -> str:
+    """Return an SVG of the longest calls while a node is paused, and after one was killed."""
+    title = "Longest calls with a failed node, milliseconds, logarithmic: less is better"
+    return _picture(figures, FAULT_TIMES, title, "ms", is_logarithmic=True)

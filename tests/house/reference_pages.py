@@ -243,6 +243,11 @@ def compared_in_short() -> str:
     return peers_report.summary(peers_report.measured())
 
 
+def compared_with_mooncake() -> str:
+    """Return the tables of comparison.md, of the same figures."""
+    return peers_report.with_mooncake(peers_report.measured())
+
+
 def time_to_first_token() -> str:
     """Return the tables of the figures that `make ttft` has measured."""
     return ttft_report.markdown(ttft_report.measured())
@@ -255,6 +260,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "errors.md": (exceptions,),
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
+    "../explanation/comparison.md": (compared_with_mooncake,),
     "../explanation/performance.md": (
         compared_in_short,
         compared_with_others,
@@ -273,6 +279,9 @@ FILES: dict[str, Callable[[], str]] = {
         peers_report.measured()
     ),
     "../explanation/exists-compared.svg": lambda: peers_report.asking_picture(
+        peers_report.measured()
+    ),
+    "../explanation/failures-compared.svg": lambda: peers_report.failures_picture(
         peers_report.measured()
     ),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),

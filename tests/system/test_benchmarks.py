@@ -235,6 +235,19 @@ def test_peers_best_other_is_one_that_did_what_it_was_asked() -> None:
     assert peers_report.ratio(rates, shown(ours=6.0)) is None
 
 
+def test_the_picture_of_failures_shows_what_hung_and_what_missed() -> None:
+    """A store that answered for a part of the pages, and one that was given up, are no short bars."""
+    row = "killed get longest"
+    figures = shown(ours=2.0, mooncake=15_000.0, redis=(4.0, 0.5))
+    figures = {**figures, "rows": {row: figures["rows"]["row"]}, "hung_ms": 15_000.0}
+
+    picture = peers_report.failures_picture(figures)
+    assert all(
+        f">{text}<" in picture
+        for text in ("2.00 ms", "over 15,000 ms", "4.00 ms, 50% of the pages")
+    )
+
+
 @pytest.mark.parametrize(
     "fault", [{"problems": ["ours, set: it hung"]}, {"wrong_pages": {"ours tcp": 1}}]
 )
