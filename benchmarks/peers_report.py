@@ -277,7 +277,7 @@ def markdown(figures: Figures) -> str:
 
 
 def with_mooncake(figures: Figures) -> str:
-    """Return the tables of docs/explanation/comparison.md: Mooncake's figures beside ours."""
+    """Return the tables of docs/explanation/comparison.md: Mooncake's figures next to ours."""
     only = {**figures, "versions": {"mooncake": figures["versions"]["mooncake"]}}
     longest = [row for row in FAULT_TIMES if row.name in figures["rows"]]
     asked = [row for row in ASKING_ROWS if not row.name.endswith("p99")]
@@ -337,15 +337,19 @@ def _picture(
         )
         for store, cell in bars:
             least, end = LEFT + length(cell["least"]), LEFT + length(cell["greatest"])
-            across = y + BAR / 2 - 1
-            parts += [
-                f'<rect x="{LEFT}" y="{y}" width="{max(1.0, length(cell["median"])):.1f}" '
-                f'height="{BAR - 2}" fill="{COLOURS[store]}"/>',
-                f'<path d="M{least:.1f} {across}H{end:.1f}M{least:.1f} {y + 3}v8'
-                f'M{end:.1f} {y + 3}v8" stroke="#212529"/>',
+            middle, width = y + BAR / 2 - 1, max(1.0, length(cell["median"]))
+            parts.append(
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" '
+                f'fill="{COLOURS[store]}"/>'
+            )
+            parts.append(
+                f'<path d="M{least:.1f} {middle}H{end:.1f}M{least:.1f} {y + 3}v8'
+                f'M{end:.1f} {y + 3}v8" stroke="#212529"/>'
+            )
+            parts.append(
                 f'<text x="{end + 6:.1f}" y="{y + BAR - 4}" font-size="12">'
-                f"{escape(_label(figures, row, cell, unit))}</text>",
-            ]
+                f"{escape(_label(figures, row, cell, unit))}</text>"
+            )
             y += BAR
         y += GAP
     x = 20
