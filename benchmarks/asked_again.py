@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 import numpy as np
 
@@ -32,6 +33,7 @@ from peercache.cli.main import run
 from peercache.cli.options import json_option
 from peercache.cli.processes import LOCAL, NodeProcess, NodeProcesses
 from peercache.cli.terminal import print_json, show_progress
+from peercache.config.settings import Config
 from peercache.model.keys import PageKeys, page_keys
 from peercache.net.requests import Asker
 
@@ -85,8 +87,9 @@ def start(stack: ExitStack, hosts: int, owners: int) -> tuple[list[NodeProcess],
         nodes.append(processes.launch(f"n{number}", settings))
         processes.await_ready(nodes[-1])
     mine: dict[str, Any] = {"op_timeout_s": 30.0, "exists_timeout_s": 10.0}
-    mine |= {"directory_replicas": owners, "handover_s": HANDOVER_S}
-    client = stack.enter_context(Client.open(cluster=cluster, home=nodes[0].home, **mine))
+    mine |= {"directory_replicas": owners, "cluster": cluster, "home": nodes[0].home}
+    config = attrs.evolve(Config.load(mine), handover_s=HANDOVER_S)
+    client = stack.enter_context(Client.open(config))
     until = time.monotonic() + WAIT_S
     while client.stats().get("members") != hosts and time.monotonic() < until:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """A scheduler loop that prefetches waiting requests and stores what it has computed.
 
-    peercache node --insecure trial &
-    python examples/connector_scheduler.py insecure=trial
+    peercache node --insecure &
+    python examples/connector_scheduler.py insecure=true
 
 The arguments are settings of PeerCache, here those for a node without certificates.
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import time
 
+import attrs
 import pytest
 
 from peercache.client.client import Client
+from peercache.config.settings import Config
 from peercache.model.records import BUCKETS
 from peercache.wire.messages.directory import Repair
 from peercache.wire.messages.session import Welcome
 from tests.hostile.garbage import hello
 from tests.hostile.strangers import Caller, metric
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, NodeProcess
+from tests.system.nodes import CALL_S, LocalCluster, NodeProcess
 
 COUNT = 300
 SIZE = 16 * 1024
 HEALED_S = 10.0
-"""Two summaries and a repair take 3 s (`STREAM_LATE_S`, `summary_s`); the rest is for a busy
+"""Two summaries and a repair take 3 s (`STREAM_LATE_S`, `Config.summary_s`); the rest is for a busy
 machine."""
 
 
@@ -68,7 +70,14 @@ def test_a_stream_that_a_stranger_ends_goes_on(number: int) -> None:
             cluster.wait_for_members(node, 3)
         writer = cluster.client(holder)
         # After a view change a reader asks every owner, and one of three is the holder itself.
-        reader = cluster.client(owners[0], location_cache_entries=0, handover_s=0)
+        settings = {"cluster": cluster.name, "home": owners[0].ready["home"]}
+        settings |= {
+            "op_timeout_s": CALL_S,
+            "exists_timeout_s": CALL_S,
+            "location_cache_entries": 0,
+        }
+        reader = Client.open(attrs.evolve(Config.load(settings), handover_s=0.0))
+        cluster.clients.append(reader)
         assert all(writer.batch_set(names, pages(names)))
         wait_until(lambda: reader.batch_exists(names) == COUNT)
         assert hits(reader, names) == COUNT

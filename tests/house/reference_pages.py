@@ -54,9 +54,8 @@ OF_CLIENTS = (
 OF_BOTH = (
     "cluster", "home", "insecure", "tls_ca", "tls_cert", "tls_key", "tls_crl", "share_group",
     "share_uids", "shm_dir", "granule", "hugepages_dir", "fabric", "max_channels_per_peer",
-    "directory_replicas", "virtual_nodes", "handover_s", "rdma_device_names", "rdma_gid_index",
-    "rdma_traffic_class", "rdma_service_level", "rdma_hop_limit", "rdma_timeout",
-    "rdma_retry_count", "rdma_reads_at_once", "rdma_clear_text", "log_level",
+    "directory_replicas", "rdma_device_names", "rdma_gid_index", "rdma_traffic_class",
+    "rdma_service_level", "rdma_timeout_ms", "rdma_retry_count", "rdma_clear_text", "log_level",
 )  # fmt: skip
 """Settings that nodes and clients read. All others are of nodes."""
 
@@ -64,6 +63,21 @@ OF_BOTH = (
 def place_of(setting: str) -> str:
     """Return which processes read a setting."""
     return "client" if setting in OF_CLIENTS else "both" if setting in OF_BOTH else "node"
+
+
+FOLLOWED = (
+    "tls_ca", "tls_cert", "tls_key", "tls_crl", "etcd_ca", "etcd_cert", "etcd_key",
+    "http_token_file",
+)  # fmt: skip
+"""Settings whose files are read again when they change."""
+
+EQUAL = ("cluster", "insecure", "granule", "directory_replicas")
+"""Settings that all nodes have alike."""
+
+
+def change_of(setting: str) -> str:
+    """Return how a setting of a running cluster is changed."""
+    return "file" if setting in FOLLOWED else "cluster" if setting in EQUAL else "restart"
 
 
 def groups_of_settings() -> dict[str, list[str]]:
@@ -83,7 +97,7 @@ def groups_of_settings() -> dict[str, list[str]]:
 
 def configuration() -> str:
     """Return the tables of settings, a group each."""
-    head = ["setting", "flag", "environment", "default", "read by", "meaning"]
+    head = ["setting", "flag", "environment", "default", "read by", "change", "meaning"]
     parts = []
     for group, names in groups_of_settings().items():
         rows = [
@@ -93,6 +107,7 @@ def configuration() -> str:
                 f"`{row.environment}`",
                 f"`{row.written_default}`" if row.written_default else "",
                 place_of(name),
+                change_of(name),
                 row.meaning,
             ]
             for name in names

@@ -291,7 +291,7 @@ def test_values_of_a_shown_node_are_judged_as_a_node_judges_them(words: list[str
             settings[flags[name]] = text or value
     if any(value.startswith("--") or not value for value in settings.values()):
         return  # A flag that the text names without a value.
-    trial = {} if "tls_cert" in settings or "insecure" in settings else {"insecure": "trial"}
+    trial = {} if "tls_cert" in settings or "insecure" in settings else {"insecure": True}
 
     Config.load({**settings, **trial})
 

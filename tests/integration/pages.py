@@ -37,7 +37,7 @@ def node_of_a_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setenv("PEERCACHE_HOME", home)
     for timeout in ("OP_TIMEOUT_S", "EXISTS_TIMEOUT_S"):
         monkeypatch.setenv(f"PEERCACHE_{timeout}", str(CALL_S))
-    flags = ["--insecure", "trial", "--listen", "127.0.0.1:0", "--home", home]
+    flags = ["--insecure", "--listen", "127.0.0.1:0", "--home", home]
     node = NodeProcess([*flags, "--pool-size", "64MiB", "--metrics-port", "0"])
     try:
         yield node

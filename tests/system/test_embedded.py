@@ -69,7 +69,7 @@ def engine(fault: Fault) -> Iterator[Client]:
     """A client with a node of its own."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as folder:
         settings: dict[str, Any] = {"embedded": True, "shm_dir": folder, "pool_size": "16MiB"}
-        with Client.open(insecure=f"embedded-{os.getpid()}", **settings) as client:
+        with Client.open(cluster=f"embedded-{os.getpid()}", insecure=True, **settings) as client:
             yield client
 
 

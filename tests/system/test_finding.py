@@ -126,7 +126,7 @@ def test_cluster_that_etcd_brings_together_needs_it_no_more(etcd: Etcd) -> None:
         source = f"etcd://127.0.0.1:{etcd.port}/{PREFIX}"
 
         def start() -> NodeProcess:
-            return cluster.start(flags=["--insecure", cluster.name, "--discovery-addr", source])
+            return cluster.start(flags=["--insecure", "--discovery-addr", source])
 
         nodes = [start() for _ in range(3)]
         for node in nodes:
@@ -183,7 +183,7 @@ def test_etcd_that_wants_certificates_brings_nodes_together(tmp_path: Path) -> N
         source = f"etcds://127.0.0.1:{etcd.port}/{PREFIX}"
 
         def start(**files: str) -> NodeProcess:
-            where = ["--insecure", cluster.name, "--discovery-addr", source]
+            where = ["--insecure", "--cluster", cluster.name, "--discovery-addr", source]
             return cluster.start(flags=[*where, *flags_of(files)])
 
         nodes = [start(**known), start(**known)]
@@ -239,7 +239,7 @@ def test_nodes_behind_one_name_find_each_other(tmp_path: Path) -> None:
             )
 
         def start(host: separate_hosts.Host) -> dict[str, str]:
-            flags = f"--insecure dns --pool-size 16MiB --log-format json --discovery dns://{NAME}"
+            flags = f"--insecure --pool-size 16MiB --log-format json --discovery dns://{NAME}"
             home = "--home ipc:///run/peercache/home.ipc"
             process = host.start(f"{sys.executable} -m peercache.node {flags} {home}")
             assert process.stdout is not None

@@ -94,7 +94,7 @@ def test_the_commands_of_a_page_end_well(
         host.path("/run/peercache/data").mkdir()
         nodes = []
         if not any(command.startswith(NODE) for command in commands):
-            nodes.append(start(host, f"{NODE} --insecure trial --pool-size 64MiB"))
+            nodes.append(start(host, f"{NODE} --insecure --pool-size 64MiB"))
         for command in commands:
             if command.startswith(NODE):
                 nodes.append(start(host, command))

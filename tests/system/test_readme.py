@@ -154,13 +154,13 @@ def _serving(command: str, environment: dict[str, str], folder: Path) -> subproc
 
 
 def test_each_engine_uses_the_node_of_its_host() -> None:
-    """With the name of the trial, and without an address or a node of its own."""
+    """As in the trial, and without an address or a node of its own."""
     trials = [found for step in steps() for found in engine_settings(step)]
 
     assert len(trials) == 3, "SGLang, vLLM, LMCache"
     for settings in trials:
         config = Config.load(settings)
-        assert (config.insecure, config.home, config.embedded) == ("trial", "", False)
+        assert (config.insecure, config.home, config.embedded) == (True, "", False)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +210,11 @@ class TestOnAHost:
 
         with separate_hosts("host-b") as ((other,), _):
             done = other.run(block.command(PYTHON, tmp_path))
-        assert "start one with `peercache node --insecure trial`" in done.stderr.splitlines()[-1]
+        assert "start one with `peercache node --insecure`" in done.stderr.splitlines()[-1]
 
     def test_no_command_without_the_cluster_is_refused_first(self, host: Host) -> None:
         """The cluster is asked for, and neither counted nor logged as a peer's wrong setting."""
-        assert "cluster trial" in output(host, "peercache status")
+        assert "cluster default" in output(host, "peercache status")
 
         read = "from urllib.request import urlopen as o; print(o('http://127.0.0.1:31997/metrics').read().decode())"
         counted = host.run(f'{PYTHON} -c "{read}"').stdout.splitlines()

@@ -123,7 +123,7 @@ def test_a_trial_on_two_hosts_wants_one_flag(tmp_path: Path) -> None:
         (command,) = lines("trial")
         start_node(a, command)
         start_node(b, command, "--discovery", "host-a:31998")
-        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial"}
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": True}
         with captured(switch, tmp_path / "frames"):
             one, other = open_client(a, **home), open_client(b, **home)
             members_at(one, 2)
@@ -151,7 +151,7 @@ def test_copies_of_a_prompt_outlive_the_host_that_produced_it() -> None:
         start_node(a, command)
         for host in (b, c, d):
             start_node(host, command, "--discovery", "host-a:31998")
-        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": True, "fabric": "auto"}
         producer, late = (open_client(host, **home) for host in (a, d))
         readers = [open_client(host, **home, mirror_pulls="all") for host in (b, c)]
         for client in (producer, late, *readers):
@@ -183,7 +183,7 @@ def test_a_prefetched_prompt_is_read_from_the_own_host() -> None:
         start_node(a, command)
         # A share of half the pages: the others stay where they are.
         start_node(b, command, "--discovery", "host-a:31998", "--mirror-share", "0.0625")
-        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": True, "fabric": "auto"}
         producer, reader = (open_client(host, **home) for host in (a, b))
         for client in (producer, reader):
             members_at(client, 2)
@@ -278,8 +278,9 @@ def test_strangers_are_refused_on_control_and_data(
         assert "SSL routines" in stranger.stderr, (port, stranger)
         assert "SSL routines" not in admitted.stderr, (port, admitted)
 
-    plain = open_client(b, insecure="prod", discovery_addr="host-a:31998", listen="0.0.0.0:0",
-                        embedded=True, pool_size="16MiB", metrics_port=0)  # fmt: skip
+    plain = open_client(b, cluster="prod", insecure=True, discovery_addr="host-a:31998",
+                        listen="0.0.0.0:0", embedded=True, pool_size="16MiB",
+                        metrics_port=0)  # fmt: skip
     assert plain.first == {"ready": True}, "a node that finds no peer starts alone"
     assert plain.ask("stats").get("home_members_alive") == 1
     assert ready.ask("stats").get("home_members_alive") == 3
@@ -350,7 +351,7 @@ def test_a_prefetch_reads_no_page_that_is_larger_than_the_own_pool() -> None:
         (command,) = lines("trial")
         start_node(a, command, "--metrics-port", "31997")
         start_node(b, command, "--discovery", "host-a:31998", "--pool-size", "64KiB")
-        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": "trial", "fabric": "auto"}
+        home = {"home": "ipc:///run/peercache/home.ipc", "insecure": True, "fabric": "auto"}
         producer, reader = (open_client(host, **home) for host in (a, b))
         for client in (producer, reader):
             members_at(client, 2)

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from peercache.config.quantities import parse_seconds, parse_size, written_duration
 from peercache.config.settings import SETTINGS
-from peercache.config.table import Setting
+from peercache.config.table import SWITCH, Setting
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
@@ -131,6 +131,8 @@ def settings_options(command: Callback) -> Callback:
         help="Show every setting, and exit.",
     )(command)
     for name, row in reversed(SETTINGS.items()):
+        # `--insecure` alone is `--insecure true`.
+        alone: dict[str, Any] = {"is_flag": False, "flag_value": "true"}
         command = click.option(
             name,
             row.flag,
@@ -138,6 +140,7 @@ def settings_options(command: Callback) -> Callback:
             type=_SettingType(row),
             metavar=row.kind.metavar,
             help=row.meaning,
+            **(alone if row.kind is SWITCH else {}),
         )(command)
     return click.option(
         "--config",

@@ -74,8 +74,8 @@ class HomeState:
 
 def no_node(url: str, config: Config) -> PeerUnreachable:
     """Return the error of a client at whose home address nothing listens, and what to do."""
-    flags = {"insecure": config.insecure, "home": config.home}
-    command = " ".join(["peercache node", *(f"--{k} {v}" for k, v in flags.items() if v)])
+    home = f" --home {config.home}" if config.home else ""
+    command = f"peercache node{' --insecure' if config.insecure else ''}{home}"
     return PeerUnreachable(
         f"a node at {url}: start one with `{command}`, name the address of another one in home, "
         "or set embedded = true for a node in this process"

@@ -180,6 +180,14 @@ def parse_seconds(value: Any) -> float:
     return number * _SECONDS[match[2]]
 
 
+def parse_milliseconds(value: Any) -> float:
+    """Return milliseconds from 67, or from a duration such as "67ms"."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 1000 * parse_seconds(value)
+
+
 def written_duration(seconds: float) -> str:
     """Return seconds in the largest unit that divides them, so that `parse_seconds` reads them."""
     for unit in ("d", "h", "m"):

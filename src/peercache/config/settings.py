@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from peercache.config.table import (
     HOME,
     HOST,
     LISTEN,
+    MILLISECONDS,
     NETWORKS,
     PEERS,
     POWER_OF_TWO,
@@ -39,6 +41,7 @@ from peercache.config.table import (
     SECONDS,
     SHARE,
     SIZE,
+    SWITCH,
     TEXT,
     USERS,
     WHOLE,
@@ -53,8 +56,16 @@ from peercache.model.room import QuotaRule
 
 REMOVED = {
     "credentials": "is gone: a secret that all share distinguishes no process. Use certificates "
-    "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = NAME",
-}
+    "(`peercache certs` makes them; tls_ca, tls_cert, tls_key), or, for a trial, insecure = true",
+    "rdma_timeout": "is gone: rdma_timeout_ms has the time in milliseconds, and 14 was 67",
+    **dict.fromkeys(
+        (
+            "virtual_nodes", "handover_s", "summary_s", "republish_rate", "rdma_hop_limit",
+            "rdma_reads_at_once",
+        ),
+        "is gone: it has its former default on all nodes now, so leave it out",
+    ),
+}  # fmt: skip
 """Settings of earlier builds, and what to use instead: a leftover one would protect nothing."""
 
 SGLANG_KEYS = frozenset(
@@ -78,7 +89,7 @@ LOOPBACK = "127.0.0.1"
 
 HTTP_WAYS_OUT = (
     "other hosts reach that address: without certificates it requires http_open = true, which "
-    "shows /metrics and /healthz only, or insecure = NAME"
+    "shows /metrics and /healthz only, or insecure = true"
 )
 
 UNNAMED_PORT = -1
@@ -86,7 +97,7 @@ UNNAMED_PORT = -1
 
 WAYS_OUT = (
     "give the node a certificate (`peercache certs` makes it; tls_ca, tls_cert, tls_key), or, for "
-    "a trial in which every process that connects may read every page, set insecure = NAME"
+    "a trial in which every process that connects may read every page, set insecure = true"
 )
 """The remedy in the error about an open address."""
 
@@ -323,11 +334,9 @@ class Config:
         "List of revoked certificates, signed by an authority of tls_ca; the node keeps newer ones "
         "that it receives there. Default: revoked.crl in the folder of tls_ca.",
     )
-    insecure: str = setting(
-        TEXT,
-        "",
-        "For trials: runs the cluster of this name without certificates. Every process that can "
-        "connect reads every page.",
+    insecure: bool = switch(
+        "For trials: without certificates, listen for other hosts. Every process that can connect "
+        "reads every page.",
     )
     share_group: str = setting(
         TEXT,
@@ -492,30 +501,6 @@ class Config:
         "Nodes that keep each record; auto: one per host, 2 beyond 8 hosts.",
         low=1,
     )
-    virtual_nodes: int = setting(
-        WHOLE,
-        160,
-        "Tokens a node has on the ring; equal in the whole cluster.",
-        low=1,
-        high=4096,
-    )
-    handover_s: float = setting(
-        SECONDS,
-        10.0,
-        "Seconds after a view change in which a reader that finds nothing at an owner asks the "
-        "next.",
-        low=0,
-    )
-    summary_s: float = setting(
-        SECONDS,
-        2.0,
-        "Seconds between two regular summaries of a record stream; longer with more than 16 owners "
-        "for each.",
-        above=0,
-    )
-    republish_rate: int = setting(
-        WHOLE, 50_000, "Records a second that a node re-publishes after a view change.", low=1
-    )
     # --- reading and writing
     fabric: str = setting(
         choice("auto", "shm", "tcp", "rdma"),
@@ -538,49 +523,6 @@ class Config:
         low=0,
         high=64,
     )
-    # --- RDMA
-    rdma_device_names: tuple[str, ...] = setting(
-        DEVICES,
-        (),
-        "Devices to use, mlx5_0 or mlx5_0:2 (its second port) each: several are rails, and batches "
-        "are striped over them. Default: the fastest one whose link is up.",
-    )
-    rdma_gid_index: int = setting(
-        WHOLE,
-        -1,
-        "Entry of the port's GID table. Default (-1): RoCE v2, IPv4 before IPv6.",
-        low=-1,
-        high=255,
-    )
-    rdma_traffic_class: int = setting(
-        WHOLE, 0, "Traffic class of packets: four times the DSCP value.", low=0, high=255
-    )
-    rdma_service_level: int = setting(WHOLE, 0, "Service level of packets.", low=0, high=15)
-    rdma_hop_limit: int = setting(WHOLE, 64, "Routers that a packet may pass.", low=1, high=255)
-    rdma_timeout: int = setting(
-        WHOLE,
-        14,
-        "A packet is sent again after 4.096 µs × 2 to this power; 14 is 67 ms.",
-        low=1,
-        high=31,
-    )
-    rdma_retry_count: int = setting(
-        WHOLE,
-        6,
-        "Times that a packet is sent again; not 7: some devices then never stop.",
-        low=0,
-        high=6,
-    )
-    rdma_reads_at_once: int = setting(
-        WHOLE,
-        16,
-        "READs outstanding on a queue pair (max_rd_atomic), at most what both devices can do.",
-        low=1,
-        high=128,
-    )
-    rdma_clear_text: bool = switch(
-        "Use RDMA with TLS, too: its packets are not encrypted, so its network must be trusted.",
-    )
     verify: str = setting(
         choice("generation", "sampled", "full"),
         "sampled",
@@ -599,6 +541,42 @@ class Config:
         262_144,
         "Records a client remembers; 0 asks the directory for every page.",
         low=0,
+    )
+    # --- RDMA
+    rdma_device_names: tuple[str, ...] = setting(
+        DEVICES,
+        (),
+        "Devices to use, mlx5_0 or mlx5_0:2 (its second port) each: several are rails, and batches "
+        "are striped over them. Default: the fastest one whose link is up.",
+    )
+    rdma_gid_index: int = setting(
+        WHOLE,
+        -1,
+        "Entry of the port's GID table. Default (-1): RoCE v2, IPv4 before IPv6.",
+        low=-1,
+        high=255,
+    )
+    rdma_traffic_class: int = setting(
+        WHOLE, 0, "Traffic class of packets: four times the DSCP value.", low=0, high=255
+    )
+    rdma_service_level: int = setting(WHOLE, 0, "Service level of packets.", low=0, high=15)
+    rdma_timeout_ms: float = setting(
+        MILLISECONDS,
+        67.0,
+        "Milliseconds after which a packet without an acknowledgement is sent again. Devices know "
+        "4.096 µs and its doubles: the next longer one counts, 67.1 ms by default.",
+        above=0,
+        high=60_000,
+    )
+    rdma_retry_count: int = setting(
+        WHOLE,
+        6,
+        "Times that a packet is sent again; not 7: some devices then never stop.",
+        low=0,
+        high=6,
+    )
+    rdma_clear_text: bool = switch(
+        "Use RDMA with TLS, too: its packets are not encrypted, so its network must be trusted.",
     )
     # --- metrics, traces and logs
     metrics_port: int = setting(
@@ -679,6 +657,16 @@ class Config:
         "Lowest level that is logged; in an engine the default is the engine's own.",
     )
 
+    # --- constants: no flag and no file sets them, simulations and tests do
+    virtual_nodes: int = attrs.field(default=160, kw_only=True)
+    """Tokens of a node on the ring."""
+    handover_s: float = attrs.field(default=10.0, kw_only=True)
+    """How long after a view change a reader that finds nothing at an owner asks the next."""
+    summary_s: float = attrs.field(default=2.0, kw_only=True)
+    """Seconds between two regular summaries of a record stream."""
+    republish_rate: int = attrs.field(default=50_000, kw_only=True)
+    """Records a second that a node publishes again after a view change."""
+
     @classmethod
     def load(
         cls,
@@ -719,8 +707,8 @@ class Config:
         for name in given:
             if name not in SETTINGS:
                 raise ConfigError(name, f"there is no such name{_meant(name)}")
+        _check_switch(given.get("insecure"))
         config = cls(**{name: SETTINGS[name].parse(value) for name, value in given.items()})
-        config = _of_the_trial(config)
         for name, problem, is_kept in RELATIONS:
             if not is_kept(config):
                 raise ConfigError(name, problem)
@@ -746,7 +734,7 @@ class Config:
     @property
     def is_open(self) -> bool:
         """Whether other hosts may connect: with certificates, or in a trial without them."""
-        return self.has_tls or bool(self.insecure)
+        return self.has_tls or self.insecure
 
     def listen_address(self) -> tuple[str, int]:
         """Return (host, port) to listen on; host "" is every interface."""
@@ -769,6 +757,11 @@ class Config:
         return host, self.metrics_port if port == UNNAMED_PORT else port
 
     @property
+    def rdma_timeout(self) -> int:
+        """The timeout of a packet as devices have it: 4.096 µs × 2 to this power."""
+        return max(1, ceil(log2(self.rdma_timeout_ms * 1000 / 4.096)))
+
+    @property
     def may_use_rdma(self) -> bool:
         """Whether pages may travel over RDMA, which is clear text."""
         return self.fabric in ("auto", "rdma") and (not self.has_tls or self.rdma_clear_text)
@@ -777,20 +770,18 @@ class Config:
 SETTINGS: dict[str, Setting] = {
     field.name: attrs.evolve(field.metadata["row"], name=field.name)
     for field in attrs.fields(Config)
+    if field.metadata
 }
 """The rows of the table, by name."""
 
 
-def _of_the_trial(config: Config) -> Config:
-    """Give a cluster without certificates the name in `insecure`."""
-    if not config.insecure:
-        return config
-    if len(config.insecure) > CLUSTER_CHARACTERS_MAX:
-        raise ConfigError("insecure", f"must have at most {CLUSTER_CHARACTERS_MAX} characters")
-    if config.cluster not in (DEFAULT_CLUSTER, config.insecure):
-        problem = f"names the cluster {config.insecure!r}, and cluster names {config.cluster!r}"
-        raise ConfigError("insecure", problem)
-    return attrs.evolve(config, cluster=config.insecure)
+def _check_switch(insecure: Any) -> None:
+    """Raise ConfigError for the name of a trial: earlier builds took it in `insecure`."""
+    try:
+        SWITCH.parse(False if insecure is None else insecure)
+    except (ValueError, TypeError) as error:
+        problem = f"is true or false: write insecure = true, and cluster = {str(insecure)!r}"
+        raise ConfigError("insecure", problem) from error
 
 
 def _meant(name: str) -> str:

@@ -63,6 +63,7 @@ REPLICAS = Kind(
     measure=lambda value: 1 if value == quantities.AUTO else value,
 )
 SECONDS = Kind("DURATION", quantities.parse_seconds)
+MILLISECONDS = Kind("MILLISECONDS", quantities.parse_milliseconds)
 SHARE = Kind("SHARE", quantities.parse_share)
 SWITCH = Kind("true|false", quantities.parse_switch, lambda value: str(value).lower())
 

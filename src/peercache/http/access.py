@@ -67,7 +67,7 @@ class Access:
     ) -> None:
         """Take settings; raise ConfigError for a token file that cannot be used."""
         self._is_open = config.http_open
-        self._is_trial = bool(config.insecure)
+        self._is_trial = config.insecure
         self._sharing = sharing
         self._tls = tls
         self._refused = metrics.http_refused

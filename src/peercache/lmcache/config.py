@@ -23,7 +23,7 @@ HELP: Final = f"""PeerCache L2 adapter, in adapter_params:
 - home (str): the address of the host's node, if it is not the default one
 - embedded (bool): run a node in the server, instead of using the host's
 - namespace (str): separates weights under one model name (default "lmcache")
-- insecure (str), or tls_ca, tls_cert and tls_key (str): how the cluster is protected
+- insecure (bool), or tls_ca, tls_cert and tls_key (str): how the cluster is protected
 - op_timeout_s (float): the timeout of a load (default 0.8)
 - {COORDINATOR} (str): the base URL of LMCache's coordinator, such as http://coordinator:9300:
   chunks that are pinned there are retained in PeerCache

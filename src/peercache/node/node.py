@@ -178,9 +178,9 @@ class Node:
             except trio.RunFinishedError:
                 return  # The node is gone, and its sessions with it.
 
-        self.metrics.insecure.set(bool(self.config.insecure))
+        self.metrics.insecure.set(self.config.insecure)
         if self.config.insecure:
-            self.log.warning("node.started_insecure", cluster=self.config.insecure)
+            self.log.warning("node.started_insecure", cluster=self.config.cluster)
         if idle := disk_settings_unused(self.config):
             self.log.warning("disk.not_enabled", settings=idle, remedy="disk_enabled = true")
         segment = await trio.to_thread.run_sync(

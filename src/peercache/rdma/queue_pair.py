@@ -27,6 +27,9 @@ RNR_RETRY = 7
 
 RNR_TIMER = 12
 
+HOP_LIMIT = 64
+"""Routers that a packet may pass."""
+
 PSN_MAX = 2**24 - 1
 
 
@@ -136,7 +139,7 @@ def _address(verbs: Verbs, path: QpPath, other: QpEnd) -> Any:
     route = verbs.GlobalRoute(
         dgid=verbs.GID(other.gid.hex(":", 2)),
         sgid_index=path.gid_index,
-        hop_limit=path.config.rdma_hop_limit,
+        hop_limit=HOP_LIMIT,
         traffic_class=path.config.rdma_traffic_class,
     )
     return verbs.AHAttr(gr=route, is_global=1, **common)

@@ -19,6 +19,9 @@ from peercache.rdma.memory import Regions
 from peercache.rdma.queue_pair import QpEnd, QpPath, QueuePair, Sizes
 from peercache.rdma.verbs import Absent, Verbs, load, open_context, outlives_fork
 
+READS_AT_ONCE = 16
+"""READs that we have outstanding on a queue pair, at most: the limit of most devices."""
+
 SLOWEST_PORTION_S = 2.0
 """16 MiB over a tenth of a gigabit per second: the longest time of a portion without loss."""
 
@@ -117,7 +120,7 @@ class Rail:
     @property
     def reads_started(self) -> int:
         """Return how many READs a connection may have outstanding as initiator."""
-        return min(self._config.rdma_reads_at_once, self.abilities.reads_started)
+        return min(READS_AT_ONCE, self.abilities.reads_started)
 
     def reads_served(self, wanted: int) -> int:
         """Return how many READs a connection answers at once, if the initiator wants `wanted`."""

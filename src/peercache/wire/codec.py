@@ -120,8 +120,7 @@ def decode(raw: bytes, *, cluster: str) -> Envelope:
     if theirs != cluster:
         name = theirs[:TEXT_MAX] if isinstance(theirs, str) else ""
         raise WrongCluster(
-            f"cluster {name!r}, ours is {cluster!r}: name the same one with cluster, or, for a "
-            "trial, with insecure",
+            f"cluster {name!r}, ours is {cluster!r}: name the same one with cluster",
             cluster=name,
             sender=_u64(sender),
             is_question=theirs == UNKNOWN_CLUSTER,

@@ -48,12 +48,12 @@ class Trial:
     def start(self, host: Host, *flags: str, listen: str = f":{PORT}") -> NodeProcess:
         """Start a node on a host; it listens on every interface."""
         node = NodeProcess(
-            ["--insecure", TRIAL, "--listen", listen, "--pool-size", "16MiB", "--metrics-port", "0",
-             "--home", HOME, "--log-format", "json", *flags],
+            ["--insecure", "--cluster", TRIAL, "--listen", listen, "--pool-size", "16MiB",
+             "--metrics-port", "0", "--home", HOME, "--log-format", "json", *flags],
             before=host.wrapped([]),
         )  # fmt: skip
         self.nodes.append(node)
-        said = flags[flags.index("--insecure") + 1] if "--insecure" in flags else TRIAL
+        said = flags[flags.index("--cluster") + 1] if "--cluster" in flags else TRIAL
         self._homes.append((host, said))
         return node
 
@@ -61,7 +61,7 @@ class Trial:
     def clients(self) -> list[Talker]:
         """A client at each node, opened when first asked for: that is not the node's start."""
         for host, said in self._homes[len(self._clients) :]:
-            self._clients.append(open_client(host, home=HOME, insecure=said))
+            self._clients.append(open_client(host, home=HOME, cluster=said, insecure=True))
         return self._clients
 
     def wait_for_each_other(self) -> None:
@@ -207,7 +207,7 @@ def test_a_node_that_every_peer_refuses_says_so() -> None:
     with trial(2) as (cluster, places):
         cluster.start(places[0])
         other = cluster.start(
-            places[1], "--insecure", "other", "--metrics-port", "31997",
+            places[1], "--cluster", "other", "--metrics-port", "31997",
             "--discovery-addr", f"{places[0].address}:{PORT}",
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ def test_every_setting_has_a_flag(name: str) -> None:
 
 def test_discovery_has_a_short_spelling() -> None:
     """--discovery is --discovery-addr."""
-    trial = ("--insecure", "trial")
+    trial = ("--insecure",)
     short = parsed(*trial, "--discovery", "a:1,b:2")
     assert short == parsed(*trial, "--discovery-addr", "a:1,b:2")
     assert short.discovery_addr == ("a:1", "b:2")

@@ -57,13 +57,13 @@ def test_a_client_without_a_node_names_the_command_that_starts_one(no_node: Path
     with pytest.raises(PeerUnreachable) as plain:
         Client.open()
     with pytest.raises(PeerUnreachable) as named:
-        Client.open(home=home, insecure="trial")
+        Client.open(home=home, insecure=True)
 
     assert str(plain.value) == (
         f"no answer from a node at {home}: start one with `peercache node`, name the address of "
         "another one in home, or set embedded = true for a node in this process"
     )
-    assert f"`peercache node --insecure trial --home {home}`" in str(named.value)
+    assert f"`peercache node --insecure --home {home}`" in str(named.value)
     # Nothing is left that a node of another user could not use.
     assert no_node.stat().st_mode & 0o777 == 0o700
     assert not list(no_node.iterdir())

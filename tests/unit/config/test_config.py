@@ -122,7 +122,7 @@ def test_left_over_credentials_are_refused(tmp_path: Path, source: str) -> None:
         load()
 
     assert "hunter2" not in str(caught.value)
-    for word in ("tls_ca", "insecure = NAME", "peercache certs"):
+    for word in ("tls_ca", "insecure = true", "peercache certs"):
         assert word in str(caught.value)
 
 
@@ -239,7 +239,6 @@ def test_a_duration_has_a_unit_or_is_seconds(written: object, seconds: float) ->
         ("dead_s", 3.0, "suspect_s"),
         ("directory_replicas", "all", "must be a whole number, or 'auto'"),
         ("directory_replicas", 0, "1 or more"),
-        ("virtual_nodes", 0, "1 to 4096"),
         ("home", "/run/peercache", "ipc://PATH"),
         ("home", "ipc://", "ipc://PATH"),
         ("home", "ipc:///" + "x" * 120, "100 bytes"),
@@ -252,7 +251,12 @@ def test_a_duration_has_a_unit_or_is_seconds(written: object, seconds: float) ->
         ("cluster", 7, "string"),
         ("tls_ca", "ca.crt", "set all three, or none"),
         ("tls_key", 7, "string"),
-        ("insecure", "x" * 256, "255"),
+        ("insecure", "ann", "write insecure = true, and cluster = 'ann'"),
+        ("insecure", 7, "true or false"),
+        ("rdma_timeout_ms", 0, "more than 0"),
+        ("rdma_timeout_ms", "soon", "finite number"),
+        ("rdma_timeout", 14, "rdma_timeout_ms has the time"),
+        ("virtual_nodes", 160, "is gone"),
         ("share_uids", "ann,b c", "'b c' is no user's name or number"),
         ("share_uids", "-1", "no user's name"),
         ("nonsense", 7, "no such name"),
@@ -302,8 +306,8 @@ def test_misspelt_name_is_answered_with_the_one_that_is_meant() -> None:
 
 def test_discovery_takes_one_address_or_several() -> None:
     """A string with commas and a list are the same, and the port may be left out."""
-    text = Config.load({"discovery_addr": "a, b:5,[::1]", "insecure": "x"})
-    several = Config.load({"discovery_addr": ["a:31998", "b:5", "[::1]:31998"], "insecure": "x"})
+    text = Config.load({"discovery_addr": "a, b:5,[::1]", "insecure": True})
+    several = Config.load({"discovery_addr": ["a:31998", "b:5", "[::1]:31998"], "insecure": True})
 
     assert text.discovery_addr == several.discovery_addr == ("a:31998", "b:5", "[::1]:31998")
     assert Config.load({"discovery_addr": ""}).discovery_addr == ()
@@ -380,19 +384,30 @@ def test_certificates_are_given_whole() -> None:
             Config.load({key: value for key, value in TLS.items() if key != name})
 
 
-def test_a_trial_has_the_name_that_its_one_flag_says() -> None:
-    """Two trials in one network must not become one cluster by their default name."""
-    assert Config.load({"insecure": "ann"}).cluster == "ann"
-    assert Config.load({"insecure": "ann", "cluster": "ann"}).cluster == "ann"
-    assert Config().cluster == "default"
-    with pytest.raises(ConfigError, match="'insecure': names the cluster 'ann', and cluster"):
-        Config.load({"insecure": "ann", "cluster": "prod"})
+def test_a_trial_is_a_switch_beside_the_name_of_the_cluster() -> None:
+    """Texts that mean a switch are one."""
+    assert not Config().insecure
+    for value in (True, "true", "on", "1"):
+        config = Config.load({"insecure": value, "cluster": "ann"})
+        assert (config.insecure, config.cluster) == (True, "ann")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "power"),
+    [(67, 14), ("67ms", 14), ("0.067s", 14), (67.2, 15), (4, 10), (0.001, 1), (60_000, 24)],
+)
+def test_the_timeout_of_a_packet_is_the_next_one_that_devices_have(
+    milliseconds: Any, power: int
+) -> None:
+    """InfiniBand has 4.096 µs × 2^n."""
+    assert Config().rdma_timeout == 14
+    assert Config.load({"rdma_timeout_ms": milliseconds}).rdma_timeout == power
 
 
 def test_a_trial_has_no_certificates() -> None:
     """One of the two was forgotten, and only a person knows which."""
     with pytest.raises(ConfigError, match="'insecure': is for trials"):
-        Config.load({"insecure": "ann", **TLS})
+        Config.load({"insecure": True, **TLS})
 
 
 @pytest.mark.parametrize(
@@ -442,14 +457,14 @@ def test_users_are_names_or_numbers() -> None:
     ("settings", "expected"),
     [
         ({}, ("127.0.0.1", 31998)),
-        ({"insecure": "x"}, ("", 31998)),
+        ({"insecure": True}, ("", 31998)),
         (TLS, ("", 31998)),
         ({"listen": "127.0.0.1:0"}, ("127.0.0.1", 0)),
         ({"listen": "[::1]:7"}, ("::1", 7)),
         ({"listen": "localhost"}, ("localhost", 31998)),
         ({**TLS, "listen": "127.0.0.1"}, ("127.0.0.1", 31998)),
         ({**TLS, "listen": "10.0.0.7:5"}, ("10.0.0.7", 5)),
-        ({"insecure": "x", "listen": ":5"}, ("", 5)),
+        ({"insecure": True, "listen": ":5"}, ("", 5)),
     ],
 )
 def test_only_this_host_reaches_a_node_unless_it_is_configured_otherwise(
@@ -469,14 +484,14 @@ def test_open_address_without_certificates_is_refused(listen: str) -> None:
 
     assert caught.value.name == "listen"
     assert "peercache certs" in str(caught.value)
-    assert "insecure = NAME" in str(caught.value)
+    assert "insecure = true" in str(caught.value)
 
 
 def test_node_on_loopback_joins_no_other_host() -> None:
     """The others could not call back, and its Hello would travel in clear text."""
     with pytest.raises(ConfigError, match="'discovery_addr': names another host"):
         Config.load({"discovery_addr": "127.0.0.1:1,gpu-7:31998"})
-    for more in ({"insecure": "x"}, TLS):
+    for more in ({"insecure": True}, TLS):
         assert Config.load({"discovery_addr": "gpu-7:31998", **more})
     assert Config.load({"discovery_addr": "127.0.0.1:1,[::1]:5,localhost:7"})
 
@@ -492,9 +507,9 @@ def test_node_on_loopback_joins_no_other_host() -> None:
         ({"http_listen": "[::1]:7"}, False, ("::1", 7)),
         ({"http_listen": "0.0.0.0", "http_open": True}, False, ("0.0.0.0", -1)),
         ({"http_listen": ":7", "http_open": True, "metrics_port": 7}, False, ("", 7)),
-        ({"http_listen": ":7", "insecure": "x"}, False, ("", 7)),
+        ({"http_listen": ":7", "insecure": True}, False, ("", 7)),
         ({"http_listen": "10.0.0.1:7", **TLS}, False, ("10.0.0.1", 7)),
-        ({"insecure": "x"}, False, ("127.0.0.1", -1)),
+        ({"insecure": True}, False, ("127.0.0.1", -1)),
         (TLS, False, ("127.0.0.1", -1)),
     ],
 )

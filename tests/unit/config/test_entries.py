@@ -72,7 +72,7 @@ def test_a_source_is_a_url(text: str, expected: object) -> None:
 def test_wrong_source_is_answered_with_its_form(text: str, wanted: str) -> None:
     """One sentence names the setting, what is wrong and what is allowed."""
     with pytest.raises(ConfigError) as caught:
-        Config.load({"discovery_addr": text, "insecure": "x"})
+        Config.load({"discovery_addr": text, "insecure": True})
 
     assert caught.value.name == "discovery_addr"
     assert wanted in str(caught.value)
@@ -117,7 +117,7 @@ def test_files_for_etcd_are_whole_and_never_left_unused(
 ) -> None:
     """A certificate wants its key; clear text beside an authority is a mistake."""
     with pytest.raises(ConfigError, match=said) as caught:
-        Config.load({**settings, "insecure": "x"})
+        Config.load({**settings, "insecure": True})
 
     assert caught.value.name == name
 
@@ -142,7 +142,7 @@ FROZEN: dict[str, Any] = {
     "etcd_ca": "",
     "etcd_cert": "",
     "etcd_key": "",
-    "insecure": "",
+    "insecure": False,
     "share_group": "",
     "share_uids": (),
     "pool_size": 4 * GIB,
@@ -166,10 +166,6 @@ FROZEN: dict[str, Any] = {
     "suspect_s": 3.0,
     "dead_s": 6.0,
     "directory_replicas": "auto",
-    "virtual_nodes": 160,
-    "handover_s": 10.0,
-    "summary_s": 2.0,
-    "republish_rate": 50000,
     "fabric": "auto",
     "max_channels_per_peer": 16,
     "tcp_serving_threads": 0,
@@ -177,10 +173,8 @@ FROZEN: dict[str, Any] = {
     "rdma_gid_index": -1,
     "rdma_traffic_class": 0,
     "rdma_service_level": 0,
-    "rdma_hop_limit": 64,
-    "rdma_timeout": 14,
+    "rdma_timeout_ms": 67.0,
     "rdma_retry_count": 6,
-    "rdma_reads_at_once": 16,
     "rdma_clear_text": False,
     "verify": "sampled",
     "op_timeout_s": 2.0,

@@ -169,7 +169,7 @@ def test_process_of_another_uid_on_this_host_is_a_stranger(
     assert f"uid {ANOTHER_UID}" in refusal()
     assert totals_of(metrics.http_refused) == {"owner": 1.0}
     assert refusal(share_uids=str(ANOTHER_UID)) == ""
-    assert refusal(insecure="trial") == ""
+    assert refusal(insecure=True) == ""
 
 
 async def test_own_process_reads_everything_on_loopback() -> None:

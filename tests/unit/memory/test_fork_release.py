@@ -118,7 +118,7 @@ import os, signal, sys
 from peercache import Client
 ports = [int(port) for port in sys.argv[2:]]
 client = Client.open(
-    embedded=True, pool_size="16MiB", shm_dir=sys.argv[1], insecure="forks",
+    embedded=True, pool_size="16MiB", shm_dir=sys.argv[1], cluster="forks", insecure=True,
     metrics_port=ports[2], listen=f"127.0.0.1:{ports[0]}", data_port=ports[1],
 )
 worker = os.fork()

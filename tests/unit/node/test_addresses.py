@@ -67,7 +67,7 @@ def test_a_default_port_that_is_free_is_taken(
         free = probe.getsockname()[1]
     monkeypatch.setattr(settings, "DEFAULT_CONTROL_PORT", free)
 
-    assert listen_control(listener, Config(insecure="x")) == ("", free)
+    assert listen_control(listener, Config(insecure=True)) == ("", free)
     if Path("/proc/net/if_inet6").exists() and socket.has_ipv6:
         assert reached(f"tcp://[::1]:{free}", 1.0)
     assert DEFAULT_CONTROL_PORT == 31998

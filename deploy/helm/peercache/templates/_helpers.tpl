@@ -47,10 +47,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- else }}
 {{- $_ := set $made "discovery_addr" (list (printf "dns://%s.%s.svc:%d" $name .Release.Namespace (int .Values.network.control))) }}
 {{- end }}
-{{- if eq .Values.tls.kind "insecure" }}
-{{- $_ := set $made "insecure" .Values.tls.cluster }}
-{{- else }}
 {{- $_ := set $made "cluster" .Values.tls.cluster }}
+{{- if eq .Values.tls.kind "insecure" }}
+{{- $_ := set $made "insecure" true }}
+{{- else }}
 {{- $_ := set $made "tls_ca" "/etc/peercache/tls/ca.crt" }}
 {{- $_ := set $made "tls_cert" "/etc/peercache/tls/tls.crt" }}
 {{- $_ := set $made "tls_key" "/etc/peercache/tls/tls.key" }}

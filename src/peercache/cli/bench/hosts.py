@@ -12,7 +12,9 @@ from typing import Any
 
 from peercache.cli.bench.engine import Engine, WorkingSet
 
-SHARED = {"insecure": "peercache-bench", "embedded": True, "op_timeout_s": 30.0}
+SHARED = {
+    "cluster": "peercache-bench", "insecure": True, "embedded": True, "op_timeout_s": 30.0,
+}  # fmt: skip
 """The pages are computed from their numbers, so serving them to every host reveals nothing."""
 
 

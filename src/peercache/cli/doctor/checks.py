@@ -66,9 +66,9 @@ def _certificates(facts: Facts) -> Verdicts:
         fix = "peercache certs show FILE  (of tls_cert), and the sentence above"
         yield PROBLEM, trust.problem, fix
     elif trust.insecure:
-        text = f"the trial {trust.insecure!r} has none: every process that connects may read every "
-        fix = f"peercache certs init DIR --cluster {trust.insecure}, and tls_ca, tls_cert, tls_key"
-        yield ADVICE, f"{text}page", fix
+        text = "none, because of insecure: every process that connects may read every page"
+        fix = f"peercache certs init DIR --cluster {trust.cluster}, and tls_ca, tls_cert, tls_key"
+        yield ADVICE, text, fix
     elif not trust.has_tls:
         yield GOOD, "none: only processes of this host reach a node", ""
     elif trust.days_left < EXPIRY_WARNING_DAYS:

@@ -100,12 +100,12 @@ class JoinFact:
 class TrustFact:
     """How a node with these settings is protected.
 
-    insecure: the name of the trial, "" for none.
+    insecure: other hosts may connect without certificates.
     problem:  why its certificates cannot be used, "" if they can.
     """
 
     cluster: str = ""
-    insecure: str = ""
+    insecure: bool = False
     has_tls: bool = False
     problem: str = ""
     identity: str = ""

@@ -141,7 +141,7 @@ def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"listen": ":31998", "http_listen": "127.0.0.1", "advertise": NO_ADDRESS}
 
     found = look_at_addresses(
-        Config.load({**settings, "insecure": "x", "discovery_addr": "head,dns://gone:5,k8s://pc"})
+        Config.load({**settings, "insecure": True, "discovery_addr": "head,dns://gone:5,k8s://pc"})
     )
 
     assert [(each.setting, each.hosts, each.is_own) for each in found] == [
@@ -158,13 +158,13 @@ def test_sources_are_asked_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.create_server(("127.0.0.1", 0)) as server, unused_port() as silent:
         answers = f"127.0.0.1:{server.getsockname()[1]}"
         etcd = f"etcd://127.0.0.1:{silent},{answers}/a"
-        settings = {"insecure": "x", "discovery_addr": f"{etcd},etcd://127.0.0.1:{silent}/b"}
+        settings = {"insecure": True, "discovery_addr": f"{etcd},etcd://127.0.0.1:{silent}/b"}
 
         works, dead = look_at_sources(Config.load(settings))
-        (outside,) = look_at_sources(Config.load({"insecure": "x", "discovery_addr": "k8s://pc"}))
+        (outside,) = look_at_sources(Config.load({"insecure": True, "discovery_addr": "k8s://pc"}))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(silent))
-        (in_pod,) = look_at_sources(Config.load({"insecure": "x", "discovery_addr": "k8s://pc"}))
+        (in_pod,) = look_at_sources(Config.load({"insecure": True, "discovery_addr": "k8s://pc"}))
 
     assert works == SourceFact(etcd)
     assert dead.problem == f"nothing answers (127.0.0.1:{silent}: Connection refused)"
@@ -319,8 +319,8 @@ def test_host_without_certificates_serves_itself() -> None:
 
 
 def test_trial_is_advised_to_become_a_cluster() -> None:
-    """The command that fixes it has the trial's name."""
-    (found,) = _findings(insecure="ann")
+    """The command that fixes it has the cluster's name."""
+    (found,) = _findings(cluster="ann", insecure=True)
 
     assert found.level == ADVICE
     assert "every process that connects may read every page" in found.text
