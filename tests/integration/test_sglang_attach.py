@@ -165,7 +165,7 @@ def test_rounds_with_operations_in_flight_leave_nothing_behind(
     # What is loaded at the first attach stays open; twenty times as much does not.
     wait_until(lambda: open_descriptors() <= descriptors, "descriptors are closed")
     assert [store for store in attaching.left if store() is not None] == []
-    with Client.open(home=node.home) as looking:
+    with Client.open(home=node.home, **PATIENT) as looking:
         figures = looking.stats()
     assert (figures["home_pool_reservations"], figures["home_pool_bytes_reserved"]) == (0, 0)
 

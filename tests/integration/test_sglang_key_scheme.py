@@ -18,8 +18,11 @@ from peercache.config.settings import Config
 from peercache.model.keys import Namespace, page_keys
 from tests.integration.processes import StandaloneNode
 from tests.integration.sglang_pools import page_hash
+from tests.pace import TIMEOUT_S, timeout
 
 scheme = pytest.importorskip("sglang.srt.mem_cache.hicache_key_scheme")  # since 0.5.23
+
+__all__ = ["timeout"]
 
 HEADS, LAYERS, PAGES = 8, 4, 3
 OBJECT_BYTES = 4096
@@ -45,7 +48,8 @@ def bytes_under(key: str) -> bytes:
 
 def open_client(node: StandaloneNode) -> Client:
     """Return a client of one rank; the namespace names the model only."""
-    return Client.open(Config.load({"home": node.home}), namespace=SPACE)
+    patient = {"op_timeout_s": TIMEOUT_S, "exists_timeout_s": TIMEOUT_S}
+    return Client.open(Config.load({"home": node.home, **patient}), namespace=SPACE)
 
 
 def test_ranks_of_other_topologies_read_what_ranks_wrote(tmp_path: Path) -> None:
