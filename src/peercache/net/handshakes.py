@@ -161,7 +161,7 @@ class HalfHandshakes:
         settled: the remote ends of connections that nng has reported. Returns the hosts of the
                  ended connections.
         """
-        halves = self._halves({_plain(each) for each in settled})
+        halves = self._halves({plain(each) for each in settled})
         halves.sort(key=lambda half: -half.silent_s)
         excess = len(halves) - most
         ended = []
@@ -214,12 +214,12 @@ class HalfHandshakes:
                 return None  # A listening socket.
             info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             silent_s = _LAST_RECEIVED.unpack_from(info)[0] / 1000
-            return _Half(file, _plain(remote), silent_s)
+            return _Half(file, plain(remote), silent_s)
 
     def _shut_down(self, half: _Half) -> None:
         """End a connection, if the descriptor is still its own: nng closes it then."""
         with suppress(OSError), self._connection(half.file) as ours:
-            if _plain(ours.getpeername()) == half.remote:
+            if plain(ours.getpeername()) == half.remote:
                 ours.shutdown(socket.SHUT_RDWR)
 
 
@@ -231,7 +231,7 @@ def _open_files() -> Sequence[int]:
         return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def _plain(address: Any) -> Address:
+def plain(address: Any) -> Address:
     """Return an address in normal form: without a zone, and mapped IPv4 as IPv4."""
     host = ip_address(address[0].partition("%")[0])
     return str(getattr(host, "ipv4_mapped", None) or host), address[1]

@@ -211,12 +211,12 @@ def test_half_handshakes_are_ended_without_a_free_descriptor(
 
 
 @pytest.mark.parametrize(
-    ("told", "plain"),
+    ("written", "plain"),
     [("fe80::1%eth0", "fe80::1"), ("::FFFF:10.0.0.1", "10.0.0.1"), ("FE80:0::1", "fe80::1")],
 )
-def test_an_address_has_one_spelling(told: str, plain: str) -> None:
+def test_an_address_has_one_spelling(written: str, plain: str) -> None:
     """Else an admitted peer would be taken for one that never ended its handshake."""
-    assert module._plain((told, 7, 0, 2)) == module._plain((plain, 7))
+    assert module.plain((written, 7, 0, 2)) == module.plain((plain, 7))
 
 
 @pytest.mark.parametrize(
