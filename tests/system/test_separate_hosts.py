@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.actors.pool.reservations import NEWCOMER_S
 from peercache.model.keys import Namespace, page_keys
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import PAGE_BYTES, keys_of, pages_of
@@ -189,6 +191,7 @@ def test_a_prefetched_prompt_is_read_from_the_own_host() -> None:
             members_at(client, 2)
         assert producer.ask("set", "prompt", PAGES) == PAGES
 
+        time.sleep(NEWCOMER_S)  # Until then a new node mirrors nothing.
         assert reader.ask("prefetch", "prompt", PAGES // 4) == PAGES // 4
         first = reader.ask("stats")
         assert first["hint_pages_prefetch_done"] == first["pages_mirrored"] == PAGES // 4
