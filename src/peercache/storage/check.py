@@ -130,7 +130,11 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
         wrong: list[int] = []
         unreadable: list[str] = []
         numbers = sorted(files.blocks_of)
-        unreadable += [slab_name(n) for n in slab_files(folder) if n not in files.blocks_of]
+        unreadable += [
+            slab_name(n)
+            for n in slab_files(folder)
+            if n not in files.blocks_of and not files.is_blank(n)
+        ]
         for count, number in enumerate(numbers):
             progress(f"{folder}: slab {count + 1} of {len(numbers)}")
             rows, damaged, failed = _verify_slab(files, number)

@@ -264,6 +264,15 @@ class SlabFiles:
             return None
         return header
 
+    def is_blank(self, number: int) -> bool:
+        """Return whether a slab has no header yet: its node was killed while it created it."""
+        with aligned(1) as memory:
+            try:
+                count = self.read(number * self.folder.slab_bytes, [memory])
+            except OSError:
+                return False
+            return not any(memory[:count])
+
     def _probe(self) -> bool:
         """Return whether direct I/O works here: some file systems refuse it only when used.
 

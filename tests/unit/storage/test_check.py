@@ -74,6 +74,23 @@ def test_what_a_damaged_header_describes_is_dropped(
         assert (found["rows_without_page"], found["pages"]) == (1, 29)
 
 
+@pytest.mark.parametrize("size", [0, 2**20])
+def test_a_slab_that_a_killed_node_was_creating_is_no_damage(
+    filled: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """It has no header yet, and no page; one that had pages and lost its header is damaged."""
+    (filled / "0" / "slab-000031.pcs").write_bytes(bytes(size))
+    status, (found,) = run(capsys, "check", str(filled))
+    assert (status, found["whole"], found["unreadable"]) == (0, True, [])
+
+    with Rig(filled) as rig:
+        file, _ = rig.file_of(7)
+    file.write_bytes(bytes(file.stat().st_size))
+    status, (found,) = run(capsys, "check", str(filled))
+    assert (status, found["whole"]) == (1, False)
+    assert found["rows_without_page"] > 0
+
+
 def test_lost_index_is_made_again(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the slots, after every page was verified."""
     (filled / "0" / "index.sqlite").write_bytes(b"nothing")
