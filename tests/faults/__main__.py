@@ -52,13 +52,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**31))
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--only", action="append", choices=KINDS, default=[])
+    parser.add_argument("--upgrade", action="store_true",
+                        help="start with the build before, and upgrade node by node")  # fmt: skip
     parser.add_argument("--keep", type=Path, help="a new folder for histories and logs")
     parser.add_argument("--plan", action="store_true", help="print the faults, and do nothing")
     parser.add_argument("--check", type=Path, help="the folder of an earlier run")
     asked = parser.parse_args()
     if asked.check:
         return report(read_json(asked.check / "history.jsonl"), [])
-    made = plan(asked.seed, asked.minutes * 60, asked.only)
+    made = plan(asked.seed, asked.minutes * 60, asked.only, upgrades=asked.upgrade)
     if asked.plan:
         print(*made.faults, sep="\n")
         return 0
@@ -76,6 +78,7 @@ def main() -> int:
     for folder in PRIVATE:
         mounted(Path(folder))
     words = "".join(f" --only {kind}" for kind in asked.only)
+    words += " --upgrade" if asked.upgrade else ""
     print(
         f"reproduce: python -m tests.faults --seed {asked.seed} --minutes {asked.minutes:g}{words}"
     )

@@ -14,7 +14,7 @@ from math import inf
 
 import attrs
 
-from tests.faults.history import EXISTS, GET, REMOVE, SET, Call, History, Sight, Span
+from tests.faults.history import EXISTS, GET, REMOVE, SET, Call, History, Life, Sight, Span
 from tests.faults.register import FOUND, REMOVED, STORED, Operation, is_linearizable
 from tests.faults.schedule import HOST_KINDS, PAIR_KINDS
 
@@ -158,8 +158,8 @@ def hits(history: History) -> Iterator[tuple[Call, str, str]]:
 def sure_removals(history: History) -> Iterator[Call]:
     """Yield the removals that must have reached every page, whatever the faults.
 
-    Every member answered, no node was taken for dead, none was young, and none was killed right
-    afterwards.
+    Every member answered, no node was taken for dead, none was young, none was killed right
+    afterwards, and none was down that came back later, with what its disk had.
     """
     calm = Calm(history)
     for call in history.calls:
@@ -172,10 +172,19 @@ def sure_removals(history: History) -> Iterator[Call]:
             and not any(
                 call.began - YOUNG_S <= life.began <= call.ended
                 or call.began <= life.ended < call.ended + CRASH_S
+                or _was_down(life, call, history)
                 for life in history.lives
             )
         ):
             yield call
+
+
+def _was_down(life: Life, call: Call, history: History) -> bool:
+    """Return whether a node that began its life after a call was down while the call lasted."""
+    return life.began > call.began and not any(
+        other.host == life.host and other.began <= call.began and call.ended <= other.ended
+        for other in history.lives
+    )
 
 
 def register(history: History) -> Iterator[str]:

@@ -26,11 +26,14 @@ from tests.faults.history import History, Life, read_calls
 from tests.faults.schedule import CLIENTS, HOSTS, Plan
 from tests.faults.wire import mac_of
 from tests.pace import TIMEOUT_S
+from tests.system.previous import make_previous_build
 from tests.system.separate_hosts import Host, ip, separate_hosts
 
 ROOT = Path(__file__).parents[2]
 HOME = "ipc:///run/peercache/home.ipc"
 AGAIN_S, ANSWERS_S = 0.5, 10.0
+NEWER = ("spill", "copies")
+"""Settings that the build before does not have."""
 ENDS_MAX = 3
 """Ends by itself after which a process is not started again: the run has failed."""
 MEMORY_BYTES, DISK_BYTES = 128 * 2**20, 96 * 2**20
@@ -130,6 +133,8 @@ class Cluster:
     nodes: dict[str, Process] = attrs.field(factory=dict)
     clients: dict[str, Process] = attrs.field(factory=dict)
     lives: list[Life] = attrs.field(factory=list)
+    older: str = ""
+    """The Python of the build before, with which nodes start in a run of upgrades."""
     began: float = 0.0
 
     def set_link(self, source: str, target: str, options: dict[str, Any]) -> None:
@@ -186,15 +191,20 @@ class Cluster:
             **{name.replace("_", "-"): value for name, value in certificate.items()},
             **self.plan.settings,
         }
-        said = shlex.join([f"--{name}={value}" for name, value in flags.items()])
-        line = f"{self._python(host)} -m peercache.node {said}"
+
+        def command(number: int) -> str:
+            is_older = self.older and number == 1
+            given = {name: it for name, it in flags.items() if not (is_older and name in NEWER)}
+            said = shlex.join([f"--{name}={value}" for name, value in given.items()])
+            python = self._python(host, self.older if is_older else sys.executable)
+            return f"{python} -m peercache.node {said}"
 
         def on_life(ready: dict[str, str], began: float, ended: float) -> None:
             self.lives.append(
                 Life(host=host.name, incarnation=ready["node"], began=began, ended=ended)
             )
 
-        return Process(f"the node of {host.name}", host, lambda _: line, on_life)
+        return Process(f"the node of {host.name}", host, command, on_life)
 
     def _client(self, number: int, host: Host, certificate: dict[str, str]) -> Process:
         settings = {"home": HOME, "fabric": "auto", **certificate, **self.plan.client_settings}
@@ -205,19 +215,21 @@ class Cluster:
                 str(process), host.name, str(host.clock_s), str(self.plan.seed * 1000 + process),
                 str(self.folder / f"client-{process}.jsonl"), json.dumps(settings),
             ]  # fmt: skip
-            return f"{self._python(host)} -m tests.faults.client {shlex.join(words)}"
+            return (
+                f"{self._python(host, sys.executable)} -m tests.faults.client {shlex.join(words)}"
+            )
 
         return Process(f"client {number}", host, command, lambda *_: None)
 
-    def _python(self, host: Host) -> str:
-        """Return the interpreter, with the shims of the host's clock and disk."""
+    def _python(self, host: Host, interpreter: str) -> str:
+        """Return an interpreter, with the shims of the host's clock and disk."""
         variables = {
             "LD_PRELOAD": f"{self.folder}/clock.so:{self.folder}/disk.so",
             "FAULTS_CLOCK": str(self.file(host.name, "clock")),
             "PEERCACHE_FAULTS": str(self.file(host.name, "slabs")),
         }
         said = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        return f"env -C {ROOT} {said} {sys.executable}"
+        return f"env -C {ROOT} {said} {interpreter}"
 
 
 def compile_shims(folder: Path) -> None:
@@ -250,7 +262,8 @@ def running(plan: Plan, folder: Path) -> Iterator[Cluster]:
         for host in hosts:
             mounted(host.path("/dev/shm"), MEMORY_BYTES)
             mounted(folder / f"{host.name}.disk", DISK_BYTES)
-        cluster = Cluster(plan, folder, {host.name: host for host in hosts}, wires[0])
+        older = make_previous_build(folder / "older") if plan.upgrades else ""
+        cluster = Cluster(plan, folder, {host.name: host for host in hosts}, wires[0], older=older)
         cluster.start()
         try:
             yield cluster

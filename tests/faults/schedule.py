@@ -61,6 +61,8 @@ class Plan:
     client_settings: Mapping[str, str]
     clocks: Mapping[str, float]
     faults: Sequence[Fault]
+    upgrades: bool = False
+    """Nodes start with the build before, and each has this one after its first restart."""
 
 
 NODE_KINDS = (
@@ -73,8 +75,8 @@ HOST_KINDS = ("silence", "partition")
 KINDS = NODE_KINDS + CLIENT_KINDS + PAIR_KINDS + HOST_KINDS
 
 
-def plan(seed: int, seconds: float, only: Sequence[str] = ()) -> Plan:
-    """Return the run of a seed. only: kinds of faults, if not all."""
+def plan(seed: int, seconds: float, only: Sequence[str] = (), *, upgrades: bool = False) -> Plan:
+    """Return the run of a seed. only: kinds of faults, if not all; upgrades: each node restarts."""
     rng = random.Random(seed)
     is_small = rng.random() < 0.5
     settings = {
@@ -93,9 +95,11 @@ def plan(seed: int, seconds: float, only: Sequence[str] = ()) -> Plan:
     # The hosts started at other times: each has a monotonic clock of its own.
     clocks = {host: round(rng.uniform(0, 30 * 24 * HOUR_S)) for host in HOSTS}
     faults: list[Fault] = []
+    storms: list[float] = []
     at_s = 2.0
     while at_s + STORM_S[0] + CALM_S <= seconds or not faults:
         storm_s = rng.uniform(*STORM_S)
+        storms.append(at_s)
         for _ in range(max(1, round(storm_s * FAULTS_A_SECOND))):
             begin = at_s + rng.uniform(0, storm_s * 0.7)
             for_s = min(rng.uniform(*LASTS_S), at_s + storm_s - begin)
@@ -107,8 +111,18 @@ def plan(seed: int, seconds: float, only: Sequence[str] = ()) -> Plan:
         settings=settings,
         client_settings=client_settings,
         clocks=clocks,
-        faults=_apart(faults),
+        faults=_apart(faults, _upgrades(storms) if upgrades else ()),
+        upgrades=upgrades,
     )
+
+
+def _upgrades(storms: Sequence[float]) -> list[Fault]:
+    """Return a graceful restart of each node, one after the other, over all storms."""
+    each = -(-len(HOSTS) // len(storms))
+    return [
+        Fault(kind="restart_node", at_s=storms[at // each] + at % each, for_s=0.5, to=(host,))
+        for at, host in enumerate(HOSTS)
+    ]
 
 
 def _fault(rng: random.Random, kind: str, at_s: float, for_s: float) -> Fault:
@@ -157,18 +171,19 @@ def _link_options(rng: random.Random, kind: str) -> dict[str, Any]:
             return {"is_cut": True}
 
 
-def _apart(faults: Sequence[Fault]) -> list[Fault]:
+def _apart(faults: Sequence[Fault], certain: Sequence[Fault] = ()) -> list[Fault]:
     """Return the faults by time, without those that meet another one of their mechanism."""
-    kept: list[Fault] = []
+    kept: list[Fault] = list(certain)
     for fault in sorted(faults, key=lambda each: each.at_s):
         if not any(
             other.until_s > fault.at_s
+            and other.at_s < fault.until_s
             and mechanism(other) == mechanism(fault)
             and set(other.to) & set(fault.to)
             for other in kept
         ):
             kept.append(fault)
-    return kept
+    return sorted(kept, key=lambda each: each.at_s)
 
 
 def mechanism(fault: Fault) -> str:

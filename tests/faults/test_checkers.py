@@ -118,6 +118,20 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("began", "is_sure"), [(60.0, False), (None, True)])
+def test_a_removal_is_sure_unless_a_node_was_down_that_came_back(
+    began: float | None, is_sure: bool
+) -> None:
+    """The disk of a node that is down keeps what is removed meanwhile, and has it afterwards."""
+    removal = call(REMOVE, 50.0, 50.1, "k")
+    lives = [Life(host="a", incarnation="a", began=-10), Life(host="b", incarnation="b", began=-10),
+             Life(host="c", incarnation="c", began=-10, ended=40)]  # fmt: skip
+    if began is not None:
+        lives.append(Life(host="c", incarnation="d", began=began))
+
+    assert list(sure_removals(around(removal, lives=lives))) == [removal] * is_sure
+
+
 @pytest.mark.parametrize("name", CHECKERS)
 def test_planted_violation_is_found_by_its_checker(name: str) -> None:
     """And by no other one."""

@@ -33,6 +33,20 @@ def test_plans_have_every_fault_and_calm_times() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_each_node_is_upgraded_in_a_storm(seed: int) -> None:
+    """One after the other; the calm times stay."""
+    made = plan(seed, 60, upgrades=True)
+    ends = [fault.until_s for fault in plan(seed, 60).faults]
+    stops = [fault for fault in made.faults if fault.kind == "restart_node" and fault.for_s == 0.5]
+
+    assert [fault.to for fault in stops] == [(host,) for host in HOSTS]
+    assert max(fault.until_s for fault in made.faults) <= max(*ends, stops[-1].until_s)
+    for one, other in itertools.combinations(made.faults, 2):
+        if mechanism(one) == mechanism(other) != "network" and one.to == other.to:
+            assert one.until_s <= other.at_s or other.until_s <= one.at_s
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_no_fault_is_undone_by_another_one(seed: int) -> None:
     """Two of one mechanism at one target are apart."""
     for one, other in itertools.combinations(plan(seed, 300).faults, 2):

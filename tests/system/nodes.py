@@ -77,7 +77,10 @@ class NodeProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the node did not start: {self.said()}"
+        if not line:
+            said = self.said()
+            self.end()
+            raise AssertionError(f"the node did not start: {said}")
         self.ready: dict[str, str] = json.loads(line)
 
     @property
