@@ -182,10 +182,9 @@ def parse_seconds(value: Any) -> float:
 
 def parse_milliseconds(value: Any) -> float:
     """Return milliseconds from 67, or from a duration such as "67ms"."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
+    if isinstance(value, str) and value.strip()[-1:].isalpha():
         return 1000 * parse_seconds(value)
+    return _finite(value, "a finite number of milliseconds, or a duration such as '67ms'")
 
 
 def written_duration(seconds: float) -> str:

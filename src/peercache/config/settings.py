@@ -66,7 +66,7 @@ REMOVED = {
         "is gone: it has its former default on all nodes now, so leave it out",
     ),
 }  # fmt: skip
-"""Settings of earlier builds, and what to use instead: a leftover one would protect nothing."""
+"""Settings of earlier builds, and what to use instead. Credentials would protect nothing."""
 
 SGLANG_KEYS = frozenset(
     {

@@ -255,6 +255,8 @@ def test_a_duration_has_a_unit_or_is_seconds(written: object, seconds: float) ->
         ("insecure", 7, "true or false"),
         ("rdma_timeout_ms", 0, "more than 0"),
         ("rdma_timeout_ms", "soon", "finite number"),
+        ("rdma_timeout_ms", True, "finite number of milliseconds"),
+        ("rdma_timeout_ms", float("nan"), "finite number of milliseconds"),
         ("rdma_timeout", 14, "rdma_timeout_ms has the time"),
         ("virtual_nodes", 160, "is gone"),
         ("share_uids", "ann,b c", "'b c' is no user's name or number"),
