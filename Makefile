@@ -9,6 +9,7 @@
 #   make sims      whole clusters, simulated from seeds that follow from the code, and planted bugs
 #   make faults    five hosts with bad networks, disks and clocks (SEED=7 MINUTES=1), as root
 #   make kill-points a node and a client killed before each system call that changes something
+#   make fuzz      what reads bytes of others, guided by coverage (FUZZ="codec tcp" MINUTES=10 each)
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
@@ -41,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
-	soak faults kill-points spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
+	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -120,6 +121,11 @@ faults: $(STAMP)
 # A node and a client, killed before each system call that changes something: a quarter of an hour.
 kill-points: $(STAMP)
 	@$(BIN)/python -m tests.faults.kill_points $(FAULTS_FLAGS)
+
+# Readers of bytes, so many minutes each: atheris is no part of the environment before.
+fuzz: $(STAMP)
+	@$(BIN)/pip install -q atheris
+	@$(BIN)/python -m tests.fuzz $(FUZZ) --minutes $(MINUTES)
 
 # Whole clusters, simulated: planted bugs that must be found, and seeds that follow from the code, so
 # that CI can be run again; `python -m sims sweep --minutes 60` tries fresh ones.

@@ -86,6 +86,8 @@ NEWER_VLLM = "a newer vLLM"
 GUEST = "RDMA guest"
 
 FIRST_SEEDS = 60
+MESSAGES, FILES = "codec tcp events questions", "slots index segment table"
+"""Targets of tests/fuzz."""
 ENGINE_PAIR = "test_sglang_engine"
 GUEST_TESTS = "tests/rdma/test_verbs.py tests/rdma/test_fabric.py tests/rdma/test_full_path.py"
 
@@ -201,6 +203,9 @@ def parts(*, full: bool) -> list[Part]:
         chosen += [
             Part("make vllm", make("vllm"), needs=(SET_UP, VLLM_ENV), again=PYTEST),
             Part("make vllm-newer", make("vllm-newer"), needs=(SET_UP, NEWER_VLLM)),
+            Part("fuzz messages", make("fuzz", f"FUZZ={MESSAGES}", "MINUTES=10"), needs=(SET_UP,)),
+            Part("fuzz files", make("fuzz", f"FUZZ={FILES}", "MINUTES=10"), needs=(SET_UP,)),
+            Part("kill points", make("kill-points"), needs=(SET_UP,)),
             Part("make soak", make("soak"), needs=(SET_UP,), again=PYTEST),
             Part("make slow", make("slow"), needs=(SET_UP,), after=tuple(
                 part.name for part in chosen if part.fetches), alone=True, again=PYTEST),
