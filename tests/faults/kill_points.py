@@ -121,6 +121,8 @@ def start(cluster: LocalCluster, killer: Killer, *folders: Path, flags: list[str
     try:
         node = cluster.start("killed", pool=POOL, flags=flags, before=killer.before(*folders))
     except AssertionError as error:
+        if killer.number == 0:
+            raise
         raise Killed from error
     # It may end by SIGKILL.
     cluster.nodes.remove(node)
@@ -138,7 +140,10 @@ def ending(cluster: LocalCluster, node: NodeProcess) -> Iterator[Client]:
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
             node.process.wait(TIMEOUT_S)
+        status = node.process.poll()
         node.end()
+        # Anything else than a kill or a graceful stop is a fault of its own.
+        assert status in (0, -9), f"the node ended with {status}; None: it did not end"
 
 
 def in_batches(keys: list[str]) -> Iterator[list[str]]:
@@ -328,6 +333,8 @@ def run(name: str, number: int, library: Path) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory(prefix="peercache-") as place, LocalCluster() as cluster:
         killer = Killer(library, Path(place), number, kind)
         problems = story(killer, cluster)
+        if number == 0 and killer.count == 0:
+            problems.append("no call was counted: the process did not start")
         return killer.count, problems
 
 

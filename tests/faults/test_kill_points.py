@@ -80,6 +80,14 @@ def test_a_page_that_is_lost_or_back_is_a_problem() -> None:
         assert problems_at(client, Known()) == [f"wrong bytes under {KEYS[8]}"]
 
 
+def test_a_node_that_does_not_start_passes_for_none_that_was_killed(
+    tmp_path: Path, library: Path
+) -> None:
+    """In the run in which the calls are counted: otherwise no kill would follow, and no failure."""
+    with LocalCluster() as cluster, pytest.raises(AssertionError, match="did not start"):
+        kill_points.start(cluster, Killer(library, tmp_path), flags=["--no-such-flag"])
+
+
 @pytest.mark.parametrize("number", [40, 85, 120])
 def test_a_node_with_a_disk_is_killed_and_starts_again(library: Path, number: int) -> None:
     """While it starts, while it writes, and while it evicts: among some 135 calls."""

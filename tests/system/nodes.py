@@ -219,7 +219,7 @@ class LocalCluster:
         """
         for client in self.clients:
             client.close()
-        # A fixture is not told whether its test failed: pytest shows this only if it did.
+        # A fixture does not know whether its test failed: pytest shows this only if it did.
         if error is not None or "(teardown)" in os.environ.get("PYTEST_CURRENT_TEST", ""):
             for node in self.nodes:
                 sys.stderr.write(f"--- {node.flags}\n{node.said()}\n")
