@@ -5,17 +5,17 @@ Owns    the page memory of one node: its slots, the generation words, the pages 
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain,
         Demote; RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and
         ReserveAhead from the publisher. From the disk actor: PagesWritten, PagesForgotten,
-        RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
-        PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
-        placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven,
-        RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
+        RequestResident, RequestAges, RequestColdest, RequestHeld, RemovalDone. From the promote
+        actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
+        From the placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill,
+        PagesGiven, RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
-        PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
-        the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
-        Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it commits the
-        publisher has answered. ReportRoom, CopiesEvicted and Retain to members.
+        PagesStored, PagesDemoted, PagesRemoved, Resident, PageAges, PagesColdest, PagesHeld,
+        PagesSought to the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted
+        to readers. Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it
+        commits the publisher has answered. ReportRoom, CopiesEvicted and Retain to members.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
@@ -34,7 +34,6 @@ to ON_DISK, where the page is on disk), then the slots are granted.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from math import inf
@@ -75,6 +74,7 @@ from peercache.actors.mailboxes import (
     PromoteAnswered,
     RecordsChanged,
     RemovalDone,
+    RequestAges,
     RequestColdest,
     RequestCopies,
     RequestGive,
@@ -82,7 +82,6 @@ from peercache.actors.mailboxes import (
     RequestResident,
     RequestSpill,
     ReserveAhead,
-    Resident,
     SpilledPages,
     TakenOver,
     TakeOver,
@@ -92,6 +91,7 @@ from peercache.actors.pool.answers import (
     NO_DROPS,
     NO_RECORDS,
     GivingOrder,
+    ages_of,
     changed,
     committed,
     demoted,
@@ -107,6 +107,7 @@ from peercache.actors.pool.answers import (
     unchanged,
 )
 from peercache.actors.pool.copies import Copies
+from peercache.actors.pool.expiry import Expiry, owners_of
 from peercache.actors.pool.page_table import Page, PageTable, Retention
 from peercache.actors.pool.reservations import (
     Mirrors,
@@ -210,6 +211,7 @@ class Pool:
         )
         self.copies = self._copies = Copies(self._pages, self._slots, is_wanted=copies > 1)
         self._retention = Retention(self._slots)
+        self._expiry = Expiry(self.tenants)
         self.reuse = ReuseSample(reach=MEMORY[-1] * page_bytes)
         """Of the pages that clients read here, and set here."""
         self._reservations = Reservations()
@@ -271,8 +273,10 @@ class Pool:
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
                 return self._forgotten(keys)
-            case RequestResident(number):
-                return [NotifyDisk(Resident(number, unchanged(self._pages, message)))]
+            case RequestResident():
+                return [NotifyDisk(unchanged(self._pages, message, self._slots, now))]
+            case RequestAges(keys):
+                return [NotifyDisk(ages_of(self._pages, self._slots, keys, now))]
             case RequestColdest(full_part):
                 groups = coldest_pages(self._slots, self._pages, full_part)
                 return [NotifyDisk(PagesColdest(tuple(groups)))]
@@ -300,15 +304,16 @@ class Pool:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Reserve what was asked for ahead, and let retained pages go whose time is over."""
+        """Reserve what was asked for ahead; let pages go that are retained or kept no longer."""
         self._retention.lapse(now)
-        effects = self._copies.on_tick(now)
+        effects = [*self._expire(now), *self._copies.on_tick(now)]
         asked, self._asked_ahead, self._due = self._asked_ahead, [], inf
         return effects + [effect for one in asked for effect in self._reserve_ahead(one)]
 
     def deadline(self) -> float:
-        """Return when what was asked for ahead is reserved, or a retained page is let go."""
-        return min(self._due, self._retention.deadline(), self._copies.deadline())
+        """Return when what was asked for ahead is reserved, or pages are let go."""
+        ends = min(self._retention.deadline(), self._expiry.deadline())
+        return min(self._due, ends, self._copies.deadline())
 
     def check(self) -> None:
         """Assert that pages, slots and reservations add up, in constant time."""
@@ -381,12 +386,16 @@ class Pool:
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
         if spilled is None:
             return self._reserve_copies(TAKER, reserve, now)
+        ttl_s = self.tenants.of(reserve.namespace).ttl_s or inf
         limits = [
             self._slots.ages.clock_at(now - max(age * spilled.times, spilled.min_age_s))
             if age >= 0
             else -1
             for age in spilled.ages.tolist()
         ]
+        # What has expired by this node's own setting is not taken.
+        expired = (np.abs(spilled.ages) >= ttl_s).tolist()
+        limits = [-2 if is_over else limit for limit, is_over in zip(limits, expired, strict=True)]
         return self._reserve_copies(TAKER, reserve, now, limits)
 
     def _reserve_copies(
@@ -458,8 +467,7 @@ class Pool:
         if self._metrics is not None and evicted:
             self._metrics.pages_evicted.inc(len(evicted))
             if self.tenants.are_several:
-                owners = Counter(slot.extent.size_class.tenant for slot in evicted)
-                self._tenant_metrics.count_evicted(owners)
+                self._tenant_metrics.count_evicted(owners_of(evicted))
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 
@@ -672,6 +680,18 @@ class Pool:
             self._slots.release(page.slot)
         return effects
 
+    def _expire(self, now: float) -> list[Effect]:
+        """Evict pages whose time to live is over."""
+        expired = self._expiry.expired(self._slots, now)
+        if not expired:
+            return []
+        effects = self._end(self._pages.in_slots(expired), [])
+        if self._metrics is not None:
+            self._tenant_metrics.count_expired(owners_of(expired))
+        for slot in expired:
+            self._slots.release(slot)
+        return effects
+
     def _room(self, asked: RequestRoom, now: float) -> ReportRoom:
         """Return what another node may hope for here."""
         if self._is_draining:
@@ -803,5 +823,5 @@ class Pool:
         if is_removed:
             effects += changed(NO_RECORDS, drops)
         elif pages:
-            effects += demoted(self._pages, pages, drops)
+            effects += demoted(self._pages, pages, drops, self._slots)
         return effects

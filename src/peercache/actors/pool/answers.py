@@ -28,6 +28,7 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
+    PageAges,
     PagesCommitted,
     PagesDemoted,
     PagesStored,
@@ -37,13 +38,14 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
     RequestResident,
     ReserveAhead,
+    Resident,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.size_classes import HELD, Slot
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.model.keys import split_keys
+from peercache.model.keys import KEY_BYTES, split_keys
 from peercache.model.records import DROP, RECORD, Records
 from peercache.model.reuse import MEMORY_NAMES
 from peercache.observability.metrics import Metrics
@@ -152,7 +154,9 @@ def forgotten(pages: PageTable, packed: bytes) -> list[Effect]:
     return changed(NO_RECORDS, pages.drops_of(gone))
 
 
-def demoted(pages: PageTable, evicted: list[Page], drops: Records) -> list[Effect]:
+def demoted(
+    pages: PageTable, evicted: list[Page], drops: Records, slots: SlotAllocator
+) -> list[Effect]:
     """Return the records of an eviction: ON_DISK for each page on disk, a drop for the others."""
     kept = [page for page in evicted if page.disk_length]
     if not kept:
@@ -161,7 +165,9 @@ def demoted(pages: PageTable, evicted: list[Page], drops: Records) -> list[Effec
     keys = [page.key for page in kept]
     records = pages.on_disk_records(keys, [page.disk_length for page in kept])
     effects = changed(records, drops[lost])
-    return [*effects, NotifyDisk(PagesDemoted(b"".join(keys)))]
+    # What goes at once was used at about the same time: one look instead of one for each.
+    age_s = slots.ages.age(max(page.slot.touched for page in kept), slots.now)
+    return [*effects, NotifyDisk(PagesDemoted(b"".join(keys), age_s))]
 
 
 def residents(pages: PageTable, packed: bytes) -> bytes:
@@ -170,14 +176,31 @@ def residents(pages: PageTable, packed: bytes) -> bytes:
     return bytes(find(key) is not None for key in split_keys(packed))
 
 
-def unchanged(pages: PageTable, asked: RequestResident) -> bytes:
-    """Return one byte a page: 1 where it is in memory under the generation that is asked for."""
-    find = pages.find
+def unchanged(
+    pages: PageTable, asked: RequestResident, slots: SlotAllocator, now: float
+) -> Resident:
+    """Return which pages are in memory under the generations that are asked for."""
+    states = bytearray(len(asked.generations) // 8)
+    ages = np.zeros(len(states))
     generations = np.frombuffer(asked.generations, "<u8").tolist()
-    return bytes(
-        (page := find(key)) is not None and page.generation == generation
-        for key, generation in zip(split_keys(asked.keys), generations, strict=True)
-    )
+    for at, key in enumerate(split_keys(asked.keys)):
+        page = pages.find(key)
+        if page is not None and page.generation == generations[at]:
+            states[at] = 1
+            if asked.with_ages:
+                ages[at] = slots.ages.age(page.slot.touched, now)
+    return Resident(asked.number, bytes(states), ages)
+
+
+def ages_of(pages: PageTable, slots: SlotAllocator, keys: bytes, now: float) -> PageAges:
+    """Return how long ago pages were used; a retained page counts as used now."""
+    ages = np.full(len(keys) // KEY_BYTES, np.inf)
+    for at, key in enumerate(split_keys(keys)):
+        page = pages.find(key)
+        if page is not None:
+            is_retained = page.slot.retained_until > now
+            ages[at] = 0.0 if is_retained else slots.ages.age(page.slot.touched, now)
+    return PageAges(keys, ages)
 
 
 def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:

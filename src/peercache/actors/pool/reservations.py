@@ -437,7 +437,8 @@ def take_colder(
 ) -> tuple[list[Slot | None], list[Slot]]:
     """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
 
-    limits: the last touch of a page that may be evicted for each of them; -1: none may.
+    limits: the last touch of a page that may be evicted for each of them; -1: none may; -2: nor is
+            free room given.
     """
     taken: list[Slot | None] = [None] * len(states)
     evicted: list[Slot] = []

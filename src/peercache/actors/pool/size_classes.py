@@ -151,6 +151,25 @@ class SizeClass:
             popped.append(coldest)
         return popped
 
+    def expired(self, upto: int, most: int) -> list[Slot]:
+        """Return the slots that were last touched when the clock showed `upto`, or before.
+
+        Not those of retained pages. The caller frees all of them at once.
+        """
+        found: list[Slot] = []
+        for queue in (self.held, self.mirrors):
+            for slot in islice(queue.values(), most - len(found)):
+                if slot.touched > upto:
+                    break
+                found.append(slot)
+        while len(found) < most and self.moved:
+            moved = self._coldest_moved()
+            if moved is None or moved.touched > upto:
+                break
+            heappop(self._moved_order)
+            found.append(moved)
+        return found
+
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a slot be one that was last touched then, on another node."""
         del self.held_as(slot)[slot.first]

@@ -68,7 +68,11 @@ SECOND_S: Final = 1.0
 """How long what is touched counts as touched at once. A prompt is read, or reported as read, within
 about a second; by public traces (ADR 0036) up to five seconds are as good."""
 HISTORY_S: Final = 4096
-"""Seconds of the past, one mark each: pages of other nodes that are older are of one age."""
+"""Seconds of the past, one mark each: pages of other nodes that are older when a node starts are of
+one age."""
+
+AGE_DIVISOR: Final = 256
+"""Of what is longer ago, the distance of two marks is 1/256 of their age: a year has 2,300."""
 
 _BLOCKED: Final = 2**62
 
@@ -96,9 +100,19 @@ class Ages:
             self._moments.append(begin + second)
             self._clocks.append(clock + second)
         if len(self._moments) > 2 * HISTORY_S:
-            # Of what is long ago every second mark is kept.
-            del self._moments[:HISTORY_S:2], self._clocks[:HISTORY_S:2]
+            self._thin_out(now)
         return clock + seconds
+
+    def _thin_out(self, now: float) -> None:
+        """Forget marks of what is long ago, but never the first."""
+        kept: list[int] = []
+        for at, moment in enumerate(self._moments):
+            age = now - moment
+            is_lately = age <= HISTORY_S
+            if is_lately or not kept or moment - self._moments[kept[-1]] >= age / AGE_DIVISOR:
+                kept.append(at)
+        self._moments = [self._moments[at] for at in kept]
+        self._clocks = [self._clocks[at] for at in kept]
 
     def age(self, touched: int, now: float) -> float:
         """Return how long ago (s) the clock showed this: up to the distance of two marks less."""
@@ -420,6 +434,16 @@ class SlotAllocator:
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a page that was stored just now be as old as another node says."""
         slot.extent.size_class.move_in(slot, touched)
+
+    def expired(self, now: float, most: int) -> list[Slot]:
+        """Return up to so many slots whose tenant's time to live is over; free all of them."""
+        self.pass_time(now)
+        found: list[Slot] = []
+        for size_class in self._classes.values():
+            if size_class.tenant.ttl_s and len(found) < most:
+                upto = self.ages.clock_at(now - size_class.tenant.ttl_s)
+                found += size_class.expired(upto, most - len(found))
+        return found
 
     def coldest_touched(self) -> int | None:
         """Return when the page that goes next was touched; None: no page may go."""
