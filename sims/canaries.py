@@ -20,6 +20,7 @@ import attrs
 from sims import (
     bugs,
     bugs_copies,
+    bugs_expiring,
     bugs_following,
     bugs_handover,
     bugs_owners,
@@ -488,6 +489,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     *bugs_placement.CANARIES,
     *bugs_copies.CANARIES,
+    *bugs_expiring.CANARIES,
     *bugs_following.CANARIES,
     Canary(
         "missing-page-remembered",
