@@ -14,6 +14,7 @@ from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import STALL_S, Breakers
 from peercache.net.requests import (
     BURST_MESSAGES,
+    REDIAL_S,
     SLICE_S,
     Connections,
     Conversation,
@@ -39,6 +40,7 @@ class Line:
     fd: int
     is_broken: bool = False
     is_fresh: bool = True
+    is_redial: bool = False
     is_probed: bool = False
     is_closed: bool = False
     refuses: bool = False
@@ -219,7 +221,7 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more(side: Side) -> Non
     side.lines[1].is_broken = True
     over = side.turn(exchange)
 
-    assert (goes_on, over) == (SLICE_S, None)
+    assert (goes_on, over) == (REDIAL_S, None)
     assert [type(message) for message in side.lines[1].sent] == [Hello, Lookup]
     assert [line.is_closed for line in side.lines] == [True, True]
     assert exchange.answers == [None]
