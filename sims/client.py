@@ -73,14 +73,12 @@ Result = TypeVar("Result")
 class Answers:
     """What one call learned from directory owners.
 
-    asked:  the peers that were asked for each key.
-    final:  those that have answered, and did not report that they are behind.
+    final:  the peers that have answered for each key, and did not report that they are behind.
     behind: those that have answered while they were behind.
     closed: members that the call may have skipped, because their breakers were open.
     """
 
     members: tuple[int, ...]
-    asked: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     final: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     behind: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     closed: set[int] = attrs.field(factory=set)
@@ -108,17 +106,16 @@ class Answers:
         for (peer, message), answer in zip(asked, answers, strict=True):
             if not isinstance(message, Lookup):
                 continue
+            if not isinstance(answer, Located):
+                continue
             for key in split_keys(message.keys):
-                self.asked[key].add(peer)
-                if isinstance(answer, Located):
-                    (self.behind if answer.behind else self.final)[key].add(peer)
+                (self.behind if answer.behind else self.final)[key].add(peer)
 
     def take_look(self, step: ReadTable, looked: Looked | None) -> None:
         """Record the result of a table: it is its node's answer."""
         if looked is None or not looked.is_final:
             return
         for key in split_keys(step.keys):
-            self.asked[key].add(step.peer)
             self.final[key].add(step.peer)
 
 

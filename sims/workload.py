@@ -327,7 +327,7 @@ def check_absent(
 ) -> None:
     """A page is absent if a complete owner reports it, or several owners, or if no other is left.
 
-    An owner that was asked and has not answered is left: silence does not mean that a page is absent.
+    An owner that was asked and has not answered is left: silence does not mean "absent".
 
     clusters: as the client knew it before the call and after it. A call that finds a record of an
               unknown holder requests the view, and then asks the owners of that view.

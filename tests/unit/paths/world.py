@@ -75,6 +75,7 @@ class Node:
     mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
     data_mood: the same of the data port, or "refusing", which will not serve us.
     is_behind: it says that its shard lacks records.
+    is_at_work: its table shows that it was active recently.
     table:     "" is one that clients cannot open, "lost" one that they cannot read any more; "hint"
                lacks authority, "final" has it.
     """
@@ -87,6 +88,7 @@ class Node:
     data_mood: str = "up"
     is_behind: bool = False
     table: str = ""
+    is_at_work: bool = True
     latency_s: float = 0.001
     sequence: int = 1000
     taken: int = 0
@@ -537,7 +539,7 @@ class World:
         reported = node.send_report(step.keys)
         asked = [step.keys[at : at + KEY_BYTES] for at in range(0, len(step.keys), KEY_BYTES)]
         places = [asked.index(key) for key in records_from_bytes(reported)["key"].tolist()]
-        return Looked(reported, np.array(places, np.uint32), node.table == "final", True)
+        return Looked(reported, np.array(places, np.uint32), node.table == "final", node.is_at_work)
 
     def _ask(self, step: Ask) -> list[Message | None]:
         questions: list[tuple[int, Message]] = []
