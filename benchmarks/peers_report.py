@@ -69,8 +69,12 @@ FAULT_RATES = [
 ]
 
 FAULT_TIMES = [
-    Row(f"longest {call}, a node {fault}", f"{fault} {call} longest", less=True)
-    for fault in ("stopped", "killed")
+    Row(f"longest {call}, {what}", f"{fault} {call} longest", less=True)
+    for fault, what in (
+        ("stopped", "a node stopped"),
+        ("killed", "a node killed"),
+        ("running", "all nodes running"),
+    )
     for call in ("set", "get", "exists")
 ]
 
