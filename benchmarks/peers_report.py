@@ -69,12 +69,13 @@ FAULT_RATES = [
 ]
 
 FAULT_TIMES = [
-    Row(f"longest {call}, {what}", f"{fault} {call} longest", less=True)
-    for fault, what in (
-        ("stopped", "a node stopped"),
-        ("killed", "a node killed"),
-        ("running", "all nodes running"),
-    )
+    Row(f"longest {call}, a node {fault}", f"{fault} {call} longest", less=True)
+    for fault in ("stopped", "killed")
+    for call in ("set", "get", "exists")
+]
+
+RUNNING_TIMES = [
+    Row(f"longest {call}, all nodes running", f"running {call} longest", less=True)
     for call in ("set", "get", "exists")
 ]
 
@@ -178,7 +179,7 @@ def tables(figures: Figures) -> list[tuple[str, list[list[str]]]]:
         ),
         (
             "The longest call of the seconds after that; less is better.",
-            table(figures, FAULT_TIMES, "ms"),
+            table(figures, FAULT_TIMES + RUNNING_TIMES, "ms"),
         ),
     ]
 
