@@ -515,6 +515,19 @@ def _last_word(right: Any) -> Any:
 BEHIND_IGNORED: Patches = ((lookup.Search, "note_answer", _last_word),)
 
 
+def _silence_is_no_record(right: Any) -> Any:
+    def hedge(self: Any, answers: Any) -> Any:
+        for asked, answer in zip(self._asked, answers, strict=True):
+            if answer is None:
+                self._search.note_answer(asked.peer, asked.positions, is_behind=False)
+        return right(self, answers)
+
+    return hedge
+
+
+SILENCE_IS_NO_RECORD: Patches = ((lookup.Round, "hedge", _silence_is_no_record),)
+
+
 def _all_allowed(_: Any) -> Any:
     def allow(self: Any, size: int, *, own: int, together: int) -> bool:
         del self, size, own, together

@@ -303,6 +303,12 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.BEHIND_IGNORED,
     ),
     Canary(
+        "silence-is-no-record",
+        "an owner that has not answered when another one is asked counts as one without the record",
+        20,
+        patches=bugs.SILENCE_IS_NO_RECORD,
+    ),
+    Canary(
         "own-shard-counts",
         "a commit is answered as known to its owners when the own shard knows it",
         50,

@@ -14,17 +14,18 @@ The tables of this host's nodes are read in shared memory, without a request. A 
 in such a table is absent only if the table has authority for the key; otherwise another owner is
 asked.
 
-A search sends one request per peer and batch. An owner that does not answer is replaced by its
-replica at once; so is one without a record, for `handover_s` after a view change, or if it reports
-that it is behind: then ANSWERS_MAX owners must agree. In a settled cluster an absent page costs one
-request.
+A search sends one request per peer and batch. An owner that refuses is replaced by its replica at
+once. If an owner does not answer in its usual time, its replica is asked, too, and the answers that
+arrive first are used (ADR 0040): silence never means "absent". An owner without a record is
+replaced by its replica for `handover_s` after a view change, or if it reports that it is behind:
+then ANSWERS_MAX owners must agree. In a settled cluster an absent page costs one request.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
 from threading import Lock
@@ -38,10 +39,10 @@ from peercache.installation.library import Begin, function
 from peercache.model.keys import PageKeys
 from peercache.model.reads import Looked
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
-from peercache.net.breaker import Breakers
+from peercache.net.breaker import HEDGE_MIN_S, AnswerTimes, Breakers
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.paths.steps import Ask, ReadTable, Step
+from peercache.paths.steps import Answers, Ask, Questions, ReadTable, Step
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
 
@@ -234,6 +235,7 @@ class Search:
         avoid: frozenset[int],
         failed: frozenset[bytes],
         may_read: Callable[[Iterable[int], Cluster], bool],
+        lagging: set[int],
     ) -> None:
         count = len(keys)
         self.keys = keys
@@ -243,6 +245,12 @@ class Search:
         self.fresh: Mask = np.zeros(count, np.bool_)
         self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
         """How many owners of each key have answered; counts only a few."""
+        self.lagging = lagging
+        """Peers that did not answer lately: they are asked last."""
+        self.silent: set[int] = set()
+        """Peers that have not answered this search."""
+        self._unanswered: Mask = np.zeros(count, np.bool_)
+        """Keys of which one of those is an owner."""
         self._settled: Mask = np.zeros(count, np.bool_)
         self._absent: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
@@ -276,6 +284,11 @@ class Search:
         if not cluster.ring.members:
             return np.empty((len(self.keys), 0), np.intp)
         owners: npt.NDArray[np.intp] = cluster.query_order[self._arcs]
+        if self.lagging:
+            current = owners[:, : cluster.replicas]
+            last = [at for at, node in enumerate(cluster.ring.members) if node in self.lagging]
+            order = np.isin(current, last).argsort(axis=1, kind="stable")
+            owners[:, : cluster.replicas] = np.take_along_axis(current, order, axis=1)
         return owners
 
     @cached_property
@@ -308,6 +321,43 @@ class Search:
         in_memory = self.known & ~self._on_disk
         in_memory[places[good]] = True
         return bool(in_memory.all())
+
+    def is_settled(
+        self, asked: Sequence[Asked], answers: Sequence[Message | None], *, in_handover: bool
+    ) -> bool:
+        """Return whether it is useless to wait for the answers that are missing.
+
+        It is for a key that was found, that enough owners do not have, or of which one owner has
+        answered and all others lag since before this call. During a hand-over, an owner that does
+        not answer in its usual time is not awaited in addition to ANSWERS_MAX others. Changes
+        nothing.
+        """
+        done = self._located(answers) | self._absent
+        count, final = self.answered.copy(), self._settled.copy()
+        awaited: Mask = np.zeros(len(done), np.bool_)
+        for one, answer in zip(asked, answers, strict=True):
+            owned = self._owned(one.peer, one.positions)
+            if isinstance(answer, Located):
+                if not one.is_noted:
+                    count[owned] += 1
+                    final[owned] |= not answer.behind
+            elif answer is None and one.peer not in self.lagging:
+                awaited[owned] = True
+        done |= (count >= ANSWERS_MAX) | ((count > 0) & ~awaited)
+        if not in_handover:
+            done |= final
+        return bool(done.all())
+
+    def _located(self, answers: Iterable[Message | None]) -> Mask:
+        """Return which pages are found, with these answers."""
+        known = self.known.copy()
+        raw = b"".join(answer.records for answer in answers if isinstance(answer, Located))
+        if raw:
+            records = np.frombuffer(raw, RECORD)
+            places = self._places_of(records)
+            good = self._is_usable(records, places) & self._reachable(records["holder"])
+            known[places[good]] = True
+        return known
 
     def take(self, answers: Iterable[Message | None]) -> None:
         """Add answers."""
@@ -410,14 +460,23 @@ class Search:
             self._on_disk[place] = on_disk
 
     def next_owners(
-        self, is_available: Callable[[int], bool], *, in_handover: bool
+        self,
+        is_available: Callable[[int], bool],
+        *,
+        in_handover: bool,
+        awaited: Iterable[npt.NDArray[np.intp]] = (),
     ) -> dict[int, npt.NDArray[np.intp]]:
-        """Return the keys to ask each peer for: each key is sent to its next available owner."""
+        """Return the keys to ask each peer for: each key is sent to its next available owner.
+
+        awaited: positions of keys that another owner may still answer for.
+        """
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
         settled = self.known | self._absent | (self.answered >= ANSWERS_MAX + in_handover)
         if not in_handover:
             settled |= self._settled
+        for positions in awaited:
+            settled[positions] = True
         left = (~settled).nonzero()[0]
         chosen = np.full(len(self.keys), -1, np.intp)
         for column in range(columns):
@@ -446,6 +505,11 @@ class Search:
         if not is_behind:
             self._settled[owned] = True
 
+    def note_silence(self, peer: int) -> None:
+        """Note that a peer has not answered: this search does not ask it again."""
+        self.silent.add(peer)
+        self._unanswered[self._owned(peer, np.arange(len(self.keys)))] = True
+
     def left(self) -> npt.NDArray[np.intp]:
         """Return the keys that are neither known nor absent according to a table."""
         left: npt.NDArray[np.intp] = (~(self.known | self._absent)).nonzero()[0]
@@ -458,6 +522,8 @@ class Search:
 
     def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
         """Add the result of a node's table for the keys at these positions."""
+        if not looked.is_at_work:
+            self.lagging.add(peer)
         self._settle(looked.records)
         if self._missing and looked.is_final:
             owned = self._owned(peer, positions)
@@ -482,6 +548,9 @@ class Search:
             self.known[place] = self.known[source]
             self.fresh[place] = self.fresh[source]
             self.answered[place] = self.answered[source]
+            self._unanswered[place] = self._unanswered[source]
+            self._settled[place] = self._settled[source]
+            self._absent[place] = self._absent[source]
             self._held_out_of_reach[place] = self._held_out_of_reach[source]
 
     def whereabouts(self, *, timed_out: bool) -> Whereabouts:
@@ -489,12 +558,18 @@ class Search:
         for place in (~self.known).nonzero()[0].tolist():
             if self._held_out_of_reach[place]:
                 whys[place] = reasons.PEER_UNREACHABLE
-            elif self.answered[place]:
+            elif self._is_absent(place):
                 whys[place] = reasons.ABSENT
             else:
                 whys[place] = reasons.DEADLINE if timed_out else reasons.PEER_UNREACHABLE
         strangers = frozenset(h for place, h in self._strangers.items() if not self.known[place])
         return Whereabouts(self.records, self.known, self.fresh, whys, strangers)
+
+    def _is_absent(self, place: int) -> bool:
+        """Return whether owners have answered that a page is absent: silence is no answer."""
+        if self._settled[place] or self._absent[place]:
+            return True
+        return bool(self.answered[place] >= (ANSWERS_MAX if self._unanswered[place] else 1))
 
     def _reachable(self, holders: npt.NDArray[np.uint64]) -> Mask:
         usable, names = self._usable, holders.tolist()
@@ -526,6 +601,113 @@ def picked(records: Records, which: npt.NDArray[Any]) -> Records:
 def _distinct(places: npt.NDArray[np.intp]) -> list[int]:
     """Return the distinct indices, in order."""
     return sorted(set(places.tolist()))
+
+
+@attrs.define(eq=False)
+class Asked:
+    """A Lookup that was sent.
+
+    positions: of its keys. late_at: when its answer takes longer than usual. is_noted: whether its
+    answer is in the search.
+    """
+
+    peer: int
+    positions: npt.NDArray[np.intp]
+    late_at: float
+    is_noted: bool = False
+
+
+@final
+class Round:
+    """The Lookups of one step: those for the next owner of each key, and those that follow them in
+    place of owners without an answer.
+    """
+
+    def __init__(self, search: Search, cluster: Cluster, locator: Locator) -> None:
+        self.hedge_at = np.inf
+        """When to call `hedge`."""
+        self._search = search
+        self._cluster = cluster
+        self._locator = locator
+        self._asked: list[Asked] = []
+        self._is_hedged = False
+        self._in_handover = False
+
+    def questions(self, targets: dict[int, npt.NDArray[np.intp]]) -> tuple[tuple[int, Lookup], ...]:
+        """Return the requests to these peers; their answers will be expected."""
+        keys, now = self._search.keys, self._locator.now()
+        asked = [
+            Asked(
+                peer,
+                positions[begin : begin + LOOKUP_KEYS_MAX],
+                now + self._locator.usual_s(peer, self._search),
+            )
+            for peer, positions in sorted(targets.items())
+            for begin in range(0, len(positions), LOOKUP_KEYS_MAX)
+        ]
+        self._asked += asked
+        self.hedge_at = min(self.hedge_at, *(one.late_at for one in asked))
+        return tuple((one.peer, Lookup(0, keys[one.positions].tobytes())) for one in asked)
+
+    def is_enough(self, answers: Sequence[Message | None]) -> bool:
+        """Return whether these answers make the others unnecessary; changes nothing."""
+        if self._search.has_all(answers):
+            return True
+        return self._is_hedged and self._search.is_settled(
+            self._asked, answers, in_handover=self._in_handover
+        )
+
+    def hedge(self, answers: Answers) -> tuple[Questions, float]:
+        """Ask the next owners in place of those whose answers are late; see `Ask.hedge`."""
+        self.note(answers)
+        locator, now = self._locator, self._locator.now()
+        self._is_hedged = True
+        self._in_handover = now < self._cluster.handover_until
+        missing = [one for one, answer in self._with(answers) if answer is None]
+        for one in missing:
+            if one.late_at <= now and not locator.is_closed(one.peer):
+                locator.times.lags(one.peer, now)
+        if self._search.is_settled(self._asked, answers, in_handover=self._in_handover):
+            return (), np.inf
+        in_time = [one for one in missing if one.late_at > now]
+        self.hedge_at = min((one.late_at for one in in_time), default=np.inf)
+        if not locator.times.may_hedge():
+            return (), self.hedge_at
+        targets = self._search.next_owners(
+            locator.availability(now, self._search),
+            in_handover=self._in_handover,
+            awaited=[one.positions for one in in_time],
+        )
+        if not targets:
+            return (), self.hedge_at
+        locator.times.hedged()
+        questions = self.questions(targets)
+        return questions, self.hedge_at
+
+    def _with(self, answers: Answers) -> Iterator[tuple[Asked, Message | None]]:
+        return zip(self._asked, answers, strict=True)
+
+    def note(self, answers: Sequence[Message | None]) -> None:
+        """Add the answers that are new to the search."""
+        search = self._search
+        new = [
+            (one, answer)
+            for one, answer in self._with(answers)
+            if isinstance(answer, Located) and not one.is_noted
+        ]
+        search.take([answer for _, answer in new])
+        for one, answer in new:
+            one.is_noted = True
+            search.note_answer(one.peer, one.positions, is_behind=answer.behind)
+
+    def end(self, answers: Sequence[Message | None]) -> None:
+        """Add the last answers, and which owners have not answered."""
+        self.note(answers)
+        if self._search.known.all():
+            return
+        for one, answer in self._with(answers):
+            if answer is None and not self._locator.is_closed(one.peer):
+                self._search.note_silence(one.peer)
 
 
 LOOKUP_KEYS_MAX = 2048
@@ -579,7 +761,8 @@ class Locator:
             where = self._all_known(*cached, cluster, avoid)
             if where is not None:
                 return where
-        search = Search(keys, keys.tolist(), cluster, avoid, failed, self._may_read)
+        lagging = self._lagging(cluster)
+        search = Search(keys, keys.tolist(), cluster, avoid, failed, self._may_read, lagging)
         search.cost_of = self._cost_of
         if cached is not None:
             search.take_cached(*cached)
@@ -590,16 +773,17 @@ class Locator:
             if now >= until:
                 break
             targets = search.next_owners(
-                self._availability(now), in_handover=now < cluster.handover_until
+                self.availability(now, search), in_handover=now < cluster.handover_until
             )
             left = search.left()
             may_ask_home = cluster.home and not asked_home and len(left)
+            may_ask_home = may_ask_home and cluster.home not in search.lagging
             if may_ask_home and self._breakers.available(cluster.home, now):
                 targets[cluster.home] = left
             asked_home = True
             if not targets:
                 break
-            yield from self._ask(search, targets, now, until)
+            yield from self._ask(search, cluster, targets, now, until)
         self._cache.store(search.found(), self._clock(), epoch=epoch)
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
@@ -704,6 +888,12 @@ class Locator:
         count = len(records)
         return Whereabouts(records, known, np.zeros(count, np.bool_), [""] * count)
 
+    def _lagging(self, cluster: Cluster) -> set[int]:
+        """Return the peers that did not answer this client in time, or other members."""
+        lagging = self.times.lagging(self._clock())
+        lagging.update(cluster.suspects)
+        return lagging
+
     def _may_read(self, holders: Iterable[int], cluster: Cluster) -> bool:
         # Only the data port matters: shared memory of a paused node can still be read. And no probe
         # is taken: a read takes it, and `exists` never reads.
@@ -734,27 +924,45 @@ class Locator:
         return self._may_read(set(records["holder"].tolist()), cluster)
 
     def _ask(
-        self, search: Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
+        self,
+        search: Search,
+        cluster: Cluster,
+        targets: dict[int, npt.NDArray[np.intp]],
+        now: float,
+        until: float,
     ) -> Generator[Step, Any, None]:
-        asked = [
-            (peer, positions[begin : begin + LOOKUP_KEYS_MAX])
-            for peer, positions in sorted(targets.items())
-            for begin in range(0, len(positions), LOOKUP_KEYS_MAX)
-        ]
-        questions = tuple(
-            (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
-        )
+        asking = Round(search, cluster, self)
         # Half of the remaining time, so that a hung owner leaves time for its replica.
         timeout = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
-        answers: Sequence[Message | None] = yield Ask(questions, timeout, search.has_all)
-        search.take(answers)
-        if search.known.all():
-            return
-        for (peer, positions), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Located):
-                search.note_answer(peer, positions, is_behind=answer.behind)
+        questions = asking.questions(targets)
+        answers: Answers = yield Ask(
+            questions,
+            timeout,
+            asking.is_enough,
+            (asking.hedge_at, asking.hedge),
+        )
+        asking.end(answers)
 
-    def _availability(self, now: float) -> Callable[[int], bool]:
+    # --- for the rounds of a search ---------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._clock()
+
+    @property
+    def times(self) -> AnswerTimes:
+        """Return the usual answer times of the peers."""
+        return self._breakers.times
+
+    def usual_s(self, peer: int, search: Search) -> float:
+        """Return how long to wait for a peer's answer before another owner is asked."""
+        return HEDGE_MIN_S if peer in search.lagging else self.times.hedge_s(peer)
+
+    def is_closed(self, peer: int) -> bool:
+        """Return whether a peer is not asked at the moment, because it failed."""
+        return self._breakers.is_open(peer)
+
+    def availability(self, now: float, search: Search) -> Callable[[int], bool]:
         """Return a filter of peers to ask: each breaker is checked once, as that may take a
         probe.
         """
@@ -762,7 +970,7 @@ class Locator:
 
         def is_available(peer: int) -> bool:
             if peer not in memo:
-                memo[peer] = self._breakers.available(peer, now)
+                memo[peer] = peer not in search.silent and self._breakers.available(peer, now)
             return memo[peer]
 
         return is_available
