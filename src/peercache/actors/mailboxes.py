@@ -192,9 +192,14 @@ class RemovalDone:
     timeout_s: float = 0.0
 
 
+@attrs.frozen
+class HeldDead:
+    """membership → directory: others held this node dead, and may have stored pages without it."""
+
+
 DirectoryMessage: TypeAlias = (
     Lookup | ReportStale | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
-    | CommitAnswered | RemovalDone
+    | CommitAnswered | RemovalDone | HeldDead
 )  # fmt: skip
 
 
