@@ -83,7 +83,6 @@ from peercache.actors.mailboxes import (
     RequestSpill,
     ReserveAhead,
     Resident,
-    SpilledPages,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -371,23 +370,23 @@ class Pool:
             return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
         return self._grant(origin, reserve, mirrored_at, limits)
 
-    def _take_over(
-        self, reserve: Reserve, spilled: SpilledPages | None, now: float
-    ) -> list[Effect]:
+    def _take_over(self, message: TakeOver, now: float) -> list[Effect]:
         """Reserve room for pages that another node offers."""
-        if self._mirrors.is_void(reserve.namespace, now):
-            # A removal is under way, or may be: nothing of it could be committed.
+        reserve, spilled = message.reserve, message.spilled
+        offered_at = min(message.offered_at, now)
+        if self._mirrors.is_void(reserve.namespace, offered_at):
+            # A removal is under way, or came while the offer waited: nothing could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
         if spilled is None:
-            return self._reserve_copies(TAKER, reserve, now)
+            return self._reserve_copies(TAKER, reserve, offered_at)
         limits = [
             self._slots.ages.clock_at(now - max(age * spilled.times, spilled.min_age_s))
             if age >= 0
             else -1
             for age in spilled.ages.tolist()
         ]
-        return self._reserve_copies(TAKER, reserve, now, limits)
+        return self._reserve_copies(TAKER, reserve, offered_at, limits)
 
     def _reserve_copies(
         self, origin: Origin, reserve: Reserve, now: float, limits: Sequence[int] = ()
@@ -607,8 +606,8 @@ class Pool:
     ) -> list[Effect]:
         """Do what the placement actor says about pages that move between nodes."""
         match message:
-            case TakeOver(reserve, offered):
-                return [*self._copies.report(now), *self._take_over(reserve, offered, now)]
+            case TakeOver():
+                return [*self._copies.report(now), *self._take_over(message, now)]
             case TakenOver(commit, ages, is_copy):
                 return self._taken_over(commit, ages, now, is_copy=is_copy)
             case RequestGive(again):
