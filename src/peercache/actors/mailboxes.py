@@ -8,6 +8,7 @@ the wire without a receiver (`node.switchboard`).
 
 from __future__ import annotations
 
+from math import inf
 from typing import TypeAlias
 
 import attrs
@@ -192,9 +193,14 @@ class RemovalDone:
     timeout_s: float = 0.0
 
 
+@attrs.frozen
+class HeldDead:
+    """membership → directory: others held this node dead, and may have stored pages without it."""
+
+
 DirectoryMessage: TypeAlias = (
     Lookup | ReportStale | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
-    | CommitAnswered | RemovalDone
+    | CommitAnswered | RemovalDone | HeldDead
 )  # fmt: skip
 
 
@@ -288,12 +294,14 @@ class SpilledPages:
 class TakeOver:
     """placement → pool: slots for pages that another node offers, before they are read.
 
-    Answered by Granted. What is removed from now on is not committed. Only free room is given,
-    unless `spilled` says more.
+    Answered by Granted. What is removed after `offered_at`, when the offer arrived, is not
+    committed: it may have waited for longer than removals are remembered. inf: it arrives now.
+    Only free room is given, unless `spilled` says more.
     """
 
     reserve: Reserve
     spilled: SpilledPages | None = None
+    offered_at: float = inf
 
 
 @attrs.frozen

@@ -82,7 +82,6 @@ from peercache.actors.mailboxes import (
     RequestResident,
     RequestSpill,
     ReserveAhead,
-    SpilledPages,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -376,16 +375,16 @@ class Pool:
             return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
         return self._grant(origin, reserve, mirrored_at, limits)
 
-    def _take_over(
-        self, reserve: Reserve, spilled: SpilledPages | None, now: float
-    ) -> list[Effect]:
+    def _take_over(self, message: TakeOver, now: float) -> list[Effect]:
         """Reserve room for pages that another node offers."""
-        if self._mirrors.is_void(reserve.namespace, now):
-            # A removal is under way, or may be: nothing of it could be committed.
+        reserve, spilled = message.reserve, message.spilled
+        offered_at = min(message.offered_at, now)
+        if self._mirrors.is_void(reserve.namespace, offered_at):
+            # A removal is under way, or came while the offer waited: nothing could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
         if spilled is None:
-            return self._reserve_copies(TAKER, reserve, now)
+            return self._reserve_copies(TAKER, reserve, offered_at)
         ttl_s = self.tenants.of(reserve.namespace).ttl_s or inf
         limits = [
             self._slots.ages.clock_at(now - max(age * spilled.times, spilled.min_age_s))
@@ -396,7 +395,7 @@ class Pool:
         # What has expired by this node's own setting is not taken.
         expired = (np.abs(spilled.ages) >= ttl_s).tolist()
         limits = [-2 if is_over else limit for limit, is_over in zip(limits, expired, strict=True)]
-        return self._reserve_copies(TAKER, reserve, now, limits)
+        return self._reserve_copies(TAKER, reserve, offered_at, limits)
 
     def _reserve_copies(
         self, origin: Origin, reserve: Reserve, now: float, limits: Sequence[int] = ()
@@ -615,8 +614,8 @@ class Pool:
     ) -> list[Effect]:
         """Do what the placement actor says about pages that move between nodes."""
         match message:
-            case TakeOver(reserve, offered):
-                return [*self._copies.report(now), *self._take_over(reserve, offered, now)]
+            case TakeOver():
+                return [*self._copies.report(now), *self._take_over(message, now)]
             case TakenOver(commit, ages, is_copy):
                 return self._taken_over(commit, ages, now, is_copy=is_copy)
             case RequestGive(again):
