@@ -8,7 +8,7 @@ import pytest
 from peercache.actors.disk import expiry as disk_expiry
 from peercache.actors.mailboxes import NamespaceNamed, SpilledPages, TakeOver
 from peercache.actors.pool import expiry
-from peercache.actors.pool.slots import HISTORY_S, Ages
+from peercache.actors.pool.size_classes import HISTORY_S, Ages
 from peercache.actors.runtime import SELF
 from peercache.actors.tenants import Tenants
 from peercache.config.entries import parse_quotas

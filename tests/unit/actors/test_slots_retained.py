@@ -74,9 +74,11 @@ def test_a_mirrored_page_takes_no_place_of_what_was_touched_lately() -> None:
 def test_a_mirrored_page_goes_before_pages_of_its_age_and_after_much_older_ones() -> None:
     """One that is read all the time stays in a pool that is always full."""
     slots = pool()
+    slots.pass_time(0.0)
     copy = mirror(slots)
     assert copy is not None
     _, coldest, *_, hottest = put_own(slots, 7)
+    slots.pass_time(1.0)
     slots.touch(copy)
     evicted: list[Slot] = []
     slots.take(1, untouched_since=slots.clock, evicted=evicted)

@@ -660,7 +660,7 @@ class Pool:
         ends: dict[tuple[Tag, float], list[bytes]] = {}
         for page in self._pages.of_keys(made.drops["key"].tolist()):
             until = page.slot.retained_until
-            if until > now and page.copy_at == made.node:
+            if until > now and page.slot.copy_at == made.node:
                 ends.setdefault((page.namespace, until), []).append(page.key)
         return [
             Send(made.node, Retain(0, namespace, b"".join(keys), until - now))

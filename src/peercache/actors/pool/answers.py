@@ -3,7 +3,7 @@
 A page has one record. It is RESIDENT while the page is in memory, else ON_DISK while the page is on
 disk. The pool alone numbers records, so the disk actor sends it the facts (`PagesWritten`,
 `PagesForgotten`) and the pool decides what follows. Of pages in memory it notes under which length
-they are on disk (`Page.disk_length`), because eviction must know; of pages on disk only it keeps
+they are on disk (`Slot.disk_length`), because eviction must know; of pages on disk only it keeps
 nothing, as the next fact of the disk actor says all that is needed.
 """
 
@@ -138,7 +138,7 @@ def spilled(pages: PageTable, fact: PagesWritten) -> list[Effect]:
             keys.append(key)
             lengths.append(length)
         else:
-            page.disk_length = length
+            page.slot.disk_length = length
     return changed(pages.on_disk_records(keys, lengths), NO_DROPS)
 
 
@@ -150,7 +150,7 @@ def forgotten(pages: PageTable, packed: bytes) -> list[Effect]:
         if page is None:
             gone.append(key)
         else:
-            page.disk_length = 0
+            page.slot.disk_length = 0
     return changed(NO_RECORDS, pages.drops_of(gone))
 
 
@@ -158,12 +158,12 @@ def demoted(
     pages: PageTable, evicted: list[Page], drops: Records, slots: SlotAllocator
 ) -> list[Effect]:
     """Return the records of an eviction: ON_DISK for each page on disk, a drop for the others."""
-    kept = [page for page in evicted if page.disk_length]
+    kept = [page for page in evicted if page.slot.disk_length]
     if not kept:
         return changed(NO_RECORDS, drops)
-    lost = np.array([not page.disk_length for page in evicted], np.bool_)
+    lost = np.array([not page.slot.disk_length for page in evicted], np.bool_)
     keys = [page.key for page in kept]
-    records = pages.on_disk_records(keys, [page.disk_length for page in kept])
+    records = pages.on_disk_records(keys, [page.slot.disk_length for page in kept])
     effects = changed(records, drops[lost])
     # What goes at once was used at about the same time: one look instead of one for each.
     age_s = slots.ages.age(max(page.slot.touched for page in kept), slots.now)

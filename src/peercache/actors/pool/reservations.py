@@ -509,7 +509,7 @@ def held_pages(slots: SlotAllocator, pages: PageTable) -> PagesHeld:
     by_namespace: dict[int, list[Page]] = {}
     for held in slots.own_coldest_first():
         for page in reversed(pages.in_slots(held)):
-            if not page.disk_length:
+            if not page.slot.disk_length:
                 by_namespace.setdefault(page.namespace, []).append(page)
     groups = [PagesStored(pages.records(some), tag) for tag, some in by_namespace.items()]
     return PagesHeld(tuple(groups))
