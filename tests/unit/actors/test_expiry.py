@@ -236,6 +236,7 @@ def test_the_index_is_examined_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     """No turn of the actor looks at all pages, or deletes all."""
     monkeypatch.setattr(disk_expiry, "ROWS_A_LOOK", 5)
     monkeypatch.setattr(disk_expiry, "EXPIRES_MAX", 2)
+    monkeypatch.setattr(disk_expiry, "COMPARES_MAX", 3)
     world = filled(ttl_s=60.0)
     world.set(200)
     world.finish()

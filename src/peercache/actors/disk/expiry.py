@@ -28,8 +28,11 @@ ROWS_A_LOOK: Final = 2**17
 """Entries that are examined at once: half a millisecond. 10 million take four seconds."""
 
 EXPIRES_MAX: Final = 4096
-"""Pages that are examined closely, and expire, at once: one Forget, and some milliseconds of the
-pool. A million take 13 s."""
+"""Pages that expire at once: one Forget, and some milliseconds of the pool. A million take 13 s."""
+
+COMPARES_MAX: Final = 2**14
+"""Entries whose namespaces are looked up at once, where these have different times: a millisecond.
+The others are compared with the shortest time only."""
 
 
 @final
@@ -62,14 +65,19 @@ class DiskExpiry:
             return []
         moment = max(0, int(self.open_index.unix_s(now) - shortest_s))
         old = index.used_before(moment, first, ROWS_A_LOOK)
-        if len(old) > EXPIRES_MAX:
-            old = old[:EXPIRES_MAX]
-            self._next, self._due = int(old[-1]) + 1, now + PAUSE_S
-        old = old[self.open_index.have_expired(old, now)]
+        old = self._first(old, COMPARES_MAX, now)
+        old = self._first(old[self.open_index.have_expired(old, now)], EXPIRES_MAX, now)
         if not len(old):
             return []
         self._due = inf
         return [NotifyPool(RequestAges(index.keys(old)))]
+
+    def _first(self, entries: I64, most: int, now: float) -> I64:
+        """Return so many of these entries; the next look begins after them."""
+        if len(entries) > most:
+            entries = entries[:most]
+            self._next, self._due = int(entries[-1]) + 1, now + PAUSE_S
+        return entries
 
     def take(self, answer: PageAges, now: float) -> list[Effect]:
         """Delete those pages that were not used in memory either."""

@@ -447,6 +447,11 @@ class DiskIndex:
         """Return entries as stored (`entries.FIELDS`), in a fifth of the time of `entries`."""
         return self._entries.rows[entries]
 
+    def used(self, entries: I64) -> tuple[Tags, npt.NDArray[np.uint32]]:
+        """Return the namespaces of entries, and when each was last used, in Unix seconds."""
+        rows = self._entries.rows
+        return rows["namespace"][entries], rows["used"][entries]
+
     def lengths(self, entries: I64) -> I64:
         """Return the length of the page of each entry."""
         lengths: I64 = self._entries.rows["length"][entries].astype(np.int64)

@@ -113,10 +113,10 @@ class OpenIndex:
         assert index is not None, "no page on disk expires without a disk"
         if not index.tenants.may_expire:
             return np.zeros(len(entries), np.bool_)
-        rows, tenants = index.rows(entries), index.tenants
-        times = np.array([tenant.ttl_s for tenant in tenants.all()])
-        ttl_s = times[tenants.numbers(rows["namespace"])]
-        unused_s = self.unix_s(now) - rows["used"].astype(np.float64)
+        namespaces, used = index.used(entries)
+        times = np.array([tenant.ttl_s for tenant in index.tenants.all()])
+        ttl_s = times[index.tenants.numbers(namespaces)]
+        unused_s = self.unix_s(now) - used.astype(np.float64)
         expired: npt.NDArray[np.bool_] = (ttl_s > 0) & (unused_s > ttl_s)
         return expired
 
