@@ -19,13 +19,10 @@ simulation.
 from __future__ import annotations
 
 import itertools
-import os
 import resource
 import select
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from threading import Lock
 from typing import Generic, Protocol, TypeAlias, TypeVar, final
 
@@ -34,7 +31,7 @@ import attrs
 from peercache.errors import Rejected, RemoteProtocolError
 from peercache.net.breaker import HEDGE_MIN_S, Breakers
 from peercache.net.peers import ControlTls, Gate, Peer, Transport
-from peercache.net.sockets import Dialer, UnusableAddress, reached
+from peercache.net.sockets import Dialer, UnusableAddress, alarm_of_thread, reached
 from peercache.observability.log import request_of
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope
@@ -697,56 +694,13 @@ class Conversation(Generic[Kind]):
 
 
 @final
-class Alarm:
-    """Ends a poll of the thread that created it, from another thread."""
-
-    def __init__(self) -> None:
-        """Take a descriptor; without one the poll ends by its own timeout."""
-        self._has_rung = False
-        try:
-            self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError:
-            self.fd = -1
-
-    def ring(self) -> None:
-        """End the poll; may be called from any thread, also when the poll is over."""
-        self._has_rung = True
-        if self.fd >= 0:
-            with suppress(BlockingIOError):
-                os.eventfd_write(self.fd, 1)
-
-    def reset(self) -> None:
-        """Prepare the next poll."""
-        if self._has_rung:
-            self._has_rung = False
-            with suppress(BlockingIOError):
-                os.eventfd_read(self.fd)
-
-    def __del__(self) -> None:
-        """Release the descriptor, when its thread ends."""
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-_of_thread = threading.local()
-
-
-def _alarm() -> Alarm:
-    """Return the alarm of the calling thread."""
-    alarm: Alarm | None = getattr(_of_thread, "alarm", None)
-    if alarm is None or alarm.fd < 0:
-        alarm = _of_thread.alarm = Alarm()
-    return alarm
-
-
-@final
 class Talk:
     """A conversation of the calling thread, driven by a poll."""
 
     def __init__(self, connections: Connections[Dialled], breakers: Breakers | None = None) -> None:
         """Start without requests."""
         self._poll = select.poll()
-        self._alarm = _alarm()
+        self._alarm = alarm_of_thread()
         if self._alarm.fd >= 0:
             self._poll.register(self._alarm.fd, select.POLLIN)
         self._conversation = Conversation(

@@ -353,7 +353,7 @@ def test_a_peer_in_place_of_which_another_was_asked_has_been_silent(side: Side) 
 
 
 def test_usual_answer_times_are_those_of_kept_connections(side: Side) -> None:
-    """The first answer over a new connection includes the dial, and tells nothing."""
+    """The first answer over a new connection includes the dial."""
     for took_s in (3.0, 0.01):
         exchange = side.ask(7, hedge=(200.0, asks(8, seen=[])))
         side.now += took_s
