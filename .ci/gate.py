@@ -206,7 +206,7 @@ def parts(*, full: bool) -> list[Part]:
             Part("fuzz messages", make("fuzz", f"FUZZ={MESSAGES}", "MINUTES=10"), needs=(SET_UP,)),
             Part("fuzz files", make("fuzz", f"FUZZ={FILES}", "MINUTES=10"), needs=(SET_UP,)),
             Part("kill points", make("kill-points"), needs=(SET_UP,)),
-            Part("make soak", make("soak"), needs=(SET_UP,), again=PYTEST),
+            Part("make soak", make("soak", "MINUTES=25"), needs=(SET_UP,)),
             Part("make slow", make("slow"), needs=(SET_UP,), after=tuple(
                 part.name for part in chosen if part.fetches), alone=True, again=PYTEST),
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import itertools
 import json
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 from peercache.cli.bench.replay import EVEN, Plan, speed_for
 from peercache.cli.traces import requests_of
 from peercache.paths.mirror import ALL, HOT, OFF
-from sims import sweep
+from sims import sweep, swept
 from sims.canaries import CANARIES, hunt_all, planted_canary
+from sims.churn import Churn, churn_table
 from sims.crowd import Crowd, table
 from sims.determinism import stream
 from sims.placing import ALL as ALL_STORE
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     many.add_argument("--kept", action="store_true", help="the seeds that once failed, first")
     many.add_argument("--json", action="store_true", help="print one JSON object at the end")
     many.add_argument("--jobs", type=int, help="processes; all cores if not given")
+    many.add_argument("--sum", type=Path, metavar="FILE", help="add the counts to this file")
     canaries = commands.add_parser("canaries", help="plant each bug, and see that it is found")
     canaries.add_argument("--only", default="", choices=names, metavar="NAME", help="this one")
     canaries.add_argument("--jobs", type=int, help="processes; all cores if not given")
@@ -74,6 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spilling.add_argument("--first", type=int, default=0, help="the first seed")
     spilling.add_argument("--seeds", type=int, default=SEEDS_OF_ALL, help="how many")
     spilling.add_argument("--trace", action="store_true", help="show every line as it happens")
+    churning = commands.add_parser(
+        "churn", help="let nodes of a large cluster die, restart, leave and join"
+    )
+    churning.add_argument("--nodes", type=int, nargs="+", default=(100, 300, 1000))
+    churning.add_argument("--clients", type=int, default=20)
+    churning.add_argument("--seconds", type=float, default=3600.0, help="virtual ones")
+    churning.add_argument("--minutes", type=float, default=float("inf"),
+                          help="of real time, at most, for each size")  # fmt: skip
+    churning.add_argument("--seed", type=int, default=1)
     placing = commands.add_parser("placement", help="count what placement costs in large clusters")
     placing.add_argument("--nodes", type=int, nargs="+", default=(10, 100, 1000))
     placing.add_argument("--seed", type=int, default=1)
@@ -85,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "canaries": _canaries,
         "start": _start,
         "crowd": _crowd,
+        "churn": _churn,
         "spills": _spills,
         "placement": _placement,
         "replay": _replay,
@@ -107,6 +120,20 @@ def _start(args: argparse.Namespace) -> int:
         _print(f"seed {args.seed}: {error}")
         return 1
     for line in report.lines():
+        _print(line)
+    return 0
+
+
+def _churn(args: argparse.Namespace) -> int:
+    reports = []
+    for nodes in args.nodes:
+        churn = Churn(nodes=nodes, clients=args.clients, seed=args.seed)
+        try:
+            reports.append(churn.churn(args.seconds, minutes=args.minutes, report=_print))
+        except AssertionError as error:
+            _print(f"{nodes} nodes, seed {args.seed}: {error}")
+            return 1
+    for line in churn_table(reports):
         _print(line)
     return 0
 
@@ -208,6 +235,9 @@ def _sweep(args: argparse.Namespace) -> int:
             _show(outcome)
 
     tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, report=show_outcome)
+    if args.sum:
+        day = dt.datetime.now(dt.timezone.utc).date().isoformat()
+        swept.add(swept.row_of(tally, day), args.sum)
     _print(tally.as_json() if args.json else tally.summary())
     return 1 if tally.failures else 0
 

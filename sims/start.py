@@ -27,6 +27,7 @@ from peercache.actors.membership.gossip import bytes_of
 from peercache.actors.origin import Origin
 from peercache.actors.ring.actor import RingActor
 from peercache.config.settings import Config
+from peercache.model.hash_ring import HashRing
 from peercache.model.ids import incarnation_of, new_nonce
 from peercache.model.keys import KEY
 from peercache.model.member import ALIVE, Member
@@ -55,6 +56,9 @@ LOOK_S = 0.1
 HEADER_BYTES = 40
 WATCHED_S = 20.0
 """How long a started cluster is watched: its views must not change, and it must be quiet."""
+
+RINGS_KEPT = 8
+"""Computed rings that are kept: their time is modelled, and most nodes build the same one."""
 
 REDIAL_S = 0.1
 """How soon a client redials a home node that does not listen yet, like nng."""
@@ -137,9 +141,10 @@ links of a node: {self.links[1]} at most, {self.links_quiet} at the end""".split
 class _Node:
     """One node: its actors, its links, and how busy its loop and its host are."""
 
-    def __init__(self, start: Start, number: int) -> None:
+    def __init__(self, start: Start, number: int, life: int = 0) -> None:
         self.start = start
-        self.rng = random.Random(f"{start.seed}/node/{number}")
+        self.number, self.life = number, life
+        self.rng = random.Random(f"{start.seed}/node/{number}" + (f"/{life}" if life else ""))
         nonce = new_nonce(self.rng)
         self.incarnation = incarnation_of(CLUSTER, "", nonce)
         self.address = f"10.0.{number >> 8}.{number & 255}:31998"
@@ -245,10 +250,12 @@ class _Node:
                 to = effect.to.identity if isinstance(effect.to, Origin) else effect.to
                 member = self.membership.member(to)
                 if member is not None:
-                    self.send_to(member.control, effect.message)
+                    self.send_to(member.control, effect.message, to)
 
     def ring_built(self, build: BuildRing) -> None:
-        self.perform(self.ring.on_message(Origin(0), RingBuilt(build.build()), self.start.now))
+        if self.is_up:
+            built = RingBuilt(self.start.ring_of(build))
+            self.perform(self.ring.on_message(Origin(0), built, self.start.now))
 
     def count(self, message: Any) -> None:
         entries = 0
@@ -265,8 +272,8 @@ class _Node:
         self.start.kinds[type(message).__name__] += 1
         self.busy(self.start.costs.message / 4 + entries * self.start.costs.encoded)
 
-    def send_to(self, address: str, message: Any) -> None:
-        """Send over the link to an address; dial if there is no link."""
+    def send_to(self, address: str, message: Any, to: int = 0) -> None:
+        """Send over the link to an address; dial if there is no link. to: the incarnation meant."""
         self.count(message)
         self.links.used(address, self.start.now)
         self.links_most = max(self.links_most, len(self.links))
@@ -282,7 +289,12 @@ class _Node:
         sender = Origin(self.incarnation)
         if is_new or isinstance(message, Join) or self.start.is_dial(message):
             start.at(at, lambda: start.greet(self, address))
-        start.at(at, lambda: start.by_address[address].receive(sender, message))
+        start.at(at, lambda: start.deliver(address, to, sender, message))
+
+    def drop_link(self, address: str) -> None:
+        """Notice that the process at an address has ended."""
+        if self.ready.pop(address, None) is not None:
+            self.links.ended(address)
 
     def keep_house(self) -> None:
         if not self.is_up:
@@ -292,6 +304,24 @@ class _Node:
             self.links.ended(address)
             self.ready.pop(address, None)
         self.start.at(self.start.now + HOUSEKEEPING_S, self.keep_house)
+
+
+class _LaterRing(HashRing):
+    """A ring that is computed when a key is looked up: most rings of a start are replaced before.
+
+    The version is the simulation's own: a node compares it with those of its other rings.
+    """
+
+    def __init__(self, build: BuildRing, hosts: tuple[str, ...]) -> None:
+        self.members, self.hosts = build.members, hosts
+        self.version = hash((build.members, hosts)).to_bytes(8, "little", signed=True)
+        self._build = build.build
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__dict__ = {**vars(self._build()), **self.__dict__}
+        return self.__dict__[name]
 
 
 class _Client:
@@ -409,6 +439,7 @@ class Start:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._sizes: dict[int, int] = {}
+        self._rings: dict[tuple[int, ...], HashRing] = {}
         self.nodes = [_Node(self, number) for number in range(nodes)]
         self.by_address = {node.address: node for node in self.nodes}
         self.by_incarnation: dict[int, _Node] = {node.incarnation: node for node in self.nodes}
@@ -433,6 +464,23 @@ class Start:
             self.events += 1
             act()
         self.now = when
+
+    def ring_of(self, build: BuildRing) -> HashRing:
+        """Return a ring; nodes that have the same view build the same one."""
+        ring = self._rings.pop(build.members, None)
+        if ring is None:
+            hosts = tuple(self.by_incarnation[m].me.boot_id for m in build.members)
+            ring = _LaterRing(build, hosts)
+        self._rings[build.members] = ring
+        if len(self._rings) > RINGS_KEPT:
+            del self._rings[next(iter(self._rings))]
+        return ring
+
+    def deliver(self, address: str, to: int, sender: Origin, message: Any) -> None:
+        """Hand a message to the process at an address, unless it is for an earlier one there."""
+        node = self.by_address[address]
+        if not to or to == node.incarnation:
+            node.receive(sender, message)
 
     def size_of(self, member: Member) -> int:
         """Return how many bytes an entry takes."""

@@ -36,6 +36,8 @@ class Tally:
     wall_s: float = 0.0
     healed_s_max: float = 0.0
     hits: int = 0
+    misses: int = 0
+    seeds: list[int] = attrs.field(factory=list)
     failures: list[Outcome] = attrs.field(factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -44,7 +46,10 @@ class Tally:
         self.messages += outcome.messages
         self.virtual_s += outcome.virtual_s
         self.healed_s_max = max(self.healed_s_max, outcome.healed_s)
-        self.hits += outcome.counts.get("get:done", 0)
+        gets = {name: pages for name, pages in outcome.counts.items() if name.startswith("get:")}
+        self.hits += gets.pop("get:done", 0)
+        self.misses += sum(gets.values())
+        self.seeds.append(outcome.seed)
         if not outcome.ok:
             self.failures.append(outcome)
 
@@ -111,12 +116,17 @@ def derived_seeds(sources: Iterable[Path] = SOURCES) -> Iterator[int]:
     So a run of CI can be repeated, and a red one does not turn green by itself, while each change
     of the code is tested with seeds of its own.
     """
+    return itertools.count(int.from_bytes(digest_of_sources(sources)[: SEED_BITS // 8], "little"))
+
+
+def digest_of_sources(sources: Iterable[Path] = SOURCES) -> bytes:
+    """Return the digest of all that determines a run, but for its seed."""
     digest = hashlib.sha256()
     for folder in sources:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return itertools.count(int.from_bytes(digest.digest()[: SEED_BITS // 8], "little"))
+    return digest.digest()
 
 
 def sweep(

@@ -157,6 +157,7 @@ class ClientParts:
         if self._rdma is not None:
             self._rdma.close()
         self._tcp.close()
+        self.cache.close()
         if self._lock is not None and is_quiet:
             # While a copy is in progress the lock must stay: it reserves the slots for this client.
             self._lock.release()

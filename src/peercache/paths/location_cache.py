@@ -105,11 +105,9 @@ class LocationCache:
         self, packed: bytes, now: float, *, epoch: int | None = None, are_touched: bool = False
     ) -> None:
         """Store packed records, as in a message."""
-        if self._sets:
-            count = len(packed) // RECORD_BYTES
-            with self._lock:
-                if epoch is not None and epoch != self.epoch:
-                    return
+        count = len(packed) // RECORD_BYTES
+        with self._lock:
+            if self._sets and epoch in (None, self.epoch):
                 self._compiled.store(self._at, packed, count, now, are_touched)
 
     def drop(self, records: Records) -> None:
@@ -132,6 +130,16 @@ class LocationCache:
             self.clear()
         else:
             self.forget(keys)
+
+    def close(self) -> None:
+        """Release the memory and stay empty.
+
+        A closed client is part of reference cycles: until they are collected, which may take
+        minutes, it would keep these megabytes.
+        """
+        with self._lock:
+            self._sets = self._ways = 0
+        self.clear()
 
     def clear(self) -> None:
         """Remove all records."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +253,20 @@ def test_threads_do_not_write_into_the_reports_of_others() -> None:
         thread.join(60)
 
     assert seen == {"absent": Counter(absent=1000), "evicted": Counter(evicted=1000)}
+
+
+def test_a_closed_client_keeps_no_memory_for_locations() -> None:
+    """It waits for the collector of cycles, in a process that may open many clients."""
+    with tempfile.TemporaryDirectory(prefix="peercache-") as place:
+        wiring = ClientParts(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
+        tracemalloc.start()
+        try:
+            wiring.cache.clear()
+            held = tracemalloc.get_traced_memory()[0]
+            wiring.close(is_quiet=True)
+            kept = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert held > 2**24
+    assert kept < held / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -149,6 +150,24 @@ def test_a_cleared_cache_is_empty_and_as_large_as_before() -> None:
     assert packed_in(cache, "a") == {}
     cache.store(record("a"), 0.0)
     assert len(cache) == 1
+
+
+def test_a_closed_cache_has_no_memory_and_stays_empty() -> None:
+    """A call that is still in progress stores nothing into what is released."""
+    tracemalloc.start()
+    try:
+        cache = LocationCache(entries_max=2**18)
+        cache.store(record("a"), 0.0)
+        held = tracemalloc.get_traced_memory()[0]
+        cache.close()
+        released = held - tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+    assert released > 2**24
+    cache.store(record("b"), 0.0)
+    assert len(cache) == 0
+    assert packed_in(cache, "ab") == {}
 
 
 @given(
