@@ -105,9 +105,9 @@ properties: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
-# The model of the read protocol, and each bug planted into it.
+# The model of the read protocol, the litmus tests of its barriers, and each bug planted into them.
 spec: $(STAMP)
-	$(PYTEST) -q tests/contracts/test_spec.py $(PYTEST_FLAGS)
+	$(PYTEST) -q tests/contracts/test_spec.py tests/contracts/test_litmus.py $(PYTEST_FLAGS)
 
 # An hour in which nodes and engines are killed, paused and started again, and every byte is checked;
 # what each process takes is sampled, and must not grow.
