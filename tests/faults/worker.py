@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -68,6 +69,19 @@ def value_of(page: Page, key: str) -> str:
     parts = np.count_nonzero(counts > 1)
     kind = TORN if parts > 1 else OTHER if len(counts) == 1 else FOREIGN
     return f"{kind} {digest_of(page)}"
+
+
+STRIKER = """
+import os, sys, time
+after_s, pid, number = sys.argv[1:]
+print("ready", file=sys.stderr, flush=True)
+sys.stdin.read()
+time.sleep(float(after_s))
+at = time.monotonic()
+os.kill(int(pid), int(number))
+print(at, flush=True)
+"""
+"""A process of its own: a thread would wait for the lock of the interpreter that makes the call."""
 
 
 class Store(Protocol):
@@ -159,6 +173,8 @@ class Worker:
         self._now = now
         self._pauses = Pauses()
         self._seen_at = 0.0
+        self._get_s = 0.0
+        self._on_begin: Callable[[], object] = lambda: None
         self._sources, self._targets = store.buffers(plan.page_bytes)
 
     def step(self) -> None:
@@ -190,11 +206,14 @@ class Worker:
         number = self._recorder.invoked(kind, began, keys, values)
         error, answers = "", [False] * len(keys)
         self._store.misses = {}
+        self._on_begin()
         try:
             answers = self._made(kind, keys)
         except Exception as raised:
             error = repr(raised)
         ended = self._now()
+        if kind == GET:
+            self._get_s = ended - began
         excess_s = ended - began - self._plan.limits_s[kind] - LATE_S
         if excess_s > 0:
             # A pause that ends with the call is counted a moment later.
@@ -217,7 +236,11 @@ class Worker:
             self._recorder.saw(at=at, **seen)
 
     def serve(self, answers: TextIO) -> None:
-        """Work until standard input ends; a line, {"kind": …, "keys": …}, is a call to make."""
+        """Work until standard input ends.
+
+        A line, {"kind": …, "keys": …}, is a call to make. {"signal": …, "pid": …} is a signal that
+        is sent in the middle of a get; its answer is the moment.
+        """
         answers.write("{}\n")
         answers.flush()
         while True:
@@ -226,10 +249,25 @@ class Worker:
                 if not line:
                     return
                 asked = json.loads(line)
+                if "signal" in asked:
+                    self._strike(asked["pid"], asked["signal"], answers)
+                    continue
                 answers.write(json.dumps(self.call(asked["kind"], asked["keys"])) + "\n")
                 answers.flush()
             else:
                 self.step()
+
+    def _strike(self, pid: int, number: int, answers: TextIO) -> None:
+        after_s = self._rng.random() * self._get_s  # As long as the last one took.
+        command = [sys.executable, "-c", STRIKER, str(after_s), str(pid), str(number)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answers,
+                              stderr=subprocess.PIPE, text=True) as striker:  # fmt: skip
+            assert striker.stdin is not None
+            assert striker.stderr is not None
+            striker.stderr.readline()
+            self._on_begin = striker.stdin.close
+            self.call(GET, [f"k{index}" for index in range(BATCH)])
+            self._on_begin = lambda: None
 
     def _made(self, kind: str, keys: Sequence[str]) -> list[bool]:
         store, count = self._store, len(keys)
