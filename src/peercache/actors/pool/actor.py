@@ -242,10 +242,8 @@ class Pool:
                 return self._commit(sender, message, now)
             case Abort(sequence):
                 return self._free([self._reservations.end(sender.identity, sequence)])
-            case LiveReservations(newest, sequences):
-                return self._free(
-                    self._reservations.end_unlisted(sender.identity, newest, sequences)
-                )
+            case LiveReservations(newest, live):
+                return self._free(self._reservations.end_unlisted(sender.identity, newest, live))
             case Touched(drops):
                 return self._touch(sender, drops, now)
             case Remove(_, namespace, keys):
