@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peercache.actors.disk import expiry as disk_expiry
-from peercache.actors.mailboxes import NamespaceNamed, SpilledPages, TakeOver
+from peercache.actors.mailboxes import NamespaceNamed, PageAges, SpilledPages, TakeOver
 from peercache.actors.pool import expiry
 from peercache.actors.pool.size_classes import HISTORY_S, Ages
 from peercache.actors.runtime import SELF
@@ -323,6 +323,33 @@ def test_a_namespace_has_its_own_time_on_disk() -> None:
     assert (world.tier.index.find(key(3)) < 0).all()
     shown = {"namespace": "chat", "tier": "disk"}
     assert world.count("namespace_pages_expired_total", **shown) == 2
+
+
+def test_a_pattern_applies_once_a_writer_has_its_name() -> None:
+    """Until then no page on disk expires; the look goes on."""
+    world = chatting("team-*=10%,ttl=60s")
+    tag = Namespace("team-1").tag()
+    world.set(1, namespace=tag)
+    world.finish()
+    world.wait(70.0)
+    before = (world.tier.index.find(key(1)) >= 0).all()
+
+    world.tell("pool", NamespaceNamed("team-1"))
+    world.wait(2.0)
+
+    assert before
+    assert (world.tier.index.find(key(1)) < 0).all()
+
+
+def test_a_disk_that_ends_while_pages_expire_is_asked_no_more() -> None:
+    """The answer of the pool comes too late."""
+    world = filled(ttl_s=60.0)
+    world.finish()
+    world.wait(59.0)
+    world.end()
+    world.tell("disk", PageAges(keys(1), np.array([np.inf])))
+
+    assert world.tier.index is None
 
 
 def test_nothing_is_due_without_a_time_to_live() -> None:

@@ -62,9 +62,11 @@ from peercache.actors.mailboxes import (
     DrainChanged,
     HoldersChanged,
     NamespaceNamed,
+    PageAges,
     PagesColdest,
     PagesForgotten,
     PagesGiven,
+    PagesHeld,
     PagesRemoved,
     PagesSought,
     PagesStored,
@@ -82,6 +84,7 @@ from peercache.actors.mailboxes import (
     RequestResident,
     RequestSpill,
     ReserveAhead,
+    Resident,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -270,15 +273,8 @@ class Pool:
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
                 return self._forgotten(keys)
-            case RequestResident():
-                return [NotifyDisk(unchanged(self._pages, message, self._slots, now))]
-            case RequestAges(keys):
-                return [NotifyDisk(ages_of(self._pages, self._slots, keys, now))]
-            case RequestColdest(full_part):
-                groups = coldest_pages(self._slots, self._pages, full_part)
-                return [NotifyDisk(PagesColdest(tuple(groups)))]
-            case RequestHeld():
-                return [NotifyDisk(held_pages(self._slots, self._pages))]
+            case RequestResident() | RequestAges() | RequestColdest() | RequestHeld():
+                return [NotifyDisk(self._reported(message, now))]
             case PagesSought(number, keys):
                 return [NotifyDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():
@@ -606,6 +602,21 @@ class Pool:
                 if page is not None and page.slot is slot:
                     self._slots.move_in(slot, max(self._slots.ages.clock_at(now - age), 0))
         return effects
+
+    def _reported(
+        self, message: RequestResident | RequestAges | RequestColdest | RequestHeld, now: float
+    ) -> Resident | PageAges | PagesColdest | PagesHeld:
+        """Return what the disk actor asks about the pages in memory."""
+        match message:
+            case RequestResident():
+                return unchanged(self._pages, message, self._slots, now)
+            case RequestAges(keys):
+                return ages_of(self._pages, self._slots, keys, now)
+            case RequestColdest(full_part):
+                return PagesColdest(tuple(coldest_pages(self._slots, self._pages, full_part)))
+            case RequestHeld():
+                return held_pages(self._slots, self._pages)
+        assert_never(message)
 
     def _place(
         self, message: TakeOver | TakenOver | RequestGive | RequestSpill | PagesGiven, now: float
