@@ -28,6 +28,7 @@ from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Receiver, Role
 from tests.house import alerts, board
+from tests.system.endurance import picture as soak_report
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -276,6 +277,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
     "../explanation/comparison.md": (compared_with_mooncake,),
+    "../explanation/testing.md": (lambda: soak_report.shown(soak_report.measured()),),
     "../explanation/performance.md": (
         compared_in_short,
         compared_with_others,
@@ -299,6 +301,7 @@ FILES: dict[str, Callable[[], str]] = {
     "../explanation/failures-compared.svg": lambda: peers_report.failures_picture(
         peers_report.measured()
     ),
+    "../explanation/soak.svg": lambda: soak_report.picture(soak_report.measured()),
     "../explanation/time-to-first-token.svg": lambda: ttft_report.picture(ttft_report.measured()),
 }
 """Whole files that are made: monitoring, and pictures."""
