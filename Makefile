@@ -12,6 +12,7 @@
 #   make soak      an hour of kills and pauses in which no process may grow (MINUTES=60)
 #   make fuzz      what reads bytes of others, guided by coverage (FUZZ="codec tcp" MINUTES=10 each)
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
+#   make aarch64   unit tests with the C parts for aarch64, in qemu's user mode
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
 #   make peers     compares PeerCache with other stores, and writes what docs/ shows of it
@@ -42,7 +43,7 @@ COVERAGE = $(if $(PYTEST_FLAGS),,--cov --cov-report=term --cov-fail-under=$(COVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
+.PHONY: help demo fast test gate full test-rdma aarch64 sanitize lint format types types-oldest unit properties slow \
 	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
@@ -183,6 +184,11 @@ peers: $(STAMP)
 # is made of is kept in the user's cache folder; the first time takes some minutes.
 test-rdma: $(STAMP)
 	@$(BIN)/python -m tests.rdma.rig test $(PYTEST_FLAGS)
+
+# A Debian for arm64 is made in the user's cache folder the first time (tests/aarch64/__main__.py).
+# PYTEST_FLAGS are arguments in place of the usual ones: PYTEST_FLAGS=tests/unit/memory
+aarch64: $(STAMP)
+	@$(BIN)/python -m tests.aarch64 $(PYTEST_FLAGS)
 
 sanitize: $(STAMP)
 	@bash tests/sanitize.sh $(PYTEST_FLAGS)
