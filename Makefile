@@ -16,6 +16,7 @@
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
 #   make peers     compares PeerCache with other stores, and writes what docs/ shows of it
+#   make peers-faults kills and pauses owners of these stores, fills them, and judges what they answer
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly, and tries it in a browser
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
@@ -44,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test gate full test-rdma aarch64 sanitize lint format types types-oldest unit properties slow \
-	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
+	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers peers-faults docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -178,6 +179,15 @@ peers: $(STAMP)
 	@$(BIN)/python -m benchmarks.peers --json $(PEERS).new $(PEERS_FLAGS) \
 		|| { rm -f $(PEERS).new; exit 1; }
 	@mv $(PEERS).new $(PEERS)
+	@$(MAKE) --no-print-directory docs
+
+# What the same stores answer while owners of pages are killed or paused, and while pages are evicted:
+# a quarter of an hour. Only a violation of ours fails, and then the old figures stay.
+PEERS_FAULTS := benchmarks/peers_faults.json
+peers-faults: $(STAMP)
+	@$(BIN)/python -m tests.faults.peers --json $(PEERS_FAULTS).new $(if $(SEED),--seed $(SEED)) $(FAULTS_FLAGS) \
+		|| { rm -f $(PEERS_FAULTS).new; exit 1; }
+	@mv $(PEERS_FAULTS).new $(PEERS_FAULTS)
 	@$(MAKE) --no-print-directory docs
 
 # Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it
