@@ -104,7 +104,7 @@ properties: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
-# The model of the read protocol, and each bug planted into it.
+# The models of the protocols, and each bug planted into them.
 spec: $(STAMP)
 	$(PYTEST) -q tests/contracts/test_spec.py $(PYTEST_FLAGS)
 
