@@ -107,7 +107,7 @@ properties: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
-# The model of the read protocol, the litmus tests of its barriers, and each bug planted into them.
+# The models of the protocols, the litmus tests of the barriers, and each bug planted into them.
 spec: $(STAMP)
 	$(PYTEST) -q tests/contracts/test_spec.py tests/contracts/test_litmus.py $(PYTEST_FLAGS)
 
