@@ -117,7 +117,7 @@ class Mooncake(_Theirs):
     def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
         """Join, and register the memory."""
         super().__init__(memory)
-        self._store = peers_engine.Mooncake(settings, memory.parts)._store
+        self._store = peers_engine.Mooncake(settings, memory.parts).store
         self._is_upsert = settings.get("upsert", False)
 
     def set(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -169,7 +169,7 @@ class PublicPeerCache(_Theirs):
         super().__init__(memory)
         node = peers_engine.PublicPeerCache(settings, memory.parts)
         node.await_nodes(settings.get("members", 1))
-        self._store = node._store
+        self._store = node.store
 
     def set(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """Store pages; return which are stored."""
