@@ -48,8 +48,7 @@ from peercache.model.reads import Looked
 from peercache.model.records import RECORD, RESIDENT
 from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.lookup import Locator
+from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.steps import Ask, ReadTable
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope

@@ -34,7 +34,7 @@ from peercache.net.link import Outbox
 from peercache.net.requests import Conversation
 from peercache.node import switchboard
 from peercache.observability import reasons
-from peercache.paths import home_tie, lookup, mirror, read, write
+from peercache.paths import home_tie, lookup, mirror, read, search, write
 from peercache.paths.steps import Post
 from peercache.wire.messages.directory import HandedOver, StreamSummary
 from peercache.wire.messages.pool import COMMITTED, Commit, Committed
@@ -447,7 +447,7 @@ def _whatever_is_answered(right: Any) -> Any:
 MISSING_PAGE_KEPT: Patches = ((read.Reader, "leading", _whatever_is_answered),)
 
 
-SET_ORDER: Patches = ((lookup.Search, "next_owners", _in_order_of_a_set),)
+SET_ORDER: Patches = ((search.Search, "next_owners", _in_order_of_a_set),)
 
 
 def _any_member_believed(right: Any) -> Any:
@@ -512,7 +512,7 @@ def _last_word(right: Any) -> Any:
     return note_answer
 
 
-BEHIND_IGNORED: Patches = ((lookup.Search, "note_answer", _last_word),)
+BEHIND_IGNORED: Patches = ((search.Search, "note_answer", _last_word),)
 
 
 def _silence_is_no_record(right: Any) -> Any:

@@ -29,8 +29,7 @@ from peercache.net.breaker import Breakers
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.lookup import Locator
+from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import OFF, Mirrorer, MirrorHome
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.steps import (

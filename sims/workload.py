@@ -18,7 +18,7 @@ from peercache.model.prefix import ALL_PAGES, SidePages, prefix_of
 from peercache.model.runs import PageRuns
 from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERIFY_FAILED
 from peercache.paths.cluster import Cluster
-from peercache.paths.lookup import ANSWERS_MAX
+from peercache.paths.search import ANSWERS_MAX
 from peercache.wire.messages.pool import Clear, Remove, Retain
 from sims.client import Answers, SimClient
 from sims.content import POISON, content_of

@@ -42,8 +42,8 @@ from peercache.observability.latency import ALL, HOME, NONE, PAGE_OF, PLACES, SO
 from peercache.observability.log import current
 from peercache.observability.slow import CallNote
 from peercache.paths.cluster import Cluster
-from peercache.paths.lookup import Mask, Whereabouts
 from peercache.paths.mirror import FAR, PAGES_MAX, MirrorHome
+from peercache.paths.search import Mask, Whereabouts
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import OVERLAP_KEYS_MAX, RequestOverlap, overlap_of
 from peercache.wire.messages.pool import (

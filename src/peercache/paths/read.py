@@ -26,15 +26,9 @@ from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths.cluster import Cluster, Strangers
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.lookup import (
-    EXISTS_TRUSTS_S,
-    Locator,
-    Mask,
-    Whereabouts,
-    names_of_records,
-)
+from peercache.paths.lookup import EXISTS_TRUSTS_S, LocationCache, Locator
 from peercache.paths.mirror import MirroredBatch, Mirrorer, MirrorHome
+from peercache.paths.search import Mask, Whereabouts, names_of_records
 from peercache.paths.steps import Ask, Checksum, Fetch, Post, Renew, Step
 from peercache.paths.verify import (
     checksum_portions,

@@ -26,8 +26,7 @@ from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.paths.location_cache import LocationCache
-from peercache.paths.lookup import Locator
+from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
 from peercache.paths.read import HolderLoad, Leading, Reader
 from peercache.paths.steps import (
