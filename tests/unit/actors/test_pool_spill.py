@@ -123,20 +123,20 @@ class Spiller(Taker):
 
 
 def test_pages_are_named_for_spilling_when_little_room_is_left() -> None:
-    """Those nearly as old as the coldest, until what clients store within a second has room.
+    """All that are nearly as old as the coldest, though what lacks room is less.
 
-    That is at most a sixteenth of the pool. What was touched within one second goes together.
+    What clients store within a second shall have room, at most an eighth of the pool.
     """
     rig = Spiller(pages=16)
     rig.store_pairs(7)
-    assert rig.cold() == {}, "one page has room"
+    assert rig.cold() == {}, "two pages have room"
 
     rig.store_pairs(8, begin=7)
 
-    assert rig.cold() == {5: 60.0, 4: 60.0}
+    assert rig.cold() == {1: 80.0, 0: 80.0, 3: 70.0, 2: 70.0, 5: 60.0, 4: 60.0}
     rig.store(16, 17, 18, 19)
     rig.now += 10.0
-    assert list(rig.cold()) == [7, 6], "four were evicted"
+    assert list(rig.cold()) == [5, 4, 7, 6], "four were evicted"
 
 
 def test_what_no_page_can_use_is_no_room() -> None:
@@ -153,25 +153,21 @@ def test_what_no_page_can_use_is_no_room() -> None:
     assert rig.cold(), "the next page evicts one"
 
 
-def test_a_prompt_is_named_to_its_last_page_once_it_is_begun() -> None:
-    """Its begin first, as a prompt is lost with its first page; the rest only if that was taken."""
-    for is_taken in (True, False):
-        rig = Spiller(pages=320)
-        for prompt in range(4):
-            rig.store(*range(80 * prompt, 80 * prompt + 80))
-            rig.now += 10.0
-        begin = list(rig.cold())
-        assert begin == list(range(80 + SPILL_PAGES - 1, 79, -1))
-        if is_taken:
-            rig.say(PagesGiven(rig.drops(*begin)), INSIDE)
-        else:
-            rig.say(Remove(9, 1, b"".join(map(key, begin))), NODE)
+def test_no_more_pages_are_named_at_once_than_an_offer_has() -> None:
+    """The begin of a prompt first: it is lost with its first page. The rest if room is lacking."""
+    rig = Spiller(pages=320)
+    for prompt in range(4):
+        rig.store(*range(80 * prompt, 80 * prompt + 80))
+        rig.now += 10.0
+    begin = list(rig.cold())
+    assert begin == list(range(80 + SPILL_PAGES - 1, 79, -1))
 
-        then = list(rig.cold())
+    rig.say(PagesGiven(rig.drops(*begin)), INSIDE)
+    assert rig.cold() == {}, "room for forty is enough"
 
-        assert then == (list(range(159, 79 + SPILL_PAGES, -1)) if is_taken else [])
-        rig.say(PagesGiven(rig.drops(*then)), INSIDE)
-        assert rig.cold() == {}
+    rig.store(*range(320, 360))
+    rig.now += 10.0
+    assert list(rig.cold())[-16:] == list(range(159, 79 + SPILL_PAGES, -1))
 
 
 def test_a_page_is_kept_that_was_touched_after_it_was_named() -> None:
@@ -191,7 +187,7 @@ def test_where_clients_store_room_is_offered_while_there_is_much_of_it() -> None
     """And the age is that of a page that they will not evict with what they store at once."""
     rig = Spiller(pages=16)
     rig.store_pairs(6)
-    assert rig.room()[0] == 3 * GRANULE, "one is for clients"
+    assert rig.room()[0] == 2 * GRANULE, "two are for clients"
     rig.store_pairs(7, begin=6)
     assert rig.room() == (0, 70.0)
 
@@ -205,13 +201,14 @@ def test_a_page_that_no_node_took_is_named_again_after_a_while() -> None:
     """Until then it counts as one that may go, and the next ones are not named for it."""
     rig = Spiller(pages=16)
     rig.store_pairs(8)
-    assert list(rig.cold()) == [5, 4]
+    named = list(rig.cold())
+    assert named == [1, 0, 3, 2, 5, 4]
     rig.now += SPILL_AGAIN_S - 0.1
     assert rig.cold() == {}
 
     rig.now += 0.2
 
-    assert list(rig.cold()) == [5, 4]
+    assert list(rig.cold()) == named
 
 
 def test_demand_of_long_ago_is_forgotten() -> None:
@@ -224,7 +221,8 @@ def test_demand_of_long_ago_is_forgotten() -> None:
     other.touch(*range(16))
     other.now += 10.0
 
-    assert len(rig.cold()) == 2, "one prompt"
+    rig.say(Remove(9, 1, key(15)), NODE)
+    assert rig.cold() == {}, "one page has room"
     assert other.cold() == {}
 
 
@@ -233,20 +231,23 @@ def test_a_page_that_another_node_holds_now_is_evicted() -> None:
     rig = Spiller(pages=16)
     rig.store_pairs(8)
     old = rig.drops(*rig.cold())
-    rig.say(Remove(9, 1, key(4)), NODE)
-    rig.touch(5)
+    rig.say(Remove(9, 1, key(0)), NODE)
+    rig.touch(1)
     rig.now += 10.0
-    rig.store_over_time(4)
+    rig.store_over_time(0)
 
-    assert rig.say(PagesGiven(old), INSIDE) == []
+    assert rig.say(PagesGiven(old[:2]), INSIDE) == []
     rig.store(16)
-    words, directory, publisher = rig.say(PagesGiven(rig.drops(*rig.cold())), INSIDE)
+    rig.now += 10.0
+    named = [number for number in rig.cold() if number < 6]
+    words, directory, publisher = rig.say(PagesGiven(rig.drops(*named)), INSIDE)
 
     assert isinstance(words, StoreWords)
     assert isinstance(directory, NotifyDirectory)
     assert isinstance(publisher, NotifyPublisher)
-    assert len(directory.fact.drops) == 2
-    assert [n for n in range(17) if rig.holds(n) == [False]] == [1, 2, 3]
+    assert named == [2, 5, 4], "the deeper page of the coldest prompt was evicted"
+    assert len(directory.fact.drops) == 3
+    assert [n for n in range(17) if rig.holds(n) == [False]] == [2, 3, 4, 5]
 
 
 def test_a_page_stays_that_was_read_since_it_was_offered_or_that_another_node_relies_on() -> None:
@@ -306,7 +307,7 @@ def test_a_page_that_came_from_another_node_and_is_read_is_as_any_other() -> Non
     rig = Spiller(pages=8)
     rig.store_over_time(*range(6))
     rig.take({90: 35.0, 91: 34.0})
-    assert rig.cold() == {1: 50.0}
+    assert rig.cold() == {0: 60.0, 1: 50.0}
 
     rig.touch(90)
     rig.now += 10.0
@@ -372,7 +373,7 @@ def test_pages_that_may_have_been_removed_elsewhere_are_never_named_again() -> N
     assert rig.cold(only_new=True) == {}
 
     rig.store_over_time(*range(8, 16))
-    assert rig.cold() == {10: 60.0}
+    assert rig.cold() == {8: 80.0, 9: 70.0, 10: 60.0}
 
 
 def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
@@ -380,12 +381,12 @@ def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
     rig = Spiller(pages=8, has_disk=True)
     rig.store_over_time(*range(8))
     rig.say(PagesWritten(key(2), np.array([GRANULE])), INSIDE)
-    assert rig.cold() == {2: -60.0}
+    assert rig.cold() == {0: 80.0, 1: 70.0, 2: -60.0}
 
     rig.say(PagesForgotten(key(2)), INSIDE)
     rig.now += 10.0
 
-    assert rig.cold() == {2: 70.0}
+    assert rig.cold() == {0: 90.0, 1: 80.0, 2: 70.0}
 
 
 def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:

@@ -41,7 +41,7 @@ from peercache.wire.messages.pool import (
     REFUSED_FULL,
 )
 
-COLDER_FACTOR: Final = 4.0
+COLDER_FACTOR: Final = 2.0
 """How many times as old as the coldest page here another node's coldest one must be: where all
 nodes evict at about the same age, to move pages helps none of them."""
 

@@ -2,9 +2,9 @@
 
 A node that lacks room for what its clients store next offers pages that are nearly as old as its
 coldest one, not the coldest. So it keeps pages of all ages, as the others do, and what clients
-store beyond the free room costs pages that are about as cold as those that the others evict. Pages
-that were touched within the same second are a prompt as a rule: once begun they are offered to the
-last one, because a prompt on several nodes is lost with the first of its parts.
+store beyond the free room costs pages that are about as cold as those that the others evict. It
+offers as many as an offer may have, though less is lacking: a prompt on several nodes is lost with
+the first of its parts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from peercache.actors.pool.size_classes import touch_of
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.model.records import Records
 
-SPILL_AHEAD_DIVISOR: Final = 16
-"""At most 1/16 of a pool is kept free for what clients will store."""
+SPILL_AHEAD_DIVISOR: Final = 8
+"""At most 1/8 of a pool is kept free for what clients will store: prompts are stored at once, and
+what they need beyond the free room evicts pages that no node was offered."""
 
 DEMAND_DECAY: Final = 0.97
 """What is left of a second's demand in the next one: half of it after 23 s."""
@@ -84,10 +85,6 @@ class SpillOrder:
     demand: Demand = attrs.field(factory=Demand)
     after: int = 0
     """Pages with no greater generation are not named."""
-    _begun: int | None = None
-    """What the clock of touches showed before the second whose pages are being named."""
-    _is_taken: bool = False
-    """Whether any of the pages that were named last have another home now."""
 
     def spare(self, now: float) -> int:
         """Return the granules that are free beyond what clients may store; negative: lacking."""
@@ -123,13 +120,11 @@ class SpillOrder:
         """
         if only_new:
             self.withhold()
-        begun, self._begun = self._begun if self._is_taken else None, None
-        self._is_taken = False
         lacking, coldest = -self.spare(now), self.slots.coldest_touched()
-        if coldest is None or (lacking <= 0 and begun is None):
+        if coldest is None or lacking <= 0:
             return ColdPages((), 0.0)
         coldest_age_s = self.slots.ages.age(coldest, now)
-        named = self._named(lacking, begun, coldest_age_s, now)
+        named = self._named(lacking, coldest_age_s, now)
         groups: dict[int, list[Page]] = {}
         for page in reversed(named):
             groups.setdefault(page.namespace, []).append(page)
@@ -146,7 +141,7 @@ class SpillOrder:
     def given(self, drops: Records) -> list[Page]:
         """Return those of these pages that another node has now and nothing touched since."""
         keys, generations = drops["key"].tolist(), drops["generation"].tolist()
-        found = [
+        return [
             page
             for page, generation in zip(map(self.pages.find, keys), generations, strict=True)
             if page is not None
@@ -154,25 +149,16 @@ class SpillOrder:
             and page.slot.touched == page.named_touched
             and self.slots.is_cold(page.slot)
         ]
-        self._is_taken |= bool(found)
-        return found
 
-    def _named(
-        self, lacking: int, begun: int | None, coldest_age_s: float, now: float
-    ) -> list[Page]:
-        """Name pages, the youngest first: the rest of a second that was begun, then the next."""
-        ages, named = self.slots.ages, list[Page]()
+    def _named(self, lacking: int, coldest_age_s: float, now: float) -> list[Page]:
+        """Name pages that are nearly as old as the coldest one, the youngest first."""
         looked = list(islice(self.slots.coldest_held(), SPILL_LOOK))
-        newest = ages.clock_at(now - coldest_age_s * SPILL_AGE)
-        if begun is not None:
-            newest = ages.ended(begun + 1)
-        room = max(SPILL_BYTES // self.granule, 1)
-        for slot in reversed(looked[: bisect_right(looked, newest, key=touch_of)]):
-            if begun is None or slot.touched <= begun:
-                begun = ages.began(slot.touched) if lacking > 0 else None
-            if begun is None:
-                break
-            if room <= 0 or len(named) >= SPILL_PAGES:
+        newest = self.slots.ages.clock_at(now - coldest_age_s * SPILL_AGE)
+        old = looked[: bisect_right(looked, newest, key=touch_of)]
+        room, named = max(SPILL_BYTES // self.granule, 1), list[Page]()
+        for slot in reversed(old):
+            is_enough = lacking <= 0 and not named
+            if is_enough or room <= 0 or len(named) >= SPILL_PAGES:
                 break
             granules = slot.extent.size_class.granules
             lacking -= granules
@@ -183,9 +169,6 @@ class SpillOrder:
                 page.named_at, page.named_touched = now, slot.touched
                 named.append(page)
                 room -= granules
-        else:
-            begun = None
-        self._begun = begun
         return named
 
     def _ages(self, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
