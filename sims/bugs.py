@@ -332,8 +332,8 @@ WAITS_BY_ANOTHER_CLOCK: Patches = ((Conversation, "wait_s", _by_another_clock),)
 
 
 def _in_order_of_a_set(right: Any) -> Any:
-    def next_owners(self: Any, is_available: Any, *, in_handover: bool) -> Any:
-        found = right(self, is_available, in_handover=in_handover)
+    def next_owners(self: Any, is_available: Any, **facts: Any) -> Any:
+        found = right(self, is_available, **facts)
         names = {f"{peer:016x}" for peer in found}
         # Only the first peer is asked.
         first = int(next(iter(names)), 16) if names else 0
