@@ -12,9 +12,11 @@
 #   make soak      an hour of kills and pauses in which no process may grow (MINUTES=60)
 #   make fuzz      what reads bytes of others, guided by coverage (FUZZ="codec tcp" MINUTES=10 each)
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
+#   make aarch64   unit tests with the C parts for aarch64, in qemu's user mode
 #   make sanitize  the tests of the C sources, with sanitizers; wants gcc's libasan and libubsan
 #   make ttft      measures SGLang's time to first token, and writes what docs/ shows of it
 #   make peers     compares PeerCache with other stores, and writes what docs/ shows of it
+#   make peers-faults kills and pauses owners of these stores, fills them, and judges what they answer
 #   make docs      writes the pages of docs/ that are made from the code
 #   make docs-site builds the documentation site in site/, strictly, and tries it in a browser
 #   make release-check  builds sdist and wheel, and uses the wheel in a fresh environment
@@ -42,8 +44,8 @@ COVERAGE = $(if $(PYTEST_FLAGS),,--cov --cov-report=term --cov-fail-under=$(COVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fast test gate full test-rdma sanitize lint format types types-oldest unit properties slow \
-	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers docs docs-site release-check wheels clean
+.PHONY: help demo fast test gate full test-rdma aarch64 sanitize lint format types types-oldest unit properties slow \
+	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers peers-faults docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -105,9 +107,9 @@ properties: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m "slow and not sglang and not rdma" $(PYTEST_FLAGS)
 
-# The model of the read protocol, and each bug planted into it.
+# The models of the protocols, the litmus tests of the barriers, and each bug planted into them.
 spec: $(STAMP)
-	$(PYTEST) -q tests/contracts/test_spec.py $(PYTEST_FLAGS)
+	$(PYTEST) -q tests/contracts/test_spec.py tests/contracts/test_litmus.py $(PYTEST_FLAGS)
 
 # An hour in which nodes and engines are killed, paused and started again, and every byte is checked;
 # what each process takes is sampled, and must not grow.
@@ -179,10 +181,24 @@ peers: $(STAMP)
 	@mv $(PEERS).new $(PEERS)
 	@$(MAKE) --no-print-directory docs
 
+# What the same stores answer while owners of pages are killed or paused, and while pages are evicted:
+# a quarter of an hour. Only a violation of ours fails, and then the old figures stay.
+PEERS_FAULTS := benchmarks/peers_faults.json
+peers-faults: $(STAMP)
+	@$(BIN)/python -m tests.faults.peers --json $(PEERS_FAULTS).new $(if $(SEED),--seed $(SEED)) $(FAULTS_FLAGS) \
+		|| { rm -f $(PEERS_FAULTS).new; exit 1; }
+	@mv $(PEERS_FAULTS).new $(PEERS_FAULTS)
+	@$(MAKE) --no-print-directory docs
+
 # Real verbs in a guest kernel with Soft-RoCE (tests/rdma/README.md): no adapter is needed. What it
 # is made of is kept in the user's cache folder; the first time takes some minutes.
 test-rdma: $(STAMP)
 	@$(BIN)/python -m tests.rdma.rig test $(PYTEST_FLAGS)
+
+# A Debian for arm64 is made in the user's cache folder the first time (tests/aarch64/__main__.py).
+# PYTEST_FLAGS are arguments in place of the usual ones: PYTEST_FLAGS=tests/unit/memory
+aarch64: $(STAMP)
+	@$(BIN)/python -m tests.aarch64 $(PYTEST_FLAGS)
 
 sanitize: $(STAMP)
 	@bash tests/sanitize.sh $(PYTEST_FLAGS)

@@ -23,7 +23,8 @@ from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import SEAL, Seals
 from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.lookup import Locator
 from peercache.paths.read import Reader, ReadOutcome
 from peercache.paths.steps import Fetch
 from peercache.rdma.fabric import RdmaFabric

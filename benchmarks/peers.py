@@ -61,6 +61,13 @@ BUSY_ROUNDS = 3
 FAULT_S = 15.0
 """How long the turns with a dead or paused node may take, without the last call."""
 
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+
+FAULTS = ("stopped", "killed")
+
+NO_FAULT = "running"
+"""The same calls with three nodes that run: what the times with a failed node are compared with."""
+
 POOL_MIN_BYTES = 64 * MIB
 """Mooncake refuses segments that are much smaller."""
 
@@ -76,6 +83,7 @@ class Plan:
     fault_rounds: int
     fault_turns: int
     busy_s: float
+    faults: tuple[str, ...] = FAULTS
 
     @property
     def known_calls(self) -> int:
@@ -182,7 +190,7 @@ class Measuring:
         self._in_rounds(self._first_size(), rounds, self._busy, ("prepare", "busy"))
 
     def _faults_part(self) -> None:
-        for fault in FAULTS:
+        for fault in self.plan.faults:
             for number in range(self.plan.fault_rounds):
                 show_progress(f"with a {fault} node, round {number + 1}")
                 for store in self._turns(number):
@@ -332,7 +340,8 @@ class Measuring:
             for fabric in cluster.fabrics:  # A slow first call is not caused by the fault.
                 cluster.reader.do("get", generation=kept, fabric=fabric)
             cluster.reader.do("exists_unknown", calls=10)
-            cluster.third_node(FAULTS[fault])
+            if fault in SIGNALS:
+                cluster.third_node(SIGNALS[fault])
             self._calls_with_fault(fault, cluster, size, kept)
         except StoreFailed as error:
             cluster.is_hung = True
@@ -391,9 +400,6 @@ class Measuring:
 
 ASKING = ("prepare", "exists known", "exists hot", "exists unknown", "contains unknown")
 
-FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
-
-
 PARTS = ("pages", "exists", "busy", "faults")
 
 
@@ -450,15 +456,30 @@ def _processor() -> str:
     help="Measure these parts only; default: all of them.",
 )  # fmt: skip
 @click.option(
+    "--fault", "faults", type=click.Choice([*FAULTS, NO_FAULT]), multiple=True,
+    help="What the third node does in the part `faults`; default: it is stopped, and killed.",
+)  # fmt: skip
+@click.option("--fault-rounds", type=click.IntRange(1), help="Rounds of the part `faults`.")
+@click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
     help="Write the figures into this file too.",
 )  # fmt: skip
 def peers(
-    *, quick: bool, compare: tuple[str, ...], parts: tuple[str, ...], json_file: Path | None
+    *,
+    quick: bool,
+    compare: tuple[str, ...],
+    parts: tuple[str, ...],
+    faults: tuple[str, ...],
+    fault_rounds: int | None,
+    json_file: Path | None,
 ) -> None:
     """Compare PeerCache with the other stores that install here."""
     stores = [store for store in compare or RECIPES if store != "none"]
-    figures = measure(quick_plan() if quick else full_plan(), stores, parts or PARTS)
+    plan = quick_plan() if quick else full_plan()
+    plan = attrs.evolve(
+        plan, faults=faults or plan.faults, fault_rounds=fault_rounds or plan.fault_rounds
+    )
+    figures = measure(plan, stores, parts or PARTS)
     print(peers_report.text(figures))
     if any(count for name, count in figures["wrong_pages"].items() if name.startswith(OURS)):
         raise PeerCacheError("a page of PeerCache had other bytes than were set")

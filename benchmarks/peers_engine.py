@@ -86,15 +86,15 @@ class Mooncake:
     def __init__(self, settings: dict[str, Any], memory: list[Bytes]) -> None:
         """Join, and register the engine's memory."""
         store = importlib.import_module("mooncake.store")
-        self._store = store.MooncakeDistributedStore()
-        status = self._store.setup(
+        self.store = store.MooncakeDistributedStore()
+        status = self.store.setup(
             settings["address"], "P2PHANDSHAKE", settings["pool_bytes"], 64 * 2**20, "tcp", "",
             settings["master"],
         )  # fmt: skip
         if status:
             raise OSError(f"setup answered {status}")
         for part in memory:
-            status = self._store.register_buffer(int(part.ctypes.data), part.nbytes)
+            status = self.store.register_buffer(int(part.ctypes.data), part.nbytes)
             if status:
                 raise OSError(f"register_buffer answered {status}")
 
@@ -104,7 +104,7 @@ class Mooncake:
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
         """Store pages; return which are stored."""
-        return [status == 0 for status in self._store.batch_put_from(keys, *places)]
+        return [status == 0 for status in self.store.batch_put_from(keys, *places)]
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
         """Fetch pages into their places; return which arrived."""
@@ -112,23 +112,23 @@ class Mooncake:
         sizes = places[1]
         return [
             count == size
-            for count, size in zip(self._store.batch_get_into(keys, *places), sizes, strict=True)
+            for count, size in zip(self.store.batch_get_into(keys, *places), sizes, strict=True)
         ]
 
     def exists(self, keys: list[str], fabric: str = "") -> int:
         """Return how many keys are known."""
         del fabric
-        return int(self._store.batch_is_exist(keys).count(1))
+        return int(self.store.batch_is_exist(keys).count(1))
 
     contains = exists
 
     def clear(self) -> None:
         """Forget all pages."""
-        self._store.remove_all(force=True)
+        self.store.remove_all(force=True)
 
     def close(self) -> None:
         """End."""
-        self._store.close()
+        self.store.close()
 
 
 class _HostPool:
@@ -166,42 +166,42 @@ class PublicPeerCache:
             "global_segment_size": settings["pool_bytes"], "disk_enabled": False,
             "metrics_enabled": False,
         }  # fmt: skip
-        self._store = kind(shape)
-        self._store.register_mem_pool_host(_HostPool(memory[-1]))
+        self.store = kind(shape)
+        self.store.register_mem_pool_host(_HostPool(memory[-1]))
 
     def await_nodes(self, count: int) -> None:
         """Wait until the ring has all nodes."""
         until = time.monotonic() + START_S
-        while len(self._store.runtime.ring) < count:
+        while len(self.store.runtime.ring) < count:
             if time.monotonic() > until:
-                raise OSError(f"the ring has {len(self._store.runtime.ring)} of {count} nodes")
+                raise OSError(f"the ring has {len(self.store.runtime.ring)} of {count} nodes")
             time.sleep(0.05)
 
     places = Mooncake.places
 
     def set(self, keys: list[str], places: Any) -> list[bool]:
         """Store pages; return which are stored."""
-        stored: list[bool] = self._store.batch_set_v1(keys, places)
+        stored: list[bool] = self.store.batch_set_v1(keys, places)
         return stored
 
     def get(self, keys: list[str], places: Any, fabric: str) -> list[bool]:
         """Fetch pages into their places; return which arrived."""
         del fabric
-        hits: list[bool] = self._store.batch_get_v1(keys, places)
+        hits: list[bool] = self.store.batch_get_v1(keys, places)
         return hits
 
     def exists(self, keys: list[str], fabric: str = "") -> int:
         """Return how many leading keys are known."""
         del fabric
-        return int(self._store.batch_exists(keys))
+        return int(self.store.batch_exists(keys))
 
     def clear(self) -> None:
         """Forget this node's pages."""
-        self._store.clear()
+        self.store.clear()
 
     def close(self) -> None:
         """End."""
-        self._store.close()
+        self.store.close()
 
 
 class Redis:

@@ -74,6 +74,11 @@ FAULT_TIMES = [
     for call in ("set", "get", "exists")
 ]
 
+RUNNING_TIMES = [
+    Row(f"longest {call}, all nodes running", f"running {call} longest", less=True)
+    for call in ("set", "get", "exists")
+]
+
 
 def measured() -> Figures:
     """Return the figures that the documentation shows."""
@@ -174,7 +179,7 @@ def tables(figures: Figures) -> list[tuple[str, list[list[str]]]]:
         ),
         (
             "The longest call of the seconds after that; less is better.",
-            table(figures, FAULT_TIMES, "ms"),
+            table(figures, FAULT_TIMES + RUNNING_TIMES, "ms"),
         ),
     ]
 

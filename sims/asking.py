@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from peercache.net.breaker import Breakers
-from peercache.net.requests import Connections, Conversation, Enough
+from peercache.net.requests import Connections, Conversation, Enough, Hedge
 from peercache.net.sockets import RECONNECT_MAX_MS, RECONNECT_MIN_MS, SEND_BUFFER_MESSAGES
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import Hello, Refused
@@ -34,7 +34,7 @@ class Connection:
         self.fd = fd
         self.is_broken = False
         self.is_fresh = True
-        self.is_probed = False
+        self.is_redial = self.is_probed = False
         self.inbox: deque[bytes] = deque()
         self.wake: Callable[[], None] = _no_waiter
         self._url = url
@@ -95,8 +95,8 @@ class Connection:
         self.wake()
 
     def _broke(self) -> None:
-        # As in production this wakes no waiting task.
         self.is_broken = True
+        self.wake()
 
 
 class SimAsker:
@@ -141,11 +141,12 @@ class SimAsker:
         questions: Sequence[tuple[int, Message]],
         until: float,
         enough: Enough | None = None,
+        hedge: tuple[float, Hedge] | None = None,
     ) -> list[Message | None]:
         """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
         talk = self.talk()
         try:
-            return await talk.ask(questions, until, enough)
+            return await talk.ask(questions, until, enough, hedge)
         finally:
             talk.end()
 
@@ -196,9 +197,10 @@ class Talk:
         questions: Sequence[tuple[int, Message]],
         until: float,
         enough: Enough | None,
+        hedge: tuple[float, Hedge] | None = None,
     ) -> list[Message | None]:
         """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
-        numbers = self._conversation.ask(questions, until, enough)
+        numbers = self._conversation.ask(questions, until, enough, hedge)
         await self._wait()
         return [self._conversation.answer(number) for number in numbers]
 

@@ -381,14 +381,14 @@ EVICTION_NOT_PUBLISHED: Patches = ((pool.Pool, "_end", _stays_known),)
 
 
 def _is_not_notified(_: Any) -> Any:
-    def forgotten(self: Any, keys: bytes) -> Any:
-        del self, keys
+    def forgotten(pages: PageTable, keys: bytes) -> Any:
+        del pages, keys
         return []
 
     return forgotten
 
 
-DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_notified),)
+DISK_DELETION_NOT_PUBLISHED: Patches = ((pool, "forgotten", _is_not_notified),)
 
 
 def _unverified_too(right: Any) -> Any:
@@ -513,6 +513,19 @@ def _last_word(right: Any) -> Any:
 
 
 BEHIND_IGNORED: Patches = ((lookup.Search, "note_answer", _last_word),)
+
+
+def _silence_is_no_record(right: Any) -> Any:
+    def hedge(self: Any, answers: Any) -> Any:
+        for asked, answer in zip(self._asked, answers, strict=True):
+            if answer is None:
+                self._search.note_answer(asked.peer, asked.positions, is_behind=False)
+        return right(self, answers)
+
+    return hedge
+
+
+SILENCE_IS_NO_RECORD: Patches = ((lookup.Round, "hedge", _silence_is_no_record),)
 
 
 def _all_allowed(_: Any) -> Any:

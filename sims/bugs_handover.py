@@ -17,9 +17,9 @@ Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
 
 def _as_a_client_stores(_: Any) -> Any:
-    def take_over(self: Any, reserve: Any, spilled: Any, now: float) -> Any:
-        del spilled, now
-        return self._reserve(TAKER, reserve)
+    def take_over(self: Any, message: Any, now: float) -> Any:
+        del now
+        return self._reserve(TAKER, message.reserve)
 
     return take_over
 

@@ -20,6 +20,7 @@ import attrs
 from sims import (
     bugs,
     bugs_copies,
+    bugs_expiring,
     bugs_following,
     bugs_handover,
     bugs_owners,
@@ -302,6 +303,12 @@ CANARIES: tuple[Canary, ...] = (
         patches=bugs.BEHIND_IGNORED,
     ),
     Canary(
+        "silence-is-no-record",
+        "an owner that has not answered when another one is asked counts as one without the record",
+        20,
+        patches=bugs.SILENCE_IS_NO_RECORD,
+    ),
+    Canary(
         "own-shard-counts",
         "a commit is answered as known to its owners when the own shard knows it",
         50,
@@ -488,6 +495,7 @@ CANARIES: tuple[Canary, ...] = (
     ),
     *bugs_placement.CANARIES,
     *bugs_copies.CANARIES,
+    *bugs_expiring.CANARIES,
     *bugs_following.CANARIES,
     Canary(
         "missing-page-remembered",

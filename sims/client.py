@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -29,7 +29,8 @@ from peercache.net.breaker import Breakers
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.cluster import Cluster
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
-from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.lookup import Locator
 from peercache.paths.mirror import OFF, Mirrorer, MirrorHome
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.steps import (
@@ -40,6 +41,7 @@ from peercache.paths.steps import (
     Fetch,
     Greet,
     Post,
+    Questions,
     ReadTable,
     Renew,
     Step,
@@ -72,14 +74,12 @@ Result = TypeVar("Result")
 class Answers:
     """What one call learned from directory owners.
 
-    asked:  the peers that were asked for each key.
-    final:  those that have answered, and did not report that they are behind.
+    final:  the peers that have answered for each key, and did not report that they are behind.
     behind: those that have answered while they were behind.
     closed: members that the call may have skipped, because their breakers were open.
     """
 
     members: tuple[int, ...]
-    asked: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     final: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     behind: dict[bytes, set[int]] = attrs.field(factory=lambda: defaultdict(set))
     closed: set[int] = attrs.field(factory=set)
@@ -88,22 +88,35 @@ class Answers:
         """Record which breakers are open, just after the path has chosen the peers."""
         self.closed.update(member for member in self.members if breakers.is_open(member))
 
-    def take(self, step: Ask, answers: list[Message | None]) -> None:
+    def following(self, step: Ask) -> tuple[Ask, list[tuple[int, Message]]]:
+        """Return a step like this one, and its requests: a list that grows with further ones."""
+        asked = list(step.questions)
+        if step.hedge is None:
+            return step, asked
+        at, right = step.hedge
+
+        def hedge(answers: Sequence[Message | None]) -> tuple[Questions, float]:
+            more, again_at = right(answers)
+            asked.extend(more)
+            return more, again_at
+
+        return attrs.evolve(step, hedge=(at, hedge)), asked
+
+    def take(self, asked: list[tuple[int, Message]], answers: list[Message | None]) -> None:
         """Record the answers to the requests of one step."""
-        for (peer, message), answer in zip(step.questions, answers, strict=True):
+        for (peer, message), answer in zip(asked, answers, strict=True):
             if not isinstance(message, Lookup):
                 continue
+            if not isinstance(answer, Located):
+                continue
             for key in split_keys(message.keys):
-                self.asked[key].add(peer)
-                if isinstance(answer, Located):
-                    (self.behind if answer.behind else self.final)[key].add(peer)
+                (self.behind if answer.behind else self.final)[key].add(peer)
 
     def take_look(self, step: ReadTable, looked: Looked | None) -> None:
         """Record the result of a table: it is its node's answer."""
         if looked is None or not looked.is_final:
             return
         for key in split_keys(step.keys):
-            self.asked[key].add(step.peer)
             self.final[key].add(step.peer)
 
 
@@ -275,6 +288,9 @@ class SimClient:
                     return result
                 if record is not None:
                     record.look(self.breakers)
+                asked: list[tuple[int, Message]] = []
+                if record is not None and isinstance(step, Ask):
+                    step, asked = record.following(step)
                 if isinstance(step, Submit):
                     answer = talk.send(step.peer, step.message)
                 elif isinstance(step, Collect):
@@ -282,7 +298,7 @@ class SimClient:
                 else:
                     answer = await self._do(step, home)
                 if record is not None and isinstance(step, Ask):
-                    record.take(step, answer)
+                    record.take(asked, answer)
                 if record is not None and isinstance(step, ReadTable):
                     record.take_look(step, answer)
         finally:
@@ -291,7 +307,7 @@ class SimClient:
 
     async def _do(self, step: Step, home: NodeMemory | None) -> Any:
         if isinstance(step, Ask):
-            return await self.asker.ask(step.questions, step.until, step.enough)
+            return await self.asker.ask(step.questions, step.until, step.enough, step.hedge)
         if isinstance(step, ReadTable):
             return await self.tables.look(step)
         if isinstance(step, Post):

@@ -149,7 +149,7 @@ class Round:
 
     def _single(self, name: str, keys: list[bytes]) -> str:
         pages = [self.world.nodes[name].crew.pool.pages.find(key) for key in keys]
-        return "" if all(page is None or page.copy_at for page in pages) else "single: no copy"
+        return "" if all(page is None or page.slot.copy_at for page in pages) else "single: no copy"
 
     def _holders(self, key: bytes) -> list[SimNode]:
         nodes = self.world.nodes.values()
@@ -163,8 +163,10 @@ class Round:
             return "start: some process is not up again"
         for node in nodes.values():
             for page in node.crew.pool.pages.all():
-                other = nodes.get(page.copy_at)
-                if page.copy_at and (other is None or not other.crew.pool.pages.find(page.key)):
+                other = nodes.get(page.slot.copy_at)
+                if page.slot.copy_at and (
+                    other is None or not other.crew.pool.pages.find(page.key)
+                ):
                     return f"copies: {node.place.name} relies on a copy of {page.key.hex()}"
         return ""
 

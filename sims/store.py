@@ -63,10 +63,12 @@ class Image:
 
     slots: by place, what was last written there.
     rows:  by place, the key that the index file has there, if it is safe.
+    used:  by place, when the page there was used, if the node has noted that.
     """
 
     slots: dict[int, StoredPage] = attrs.field(factory=dict)
     rows: dict[int, bytes] = attrs.field(factory=dict)
+    used: dict[int, int] = attrs.field(factory=dict)
     _unsafe: list[tuple[int, bytes | None]] = attrs.field(factory=list)
     """Changes of rows that a crash may still undo, oldest first."""
 
@@ -104,7 +106,8 @@ class Image:
             row["key"] = np.void(key)
             row["namespace"], row["place"] = parts_of(stored.namespace), place
             row["sequence"], row["length"] = stored.sequence, stored.length
-            row["written"] = row["used"] = stored.written
+            row["written"] = stored.written
+            row["used"] = self.used.get(place, stored.written)
         found["slot"] = slot_blocks(found["length"].astype(np.uint64))
         return found
 
@@ -135,6 +138,7 @@ class Store:
             return outcome
         data = np.concatenate(parts)
         key = record["key"].tobytes()
+        self.image.used.pop(place, None)
         self.image.slots[place] = StoredPage(
             key, tag_of(*job.namespaces[at].item()), length, int(job.sequences[at]), self.unix_s,
             xxhash.xxh3_64_intdigest(data.tobytes()), data,
@@ -169,6 +173,10 @@ class Store:
         """Delete rows."""
         for place in places:
             self.image.note(place, None)
+
+    def note_use(self, places: list[int], unix_s: list[int]) -> None:
+        """Note when places were used."""
+        self.image.used.update(zip(places, unix_s, strict=True))
 
     def _steps(self, length: int) -> Iterator[tuple[int, int]]:
         steps = self.steps_a_page

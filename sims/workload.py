@@ -327,6 +327,8 @@ def check_absent(
 ) -> None:
     """A page is absent if a complete owner reports it, or several owners, or if no other is left.
 
+    An owner that was asked and has not answered is left: silence does not mean "absent".
+
     clusters: as the client knew it before the call and after it. A call that finds a record of an
               unknown holder requests the view, and then asks the owners of that view.
     """
@@ -335,17 +337,17 @@ def check_absent(
     for key, reason in zip(keys.tolist(), reasons, strict=True):
         if reason != ABSENT:
             continue
-        trusted = [_not_asked(cluster, key, answers) for cluster in clusters]
+        trusted = [_without_answer(cluster, key, answers) for cluster in clusters]
         if all(trusted):
-            detail = f"{key.hex()}: only owners that are behind said so, {trusted[0]} not asked"
+            detail = f"{key.hex()}: only owners that are behind said so, {trusted[0]} did not"
             raise Violation("absent-on-trust", detail)
 
 
-def _not_asked(cluster: Cluster, key: bytes, answers: Answers) -> int:
-    """Return how many owners were not asked, 0 if the answers of the others are enough."""
+def _without_answer(cluster: Cluster, key: bytes, answers: Answers) -> int:
+    """Return how many owners have not answered, 0 if the answers of the others are enough."""
     owners = set(cluster.ring.owners(from_bytes(key))[0].tolist())
     is_settled = len(owners & answers.behind[key]) >= ANSWERS_MAX or owners & answers.final[key]
-    return 0 if is_settled else len(owners - answers.asked[key] - answers.closed)
+    return 0 if is_settled else len(owners - answers.behind[key] - answers.closed)
 
 
 def _until(client: SimClient, timeout_s: float) -> float:

@@ -17,7 +17,6 @@ CFLAGS="$flags -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" L
 
 [ $# -gt 0 ] || set -- tests/unit/fabric tests/unit/memory tests/contracts/test_fabrics.py \
     tests/unit/net/test_handshakes.py tests/unit/actors/test_directory_table.py \
-    tests/unit/actors/test_directory_table_growth.py \
     tests/unit/actors/test_directory_table_machine.py tests/unit/actors/test_pool.py \
     tests/unit/actors/test_pool_pages.py tests/unit/actors/test_publisher.py \
     tests/unit/actors/test_publisher_losses.py tests/unit/actors/test_publisher_ring.py \

@@ -1,4 +1,4 @@
-"""Check the model of the read protocol with spin: what is promised holds, and each bug is found.
+"""Check the models with spin: what is promised holds, and each planted bug is found.
 
     python docs/spec/check.py              everything
     python docs/spec/check.py --show NAME  the shortest counterexample of one planted bug
@@ -22,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL = Path(__file__).with_name("read_protocol.pml")
+SPEC = Path(__file__).parent
+READ, HANDOVER, PLACEMENT = "read_protocol", "handover", "placement"
+MODELS = (READ, HANDOVER, PLACEMENT)
 
 MEMORY_MIB_MAX = 1500
 """Of one run; the largest takes a fifth of it."""
@@ -32,15 +34,19 @@ RUN_S_MAX = 900
 
 HOLDS = "holds"
 NAMES = {
-    "1": "promise",
-    "2": "own slot",
-    "3": "odd word",
-    "4": "unreadable",
-    "5": "unique value",
-    "6": "witness",
-    "7": "sealed",
+    READ: {
+        "1": "promise",
+        "2": "own slot",
+        "3": "odd word",
+        "4": "unreadable",
+        "5": "unique value",
+        "6": "witness",
+        "7": "sealed",
+    },
+    HANDOVER: {"1": "authority", "2": "found", "3": "removed", "4": "prefix", "6": "witness"},
+    PLACEMENT: {"1": "removed", "2": "found", "3": "bytes", "6": "witness"},
 }
-"""What the model's CHECK numbers mean."""
+"""What the CHECK numbers of each model mean."""
 
 # Worlds: how much of everything there is.
 SMALLEST = ("PAGES=2", "GRANULES=1")
@@ -49,6 +55,22 @@ TWO_SIZES = ("PAGES=2", "GRANULES=2", "LARGE=1")
 TWO_LIVES = ("PAGES=2", "GRANULES=1", "INCARNATIONS=2")
 FORGED = ("FORGED", "KEYS=2")
 THREE_PAGES = ("PAGES=3", "GRANULES=1", "CELLS=1")
+BYZANTINE = (*TWO_LIVES, *FORGED, "BYZANTINE")
+
+# Of the hand-over: 3 numbers are enough for two messages of a stream.
+SWAP = ("STEPS=2", "NUMBERS=3")
+JOIN = ("STEPS=2", "NUMBERS=5", "MEMBERS0=1")
+TWO_CHANGES = ("STEPS=3", "NUMBERS=3")
+AND_BACK = (*TWO_CHANGES, "THIRD=0")
+HELD_DEAD = ("STEPS=3", "NUMBERS=5", "THIRD=0", "MEMBERS1=2")
+STORED_TWICE = ("STEPS=2", "NUMBERS=4", "PAGES=2", "MEMBERS0=1")
+
+# Of moving pages.
+ONE_OFFER = ("OFFERS=1",)
+BOTH_OFFER = ("OFFERS=2", "BOTH_HOLD=1")
+REMOVED = (*ONE_OFFER, "REMOVAL")
+PAUSED = ("OFFERS=2", "REMOVAL", "PAUSES=1")
+REVOKED = (*ONE_OFFER, "REVOCATION", "BYZANTINE_GIVER")
 
 
 @dataclass(frozen=True)
@@ -62,6 +84,7 @@ class Case:
     defines: tuple[str, ...]
     answer: str
     rule: str = ""
+    model: str = READ
 
 
 def truth(name: str, *defines: str) -> Case:
@@ -69,15 +92,25 @@ def truth(name: str, *defines: str) -> Case:
     return Case(name, (*defines, "ALL"), HOLDS)
 
 
-def witness(name: str, world: tuple[str, ...], never: str) -> Case:
+def witness(name: str, world: tuple[str, ...], never: str, model: str = READ) -> Case:
     """Make a case that shows that something happens: its denial is refuted."""
     # spin hands its defines to a shell.
-    return Case(name, (*world, f"WITNESS={shlex.quote(never)}"), "witness")
+    return Case(name, (*world, f"WITNESS={shlex.quote(never)}"), "witness", model=model)
 
 
 def bug(name: str, world: tuple[str, ...], rule: str, *more: str) -> Case:
     """Make a case in which a planted bug breaks the promise."""
     return Case(name, (*world, name.partition(" ")[0], *more), "promise", rule)
+
+
+def truth_of(model: str, name: str, *defines: str) -> Case:
+    """Make a case of another model in which all that is promised holds."""
+    return Case(name, defines, HOLDS, model=model)
+
+
+def bug_of(model: str, name: str, world: tuple[str, ...], promise: str) -> Case:
+    """Make a case of another model in which a planted bug breaks a promise."""
+    return Case(name, (*world, name), promise, model=model)
 
 
 TRUTHS = (
@@ -95,6 +128,28 @@ TRUTHS = (
     truth("forged records, pages of two sizes", *TWO_SIZES, "CELLS=1", *FORGED),
     truth("forged records, the node dies", *TWO_LIVES, *FORGED),
     truth("forged records, seals come word first", *THREE_PAGES, *FORGED, "LOOKS_WORD_FIRST"),
+    truth("forged records, a Byzantine holder", *BYZANTINE),
+    # The directory.
+    truth_of(HANDOVER, "another node owns the key", *SWAP, "REPAIRS"),
+    truth_of(HANDOVER, "answers of owners come late", *SWAP, "LATE_ANSWERS"),
+    truth_of(HANDOVER, "a node joins and owns the key", *JOIN),
+    truth_of(HANDOVER, "the same, with plain summaries", *JOIN, "SUMMARIES"),
+    truth_of(HANDOVER, "the ring changes twice", *TWO_CHANGES),
+    truth_of(HANDOVER, "the ring changes, and changes back", *AND_BACK),
+    truth_of(HANDOVER, "an owner is held dead, and refutes", *HELD_DEAD),
+    truth_of(HANDOVER, "an owner holds the holder dead", *SWAP, "LAPSES=1"),
+    truth_of(HANDOVER, "an owner's process stops", *SWAP, "STOPS=1"),
+    truth_of(HANDOVER, "pages come and go, messages are lost", *SWAP, "OTHERS"),
+    truth_of(HANDOVER, "a page is removed and stored again", *STORED_TWICE, "LAPSES=1"),
+    # Pages that move.
+    truth_of(PLACEMENT, "two holders offer each other the page", *BOTH_OFFER, "DEATHS=1"),
+    truth_of(PLACEMENT, "a removal, a node is paused", *PAUSED),
+    truth_of(PLACEMENT, "a removal, one dies and one is paused", *PAUSED, "DEATHS=1"),
+    truth_of(PLACEMENT, "a removal, and the page is set again", *REMOVED, "SETS=1", "PAUSES=1"),
+    truth_of(PLACEMENT, "a Byzantine taker", "OFFERS=2", "REMOVAL", "BYZANTINE_TAKER"),
+    truth_of(PLACEMENT, "a Byzantine giver is revoked", *REVOKED),
+    truth_of(PLACEMENT, "the same, its taker has the page", *REVOKED, "BOTH_HOLD=1"),
+    truth_of(PLACEMENT, "the other node has wrong bytes", *BOTH_OFFER, "WRONG_COPY"),
 )
 
 WITNESSES = (
@@ -105,6 +160,67 @@ WITNESSES = (
     witness("a page of the successor is hit", TWO_LIVES, "(holder[p]==0)"),
     witness("a page of the dead is hit, still mapped", TWO_LIVES, "(!crashed)"),
     witness("a forged record that is true is hit", (*SMALLEST, *FORGED), "false"),
+    witness("a Byzantine holder's bytes are a hit", BYZANTINE, "(from==1||is_right)"),
+    witness(
+        "a Commit comes again, its slot is another's",
+        (*SMALLEST, "REPEATED"),
+        "(slot[granted[p]-1]==FREE||who[granted[p]-1]==p)",
+    ),
+    witness(
+        "a newcomer knows that a page is absent",
+        JOIN,
+        "(!(has_authority(1)&&!page&&!record[1]))",
+        HANDOVER,
+    ),
+    witness(
+        "a newcomer has a stored page",
+        JOIN,
+        "(!(has_authority(1)&&known&&known==record[1]))",
+        HANDOVER,
+    ),
+    witness(
+        "an owner is two changes behind, with authority",
+        TWO_CHANGES,
+        "(!(has_authority(0)&&ring[0]==0&&step==2&&page&&known))",
+        HANDOVER,
+    ),
+    witness(
+        "authority comes back after a stop",
+        (*SWAP, "STOPS=1"),
+        "(!(has_authority(0)&&least[0]))",
+        HANDOVER,
+    ),
+    witness(
+        "authority comes back to an owner held dead",
+        HELD_DEAD,
+        "(!(has_authority(0)&&refuted&&step==2&&record[0]))",
+        HANDOVER,
+    ),
+    witness(
+        "a former owner has dropped the record",
+        SWAP,
+        "(!(page&&step==1&&record[1]&&!record[0]&&number[0]==2))",
+        HANDOVER,
+    ),
+    witness("a page moves", ONE_OFFER, "(!(holds(1)&&!holds(0)&&!excused))", PLACEMENT),
+    witness(
+        "a page is removed while it is read",
+        REMOVED,
+        "(!(offer[0]==READ&&is_void[0]&&has_arrived[0]))",
+        PLACEMENT,
+    ),
+    witness(
+        "a Byzantine taker loses a page",
+        (*ONE_OFFER, "BYZANTINE_TAKER"),
+        "(removal!=NO_REMOVAL||excused||is_found(0)||is_found(1))",
+        PLACEMENT,
+    ),
+    witness(
+        "a node that was unreachable brings a page back",
+        (*REMOVED, "UNREACHABLE"),
+        "(!(has_removed[0]&&holds(0)||has_removed[1]&&holds(1)))",
+        PLACEMENT,
+    ),
 )
 
 BUGS = (
@@ -145,6 +261,38 @@ BUGS = (
     bug("INCARNATION_UNCHECKED + COUNTER_RESTARTS", TWO_LIVES, "unique value", "COUNTER_RESTARTS"),
     bug("SEGMENT_REOPENED", TWO_LIVES, "odd word"),
     bug("COMMIT_OF_DEAD_ACCEPTED", TWO_LIVES, "own slot"),
+    # A Byzantine holder.
+    bug("RESUMED", BYZANTINE, HOLDS),
+    # The holder of a page, as a publisher.
+    bug_of(HANDOVER, "HANDED_OVER_EARLY", JOIN, "authority"),
+    bug_of(HANDOVER, "FORMER_UNSENT", SWAP, "authority"),
+    bug_of(HANDOVER, "ONE_FORMER_RING", TWO_CHANGES, "authority"),
+    bug_of(HANDOVER, "WITHDRAWN_AT_ONCE", SWAP, "authority"),
+    bug_of(HANDOVER, "WITHDRAWN_UNACKNOWLEDGED", SWAP, "found"),
+    # The owners of its record.
+    bug_of(HANDOVER, "NEWCOMER_AT_ONCE", JOIN, "authority"),
+    bug_of(HANDOVER, "GAP_UNNOTICED", (*SWAP, "OTHERS"), "prefix"),
+    bug_of(HANDOVER, "SUMMARY_COUNTS_AS_HAND_OVER", (*JOIN, "SUMMARIES"), "authority"),
+    bug_of(HANDOVER, "SUMMARY_OF_BEFORE_COUNTS", (*SWAP, "STOPS=1"), "authority"),
+    bug_of(HANDOVER, "STALL_UNNOTICED", (*SWAP, "STOPS=1"), "authority"),
+    bug_of(HANDOVER, "HOLDER_INHERITS", (*SWAP, "LAPSES=1"), "authority"),
+    bug_of(HANDOVER, "DEATH_UNNOTICED", HELD_DEAD, "authority"),
+    bug_of(HANDOVER, "LATE_APPLIED", STORED_TWICE, "removed"),
+    bug_of(HANDOVER, "NUMBER_FORGOTTEN", (*STORED_TWICE, "LAPSES=1"), "removed"),
+    # Who gives a page away.
+    bug_of(PLACEMENT, "OFFERED_THOUGH_PAUSED", PAUSED, "removed"),
+    bug_of(PLACEMENT, "WITHHELD_AT_ONCE", PAUSED, "removed"),
+    bug_of(PLACEMENT, "GIVEN_BY_BOTH", BOTH_OFFER, "found"),
+    bug_of(PLACEMENT, "GENERATION_IGNORED", (*REMOVED, "SETS=1"), "found"),
+    # Who takes it.
+    bug_of(PLACEMENT, "REMOVED_BUT_COMMITTED", REMOVED, "removed"),
+    bug_of(PLACEMENT, "WAITING_OFFER_TAKEN", (*REMOVED, "PAUSES=1"), "removed"),
+    bug_of(PLACEMENT, "VOID_IN_FLIGHT_ONLY", (*REMOVED, "PAUSES=1"), "removed"),
+    bug_of(PLACEMENT, "UNVERIFIED", (*REMOVED, "SETS=1"), "bytes"),
+    bug_of(PLACEMENT, "ANSWERED_UNKNOWN", ONE_OFFER, "found"),
+    bug_of(PLACEMENT, "OTHER_BYTES_COUNT", (*BOTH_OFFER, "WRONG_COPY"), "found"),
+    bug_of(PLACEMENT, "ORIGIN_FORGOTTEN", REVOKED, "bytes"),
+    bug_of(PLACEMENT, "REVOKED_IN_FLIGHT", REVOKED, "bytes"),
 )
 
 
@@ -163,16 +311,21 @@ class Answer:
 
 
 def ask(
-    folder: Path, defines: Sequence[str], *, thorough: bool = False, shortest: bool = False
+    folder: Path,
+    defines: Sequence[str],
+    model: str = READ,
+    *,
+    thorough: bool = False,
+    shortest: bool = False,
 ) -> Answer:
-    """Make a checker for the model with these defines, and run it to its end.
+    """Make a checker for a model with these defines, and run it to its end.
 
     thorough: there is much to search; shortest: find the shortest way to what breaks.
     """
     began = time.monotonic()
     folder.mkdir()
-    shutil.copy(MODEL, folder)
-    run(folder, "spin", "-a", *(f"-D{define}" for define in defines), MODEL.name)
+    shutil.copy(SPEC / f"{model}.pml", folder)
+    run(folder, "spin", "-a", *(f"-D{define}" for define in defines), f"{model}.pml")
     # Millions of states pay for a compiler that takes its time, thousands do not.
     flags = ["-O2" if thorough else "-O0", "-w", "-DSAFETY", "-DCOLLAPSE"]
     flags += [f"-DMEMLIM={MEMORY_MIB_MAX}", *(["-DBFS"] if shortest else [])]
@@ -188,7 +341,7 @@ def ask(
     if not (states and depth and errors) or incomplete or bool(int(errors[1])) != bool(broken):
         raise Unanswered(f"{' '.join(defines)}:\n{said}")
     return Answer(
-        NAMES[broken[1]] if broken else HOLDS,
+        NAMES[model][broken[1]] if broken else HOLDS,
         int(states[1]),
         int(depth[1]),
         time.monotonic() - began,
@@ -215,9 +368,9 @@ def run(folder: Path, program: str, *arguments: str) -> str:
 
 def verdict(folder: Path, case: Case) -> tuple[bool, str]:
     """Ask one case; return whether the answer is right, and a line about it."""
-    answer = ask(folder / "promise", case.defines, thorough=case.answer == HOLDS)
+    answer = ask(folder / "promise", case.defines, case.model, thorough=case.answer == HOLDS)
     right = answer.broken == case.answer
-    line = f"{case.name:<46} {answer.broken:<8} {answer.states:>9,} {answer.seconds:>6.1f} s"
+    line = f"{case.name:<46} {answer.broken:<9} {answer.states:>9,} {answer.seconds:>6.1f} s"
     if case.rule:
         rules = ask(folder / "rules", (*case.defines, "RULES"))
         right = right and rules.broken == case.rule
@@ -231,9 +384,9 @@ def check(folder: Path) -> bool:
     """Ask everything; return whether all answers are right."""
     cases = [*TRUTHS, *WITNESSES, *BUGS]
     heads = {
-        TRUTHS[0].name: f"{'What must hold':<46} {'answer':<8} {'states':>9}",
+        TRUTHS[0].name: f"{'What must hold':<46} {'answer':<9} {'states':>9}",
         WITNESSES[0].name: "\nWhat must be able to happen: its denial is refuted",
-        BUGS[0].name: f"\n{'Planted bugs: the promise is refuted':<84} and of the rules",
+        BUGS[0].name: f"\n{'Planted bugs: a promise is refuted':<85} and of the rules",
     }
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         verdicts = threads.map(
@@ -255,13 +408,13 @@ def made(folder: Path) -> Path:
 
 
 def show(folder: Path, name: str) -> bool:
-    """Print the shortest way to one bug's wrong hit."""
+    """Print the shortest way to what one bug breaks."""
     case = next(case for case in BUGS if case.name.startswith(name))
     asked = made(folder / "shown") / "promise"
-    answer = ask(asked, case.defines, shortest=True)
+    answer = ask(asked, case.defines, case.model, shortest=True)
     flags = [f"-D{define}" for define in case.defines]
-    say(run(asked, "spin", "-t", "-p", "-g", *flags, MODEL.name))
-    return answer.broken == "promise"
+    say(run(asked, "spin", "-t", "-p", "-g", *flags, f"{case.model}.pml"))
+    return answer.broken == case.answer
 
 
 def say(line: str) -> None:
@@ -272,7 +425,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     """Check what the command line asks for."""
-    parser = argparse.ArgumentParser(description="Check the model of the read protocol.")
+    parser = argparse.ArgumentParser(description="Check the models.")
     parser.add_argument("--show", metavar="NAME", help="print a planted bug's counterexample")
     wanted = parser.parse_args().show
     missing = [program for program in ("spin", "gcc") if shutil.which(program) is None]

@@ -9,6 +9,9 @@
  *
  * FORGED: the reader asks for any key with a record that an attacker made up. Without it, the records are
  * those of commits, and all pages have one key: the key in the seal then tells them not apart.
+ *
+ * BYZANTINE, with FORGED: incarnation 0 is a member that shows any reader any word, seal and bytes.
+ * Incarnation 1 is honest, and runs from the begin. What is read from the first one is not promised.
  */
 
 #ifndef PAGES
@@ -118,6 +121,8 @@ bit  crashed;
 #else
 #define may_commit(p)        (committing[p] && home[p] == me && reservation[p] == OPEN)
 #endif
+
+#define is_repeated(p)       (committing[p] && home[p] == me && reservation[p] == ENDED)
 
 #ifdef COMMIT_OF_DEAD_ACCEPTED
 #define is_taken_for(p)      (me == 1 && home[p] == 1 && reservation[p] == OPEN && granted[p] && \
@@ -321,6 +326,14 @@ end_serving:
                g = 0
            }
 
+#ifdef REPEATED
+        :: atomic {          /* a Commit arrives again: its reservation has ended */
+               PICK_PAGE(p, is_repeated);
+               CHECK(WITNESSED, WITNESS);
+               p = NO_PAGE
+           }
+#endif
+
         :: atomic {          /* Abort, LiveReservations, ClientGone: the words are odd and stay so */
                PICK_PAGE(p, may_end);
                d_step {
@@ -480,8 +493,20 @@ inline pick_cell(i, left) {
     fi
 }
 
+#ifdef BYZANTINE
+#define is_byzantine(from)   ((from) == 0)
+#else
+#define is_byzantine(from)   false
+#endif
+
 inline receive(i, from, at) {
-    destination[i] = byte_at(from, at + i / CELLS, i % CELLS)
+    if
+    :: !is_byzantine(from) -> destination[i] = byte_at(from, at + i / CELLS, i % CELLS)
+#ifdef BYZANTINE
+    :: is_byzantine(from) -> destination[i] = BYTE(0, i)
+    :: is_byzantine(from) -> destination[i] = BYTE(1, i)
+#endif
+    fi
 }
 
 #ifdef LATE_TRANSFER
@@ -589,8 +614,9 @@ inline take_record() {
 #ifdef WORD_UNCHECKED
 #define is_hit               (left == 0)
 #else
-#define is_hit               (left == 0 && is_first(first) && word == wanted && is_even(wanted) && \
+#define is_matching          (is_first(first) && word == wanted && is_even(wanted) && \
                               is_sealed(early) && is_sealed(late))
+#define is_hit               (left == 0 && (is_byzantine(from) || is_matching))
 #endif
 
 inline forget() {
@@ -633,7 +659,7 @@ end_resolving:
 #ifdef FIRST_LOOK_UNFENCED
            :: first == NOT_LOOKED
 #endif
-           :: is_first(first)
+           :: is_first(first) || is_byzantine(from)
            :: else -> forget(); goto end_resolving     /* a miss, whatever else the fabric reads */
            fi
        };
@@ -646,6 +672,11 @@ end_resolving:
        do
        :: atomic { left -> pick_cell(i, left); receive(i, from, at); left = left & ~(1 << i); i = 0 }
        :: left -> break      /* the deadline, or a peer that died: what is not there is ODD */
+#ifdef RESUMED
+       :: d_step {           /* another holder is asked for the bytes that are missing */
+              left && is_byzantine(from) -> from = 1; wanted = word_at(from, at); first = wanted
+          }
+#endif
 #ifdef FIRST_LOOK_UNFENCED
        :: first == NOT_LOOKED -> first = word_at(from, at)
 #endif
@@ -690,7 +721,7 @@ end_resolving:
        if
        :: is_hit ->
           CHECK(WITNESSED, WITNESS);
-          PROMISE(is_right);
+          PROMISE(is_byzantine(from) || is_right);
 #ifdef LATE_TRANSFER
           PROMISE(is_right)      /* when the caller uses it */
 #endif
@@ -700,7 +731,7 @@ end_resolving:
     od
 }
 
-#if INCARNATIONS == 2
+#if INCARNATIONS == 2 && !defined(BYZANTINE)
 active proctype Fate() {
     crashed = 1
 }
@@ -714,7 +745,12 @@ active proctype Kill() {
 
 init {
     atomic {
+#ifdef BYZANTINE
+        live = 1;
+        run Owner(1);
+#else
         run Owner(0);
+#endif
         run Writer(0);
         run Writer(1);
 #if PAGES == 3

@@ -24,8 +24,9 @@ import attrs
 
 from tests.faults.checkers import check, sure_removals
 from tests.faults.cluster import Cluster, mounted, running
-from tests.faults.history import GET, SET, History, read_json, write_edn, write_json
+from tests.faults.history import History, read_json, write_edn, write_json
 from tests.faults.injection import Injection
+from tests.faults.recorder import GET, SET
 from tests.faults.schedule import KINDS, Plan, key_after, plan
 from tests.system.separate_hosts import skip_reason
 

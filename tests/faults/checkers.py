@@ -14,7 +14,8 @@ from math import inf
 
 import attrs
 
-from tests.faults.history import EXISTS, GET, REMOVE, SET, Call, History, Life, Sight, Span
+from tests.faults.history import Call, History, Life, Sight, Span
+from tests.faults.recorder import EXISTS, GET, REMOVE, SET
 from tests.faults.register import FOUND, REMOVED, STORED, Operation, is_linearizable
 from tests.faults.schedule import HOST_KINDS, PAIR_KINDS
 

@@ -3,61 +3,38 @@
     python -m tests.faults.client PROCESS HOST CLOCK_S SEED FILE SETTINGS
 
 CLOCK_S: by how much the monotonic clock of its host is ahead of the machine's. SETTINGS: of
-`Client.open`, as JSON. The bytes of a page follow from its key and a version; a reader makes the
-page of the version that it finds in the bytes again, so that it knows a torn one.
+`Client.open`, as JSON.
 
 `PEERCACHE_PLANTED` names a bug (planted.py) that its calls have, to see that a checker finds it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import random
-import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from peercache import Client
-from peercache.client.report import CallReport, reporting
+from peercache.client.report import reporting
 from peercache.errors import PeerCacheError
 from peercache.model.ids import name_of
 from tests.faults import planted
-from tests.faults.history import EXISTS, GET, REMOVE, SET, Recorder
+from tests.faults.recorder import EXISTS, GET, REMOVE, SET, Recorder
 from tests.faults.schedule import CLIENTS, key_after
-from tests.system.endurance.chaos_client import Pauses
-from tests.system.nodes import Page
+from tests.faults.worker import Page, Plan, Worker, arrays
 
-KEYS, HOT, PAGE_BYTES, BATCH = 96, 16, 32 * 1024, 8
-EVERY_KEY = [*(f"k{index}" for index in range(KEYS)), *map(key_after, range(CLIENTS))]
-CLEARED = 0.03
-"""The fraction of removals that clear the namespace."""
-VERSIONS = 64
+T = TypeVar("T")
+
 OP_TIMEOUT_S, EXISTS_TIMEOUT_S = 2.0, 0.5
-LATE_S = 1.0
-"""What a scheduler may add to a deadline where eleven processes share the processors."""
-SIGHT_S = 0.5
-REST_S = 0.02
-
-
-def page_of(key: str, version: int) -> Page:
-    """Return the bytes of a version of a key, which begin with the version."""
-    seed = int.from_bytes(hashlib.sha256(f"{key}/{version}".encode()).digest()[:8], "little")
-    words = np.arange(PAGE_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    words ^= np.uint64(seed)
-    words[0] = version
-    return words.view(np.uint8)
-
-
-def digest_of(page: Page) -> str:
-    """Return what stands for the bytes of a page in a history."""
-    return hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest()
+LIMITS_S = {GET: OP_TIMEOUT_S, SET: OP_TIMEOUT_S, REMOVE: OP_TIMEOUT_S, EXISTS: EXISTS_TIMEOUT_S}
+PLAN = Plan(
+    count=96, hot=16, page_bytes=32 * 1024, weights=(47, 27, 18, 8), limits_s=LIMITS_S,
+    more_keys=[key_after(number) for number in range(CLIENTS)],
+)  # fmt: skip
 
 
 class _Removals(logging.Handler):
@@ -71,100 +48,64 @@ class _Removals(logging.Handler):
             self.is_incomplete = True
 
 
-class Worker:
-    """Makes calls at random with one client, and records them."""
+class Ours:
+    """PeerCache as a worker calls it."""
 
-    def __init__(self, client: Client, recorder: Recorder, seed: int, clock_s: float) -> None:
-        """Record times of the machine's clock, from which the host's differs."""
+    can_remove = True
+
+    def __init__(self, client: Client) -> None:
+        """Call a client, which may have a planted bug."""
+        self.misses: Mapping[str, int] = {}
         self._client: Any = planted.wrapped(client)
-        self._recorder = recorder
-        self._rng = random.Random(seed)
-        self._clock_s = clock_s
-        self._pauses = Pauses()
-        self._seen_at = 0.0
-        self._buffers = [np.empty(PAGE_BYTES, np.uint8) for _ in range(BATCH)]
         self._removals = _Removals()
         logging.getLogger("peercache").addHandler(self._removals)
 
-    def step(self) -> None:
-        """Make one call; look at the cluster now and then."""
-        kind = self._rng.choices((GET, SET, EXISTS, REMOVE), (47, 27, 18, 8))[0]
-        count = self._rng.randint(1, 2 if kind == REMOVE else BATCH)
-        # Half of the calls meet at a few keys.
-        chosen = self._rng.sample(range(self._rng.choice((HOT, KEYS))), count)
-        is_clear = kind == REMOVE and self._rng.random() < CLEARED
-        self.call(kind, EVERY_KEY if is_clear else [f"k{index}" for index in chosen])
-        if self._now() - self._seen_at > SIGHT_S:
-            self.look()
+    def set(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        """Store pages; return which are stored."""
+        return self._reported(lambda: list(self._client.batch_set(keys, pages)))
 
-    def call(self, kind: str, keys: Sequence[str]) -> list[bool]:
-        """Make one call, and record it; return its answers."""
-        pages = [self._page(key) for key in keys] if kind == SET else []
-        values = [digest_of(page) for page in pages]
-        if kind == GET:
-            for buffer in self._buffers:
-                buffer[:8] = buffer[-8:] = 0xA5  # A hit that wrote nothing is noticed.
+    def get(self, keys: Sequence[str], buffers: Sequence[Page]) -> list[bool]:
+        """Read pages into buffers; return which are hits."""
+        return self._reported(lambda: list(self._client.batch_get(keys, buffers)))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return which keys are found."""
+        return self._reported(lambda: list(self._client.contains(keys)))
+
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        """Remove keys; return whether every member has answered."""
+        return [self._has_removed(lambda: self._client.remove(keys))] * len(keys)
+
+    def clear(self) -> bool:
+        """Remove everything; return whether every member has answered."""
+        return self._has_removed(self._client.clear)
+
+    def buffers(self, size: int) -> tuple[list[Page], list[Page]]:
+        """Return memory of a batch to set from, and of one to read into."""
+        return arrays(size), arrays(size)
+
+    def look(self) -> dict[str, Any]:
+        """Return what the client sees of the cluster."""
+        stats = self._client.stats()
+        return {
+            "home": str(stats.get("home_node", "")),
+            "members": sorted(map(name_of, self._client.member_addresses())),
+            "alive": int(stats.get("home_members_alive", -1)),
+            "evicted": int(stats.get("home_pool_pages_evicted", -1)),
+            "unpublished": int(stats.get("pages_unpublished", 0)),
+        }
+
+    def _has_removed(self, call: Callable[[], object]) -> bool:
         self._removals.is_incomplete = False
-        began, paused_s = self._now(), self._pauses.total_s
-        number = self._recorder.invoked(kind, began, keys, values)
-        error, answers = "", [False] * len(keys)
+        self._reported(call)
+        return not (self._client.home_state.is_lost or self._removals.is_incomplete)
+
+    def _reported(self, call: Callable[[], T]) -> T:
         with reporting(is_detailed=True) as report:
             try:
-                answers = self._made(kind, keys, pages)
-            except Exception as raised:
-                error = repr(raised)
-        ended = self._now()
-        limit_s = EXISTS_TIMEOUT_S if kind == EXISTS else OP_TIMEOUT_S
-        excess_s = ended - began - limit_s - LATE_S
-        if excess_s > 0:
-            # A pause that ends with the call is counted a moment later.
-            time.sleep(3 * Pauses.TICK_S)
-            excess_s -= self._pauses.total_s - paused_s
-        if kind == GET:
-            values = [
-                digest_of(buffer) if hit else ""
-                for buffer, hit in zip(self._buffers, answers, strict=False)
-            ]
-        self._recorder.answered(number, ended=ended, values=values, answers=answers, error=error,
-                                misses=_misses(report), excess_s=excess_s)  # fmt: skip
-        return answers
-
-    def look(self) -> None:
-        """Record what the client sees of the cluster."""
-        self._seen_at = at = self._now()
-        stats = self._client.stats()
-        self._recorder.saw(
-            at=at,
-            home=str(stats.get("home_node", "")),
-            members=sorted(map(name_of, self._client.member_addresses())),
-            alive=int(stats.get("home_members_alive", -1)),
-            evicted=int(stats.get("home_pool_pages_evicted", -1)),
-            unpublished=int(stats.get("pages_unpublished", 0)),
-        )
-
-    def _made(self, kind: str, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        client, made = self._client, []
-        if kind == SET:
-            made = client.batch_set(keys, pages)
-        elif kind == GET:
-            made = client.batch_get(keys, self._buffers[: len(keys)])
-        elif kind == EXISTS:
-            made = client.contains(keys)
-        else:
-            client.clear() if len(keys) == len(EVERY_KEY) else client.remove(keys)
-            is_whole = not (client.home_state.is_lost or self._removals.is_incomplete)
-            made = [is_whole] * len(keys)
-        return list(made)
-
-    def _page(self, key: str) -> Page:
-        return page_of(key, self._rng.randrange(VERSIONS))
-
-    def _now(self) -> float:
-        return time.monotonic() - self._clock_s
-
-
-def _misses(report: CallReport) -> dict[str, int]:
-    return dict(report.misses)
+                return call()
+            finally:
+                self.misses = dict(report.misses)
 
 
 def opened(settings: dict[str, Any]) -> Client:
@@ -183,19 +124,12 @@ def main() -> None:
     """Work until standard input ends; a line there, {"kind": …, "keys": …}, is a call to make."""
     process, host, clock_s, seed, path, settings = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
-    client = opened(json.loads(settings))
+    store, ahead_s = Ours(opened(json.loads(settings))), float(clock_s)
     with Path(path).open("a") as file:
-        worker = Worker(client, Recorder(file, int(process), host), int(seed), float(clock_s))
-        print("{}", flush=True)
-        while True:
-            if select.select([0], [], [], REST_S)[0]:
-                line = sys.stdin.readline()
-                if not line:
-                    return
-                asked = json.loads(line)
-                print(json.dumps(worker.call(asked["kind"], asked["keys"])), flush=True)
-            else:
-                worker.step()
+        recorder = Recorder(file, int(process), host)
+        Worker(store, recorder, PLAN, int(seed), lambda: time.monotonic() - ahead_s).serve(
+            sys.stdout
+        )
 
 
 if __name__ == "__main__":

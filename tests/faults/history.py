@@ -16,11 +16,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import attrs
 
-SET, GET, EXISTS, REMOVE = "set", "get", "exists", "remove"
+from tests.faults.recorder import GET, REMOVE, SET
 
 
 @attrs.frozen(kw_only=True)
@@ -103,35 +103,6 @@ class History:
     sights: Sequence[Sight] = ()
     spans: Sequence[Span] = ()
     lives: Sequence[Life] = ()
-
-
-class Recorder:
-    """Appends to the file of one client."""
-
-    def __init__(self, file: IO[str], process: int, host: str) -> None:
-        """Record for a process at a host."""
-        self._file, self._process, self._host = file, process, host
-        self._number = 0
-
-    def invoked(self, kind: str, began: float, keys: Sequence[str], values: Sequence[str]) -> int:
-        """Record that a call begins; return its number."""
-        self._number += 1
-        self._write("invoke", number=self._number, kind=kind, began=began, keys=keys,
-                    values=values)  # fmt: skip
-        return self._number
-
-    def answered(self, number: int, **more: Any) -> None:
-        """Record its answer; more: fields of Call."""
-        self._write("ok", number=number, **more)
-
-    def saw(self, **more: Any) -> None:
-        """Record what the client sees; more: fields of Sight."""
-        self._write("saw", **more)
-
-    def _write(self, kind: str, /, **more: Any) -> None:
-        line = {"type": kind, "process": self._process, "host": self._host, **more}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

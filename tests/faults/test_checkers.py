@@ -13,14 +13,9 @@ import pytest
 
 from tests.faults.checkers import CHECKERS, check, sure_removals
 from tests.faults.history import (
-    EXISTS,
-    GET,
-    REMOVE,
-    SET,
     Call,
     History,
     Life,
-    Recorder,
     Sight,
     Span,
     read_calls,
@@ -28,6 +23,7 @@ from tests.faults.history import (
     write_edn,
     write_json,
 )
+from tests.faults.recorder import EXISTS, GET, REMOVE, SET, Recorder
 from tests.faults.register import FOUND, REMOVED, STORED, Operation, is_linearizable
 
 HOSTS = ("a", "b")

@@ -9,8 +9,10 @@ import pytest
 
 from tests.faults import planted
 from tests.faults.checkers import YOUNG_S, check
-from tests.faults.client import EXISTS_TIMEOUT_S, OP_TIMEOUT_S, Worker
-from tests.faults.history import History, Life, Recorder, read_calls
+from tests.faults.client import EXISTS_TIMEOUT_S, OP_TIMEOUT_S, PLAN, Ours
+from tests.faults.history import History, Life, read_calls
+from tests.faults.recorder import Recorder
+from tests.faults.worker import Worker
 from tests.pace import no_peer_is_taken_for_hung
 from tests.system.nodes import LocalCluster
 
@@ -39,7 +41,7 @@ def test_bug_in_a_client_is_found(
         began = time.monotonic() - 2 * YOUNG_S
         node = cluster.start(pool="32MiB")
         client = cluster.client(node, op_timeout_s=OP_TIMEOUT_S, exists_timeout_s=EXISTS_TIMEOUT_S)
-        worker = Worker(client, Recorder(file, 1, "n0"), seed=1, clock_s=0.0)
+        worker = Worker(Ours(client), Recorder(file, 1, "n0"), PLAN, seed=1)
         until = time.monotonic() + RUN_S
         worker.look()
         for _ in range(STEPS):

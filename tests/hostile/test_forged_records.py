@@ -11,7 +11,7 @@ import pytest
 from peercache.client.client import Client
 from peercache.model.keys import Namespace, PageKeys, page_keys
 from peercache.model.records import HAS_CHECKSUM, Records
-from peercache.paths.lookup import LocationCache
+from peercache.paths.location_cache import LocationCache
 from tests.system.nodes import LocalCluster, keys_of, pages_of, read
 
 STORED, WANTED = keys_of("forged", 2)

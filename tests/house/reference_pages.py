@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks import peers_report, ttft_report
+from benchmarks import peers_faults_report, peers_report, ttft_report
 from peercache import errors
 from peercache.cli.options import BASIC
 from peercache.config.settings import SETTINGS
@@ -265,6 +265,11 @@ def compared_with_mooncake() -> str:
     return peers_report.with_mooncake(peers_report.measured())
 
 
+def compared_under_faults() -> str:
+    """Return the tables of what `make peers-faults` has recorded."""
+    return peers_faults_report.markdown(peers_faults_report.measured())
+
+
 def time_to_first_token() -> str:
     """Return the tables of the figures that `make ttft` has measured."""
     return ttft_report.markdown(ttft_report.measured())
@@ -277,7 +282,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "errors.md": (exceptions,),
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
-    "../explanation/comparison.md": (compared_with_mooncake,),
+    "../explanation/comparison.md": (compared_with_mooncake, compared_under_faults),
     "../explanation/simulation.md": (swept.shown,),
     "../explanation/testing.md": (lambda: soak_report.shown(soak_report.measured()),),
     "../explanation/performance.md": (

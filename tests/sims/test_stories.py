@@ -10,6 +10,7 @@ import pytest
 from sims.canaries import CANARIES, hunt
 from sims.copying import copy
 from sims.doubting import doubt
+from sims.expiring import expire
 from sims.following import follow
 from sims.play import play
 from sims.queueing import queue
@@ -47,6 +48,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         pytest.param(race_spills, marks=pytest.mark.slow),
         pytest.param(race_copies, marks=pytest.mark.slow),
         pytest.param(copy, marks=pytest.mark.slow),
+        pytest.param(expire, marks=pytest.mark.slow),
         pytest.param(spill, marks=pytest.mark.slow),
         pytest.param(rewrite, marks=pytest.mark.slow),
         pytest.param(follow, marks=pytest.mark.slow),
@@ -67,6 +69,9 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
         pytest.param("copies-of-the-dead", {"liveness-copies"}, marks=pytest.mark.slow),
         pytest.param("copies-never-reported", {"liveness-copies"}, marks=pytest.mark.slow),
         pytest.param("copies-reported-once", {"liveness-copies"}, marks=pytest.mark.slow),
+        pytest.param("never-expires", {"expired"}, marks=pytest.mark.slow),
+        pytest.param("never-expires-on-disk", {"expired"}, marks=pytest.mark.slow),
+        pytest.param("expires-in-use", {"expired-in-use"}, marks=pytest.mark.slow),
         ("spilled-by-both", {"spilled-lost"}),
         ("spilled-before-published", {"spilled-lost"}),
         pytest.param("spilled-though-unknown", {"spilled-lost"}, marks=pytest.mark.slow),

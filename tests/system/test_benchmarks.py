@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import eviction, peers, peers_engine, peers_report, set_pages
+from benchmarks import chains, eviction, peers, peers_engine, peers_report, set_pages
 from benchmarks.null_device import instant_fabric
 from benchmarks.own_time import BATCH, GRANULE, PAGE_BYTES, Batch, own_time_us
 from peercache.cli.bench.engine import WorkingSet
@@ -294,6 +294,20 @@ def test_peers_measures_ours_alone(tmp_path: Path) -> None:
     for name in ("get", "set", "set full"):
         cells = figures["rows"][f"{name} {figures['sizes'][0]['name']}"]
         assert {cell["share"] for cell in cells.values()} == {1.0}, (name, cells)
+
+
+def test_chains_finds_every_stored_page_by_key_and_by_chain() -> None:
+    """Both routes end at an owner with the record, and the one by chain asks fewer nodes."""
+    keys = chains.keys_of(np.random.default_rng(9), 300)
+    stored = frozenset(keys[:200].tolist())
+    asked = {
+        scheme: chains.asked_for(chains.directory_of(scheme, [keys], stored), keys, 7, 128)
+        for scheme in chains.SCHEMES
+    }
+
+    assert {each.found for each in asked.values()} == {200}
+    assert asked["chain"].requests.total() < asked["cover"].requests.total() / 4
+    assert asked["cover"].requests.total() < asked["key"].requests.total()
 
 
 def test_eviction_replays_a_trace_through_the_pool(

@@ -8,6 +8,7 @@ the wire without a receiver (`node.switchboard`).
 
 from __future__ import annotations
 
+from math import inf
 from typing import TypeAlias
 
 import attrs
@@ -192,9 +193,14 @@ class RemovalDone:
     timeout_s: float = 0.0
 
 
+@attrs.frozen
+class HeldDead:
+    """membership → directory: others held this node dead, and may have stored pages without it."""
+
+
 DirectoryMessage: TypeAlias = (
     Lookup | ReportStale | StreamMessage | Summary | RecordsChanged | ViewChanged | RingChanged
-    | CommitAnswered | RemovalDone
+    | CommitAnswered | RemovalDone | HeldDead
 )  # fmt: skip
 
 
@@ -288,12 +294,14 @@ class SpilledPages:
 class TakeOver:
     """placement → pool: slots for pages that another node offers, before they are read.
 
-    Answered by Granted. What is removed from now on is not committed. Only free room is given,
-    unless `spilled` says more.
+    Answered by Granted. What is removed after `offered_at`, when the offer arrived, is not
+    committed: it may have waited for longer than removals are remembered. inf: it arrives now.
+    Only free room is given, unless `spilled` says more.
     """
 
     reserve: Reserve
     spilled: SpilledPages | None = None
+    offered_at: float = inf
 
 
 @attrs.frozen
@@ -412,12 +420,23 @@ class PagesForgotten:
 class RequestResident:
     """disk → pool: which of these pages are in memory, unchanged? Answered by Resident.
 
-    keys, generations: packed, 16 and 8 bytes a page.
+    keys, generations: packed, 16 and 8 bytes a page. with_ages: whether their ages matter.
     """
 
     number: int
     keys: bytes
     generations: bytes
+    with_ages: bool = False
+
+
+@attrs.frozen
+class RequestAges:
+    """disk → pool: which of these pages are in memory, and used how long ago? Answered by PageAges.
+
+    keys: packed.
+    """
+
+    keys: bytes
 
 
 @attrs.frozen
@@ -461,9 +480,9 @@ class PromoteAnswered:
 PoolMessage: TypeAlias = (
     Reserve | ReserveMirror | Commit | Abort | LiveReservations | Touched | Remove | Clear
     | Retain | Demote | ReserveAhead | ClientGone | PoolGrew | NamespaceNamed
-    | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld | PagesSought
-    | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive | RequestSpill
-    | PagesGiven | RequestRoom | RemovalDone
+    | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld
+    | PagesSought | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive
+    | RequestSpill | PagesGiven | RequestRoom | RemovalDone | RequestAges
     | RequestCopies | CopiesMade | HoldersChanged | CopiesLost
 )  # fmt: skip
 
@@ -484,17 +503,37 @@ class PagesStored:
 
 @attrs.frozen
 class PagesDemoted:
-    """pool → disk: pages that left memory and are on disk: they were in use until now."""
+    """pool → disk: pages that left memory and are on disk: there they are the hottest now.
+
+    age_s: how long ago the last of them was used.
+    """
 
     keys: bytes
+    age_s: float = 0.0
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Resident:
-    """pool → disk: the answer to RequestResident, one byte a page: 1 for a page in memory."""
+    """pool → disk: the answer to RequestResident, one byte a page: 1 for a page in memory.
+
+    ages: (n,) float64, seconds since each of those in memory was used; 0 if nothing depends on it.
+    """
 
     number: int
     resident: bytes
+    ages: npt.NDArray[np.float64]
+
+
+@attrs.frozen(eq=False)
+class PageAges:
+    """pool → disk: the answer to RequestAges.
+
+    ages: (n,) float64, seconds since each page was used; 0 if it is retained, inf if it is not in
+          memory.
+    """
+
+    keys: bytes
+    ages: npt.NDArray[np.float64]
 
 
 @attrs.frozen
@@ -557,8 +596,8 @@ class RequestFlush:
 
 
 DiskMessage: TypeAlias = (
-    PagesStored | PagesDemoted | PagesRemoved | Resident | PagesColdest | PagesHeld | PagesSought
-    | RequestLoad | RequestFlush | NamespaceNamed | DiskIndexed | DiskFact
+    PagesStored | PagesDemoted | PagesRemoved | Resident | PageAges | PagesColdest | PagesHeld
+    | PagesSought | RequestLoad | RequestFlush | NamespaceNamed | DiskIndexed | DiskFact
 )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ DISK_ENTRY = np.dtype(
         ("place", "<u8"),
         ("sequence", "<u8"),
         ("length", "<u4"),
-        ("written", "<u4"),  # unix seconds, so that a time to live continues after a restart
-        ("used", "<u4"),  # unix seconds, coarse
+        ("written", "<u4"),  # unix seconds
+        ("used", "<u4"),  # unix seconds, coarse; so a time to live continues after a restart
         ("slot", "<u4"),  # blocks of 4 KiB that the slot takes, its header included
     ]
 )
@@ -122,9 +122,13 @@ class Forget:
 
 @attrs.frozen(eq=False)
 class NoteUse:
-    """disk → store: these places were used, coldest first. Coarse; lost in a crash."""
+    """disk → store: these places were used, coldest first. Coarse; lost in a crash.
+
+    unix_s: (n,) int64, when.
+    """
 
     places: U64
+    unix_s: npt.NDArray[np.int64]
 
 
 DiskEffect: TypeAlias = Write | Load | Forget | NoteUse
@@ -142,7 +146,7 @@ class DiskOpened:
     slab_bytes:   bytes of a slab; slab i holds the places from i x slab_bytes on.
     entries:      dtype DISK_ENTRY, coldest first; places fit their slabs and do not overlap, and a
                   key occurs once. No page has been verified: a Load does that.
-    unix_s:       the wall clock now, to compare with `written` and `used`.
+    unix_s:       the wall clock now, to compare with `used`.
     """
 
     usable_bytes: int

@@ -44,11 +44,13 @@ class Tenant:
     retained: the size of its retained pages; blocked: the extents of those pages, which no other
               page gets before they expire.
     priority: of the tenants over their quotas, the one with the lowest priority loses pages first.
+    ttl_s:    how long after their last use its pages expire; 0: never.
     """
 
     name: str
     quota: int
     priority: int = 0
+    ttl_s: float = 0.0
     taken: int = 0
     retained: int = 0
     blocked: int = 0
@@ -75,15 +77,22 @@ class Tenants:
         whole: int,
         unit_bytes: int = 1,
         disk: bool = False,
+        ttl_s: float = 0.0,
     ) -> None:
-        """Create the tenants with exact names. whole: the total size, in pieces of `unit_bytes`."""
+        """Create the tenants with exact names. whole: the total size, in pieces of `unit_bytes`.
+
+        ttl_s: the time to live of those whose rule names none.
+        """
         self._rules = tuple(rules)
         self._whole = whole
         self._unit_bytes = unit_bytes
         self._disk = disk
+        self._ttl_s = ttl_s
+        self.may_expire: Final = bool(ttl_s) or any(map(self._ttl_of, self._rules))
+        """Whether the pages of any namespace have a time to live."""
         self._sure = 0
         """Sum of all quotas."""
-        self.others = Tenant(OTHERS, 0 if self._rules else whole)
+        self.others = Tenant(OTHERS, 0 if self._rules else whole, ttl_s=ttl_s)
         self._by_space: dict[int, Tenant] = {}
         for rule in self._rules:
             if rule.is_exact:
@@ -156,9 +165,14 @@ class Tenants:
         wanted = amount.of(self._whole * self._unit_bytes) // self._unit_bytes
         quota = min(wanted, self._whole - self._sure)
         self._sure += quota
-        tenant = Tenant(name, quota, rule.priority, is_exact=rule.is_exact)
+        ttl_s = self._ttl_of(rule)
+        tenant = Tenant(name, quota, rule.priority, ttl_s, is_exact=rule.is_exact)
         self._by_space[Namespace(name).space_tag()] = tenant
         return tenant
+
+    def _ttl_of(self, rule: QuotaRule) -> float:
+        ttl_s = rule.disk_ttl_s if self._disk else rule.ttl_s
+        return self._ttl_s if ttl_s is None else ttl_s
 
 
 @final
@@ -182,6 +196,7 @@ class TenantMetrics:
             self._metrics.namespace_bytes.remove(name, self._tier)
             self._metrics.namespace_quota_bytes.remove(name, self._tier)
             self._metrics.namespace_pages_evicted.remove(name, self._tier)
+            self._metrics.namespace_pages_expired.remove(name, self._tier)
             if self._tier == "pool":
                 self._metrics.namespace_retained_bytes.remove(name, self._tier)
         for name in [name for name in now if name not in self._shown]:
@@ -194,6 +209,12 @@ class TenantMetrics:
             for tenant, count in pages.items():
                 self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier).inc(count)
 
+    def count_expired(self, pages: Mapping[Tenant, int]) -> None:
+        """Count expired pages. pages: the number of each tenant."""
+        if self._shown:
+            for tenant, count in pages.items():
+                self._metrics.namespace_pages_expired.labels(tenant.name, self._tier).inc(count)
+
     def _show(self, tenant: Tenant) -> None:
         taken = self._metrics.namespace_bytes.labels(tenant.name, self._tier)
         taken.set_function(lambda: tenant.taken * self._unit_bytes)
@@ -204,3 +225,4 @@ class TenantMetrics:
         quota.set(tenant.quota * self._unit_bytes)
         # Shown as 0 from the start: a rate ignores the first value of a counter.
         self._metrics.namespace_pages_evicted.labels(tenant.name, self._tier)
+        self._metrics.namespace_pages_expired.labels(tenant.name, self._tier)

@@ -37,7 +37,8 @@ from peercache.net.sockets import local_path
 from peercache.node.runner import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
-from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.lookup import Locator
 from peercache.paths.mirror import OFF, PREFETCH, Mirrorer
 from peercache.paths.read import HolderLoad, Reader
 from peercache.paths.write import Writer

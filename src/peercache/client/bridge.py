@@ -235,7 +235,7 @@ class Bridge:
 
     def _do(self, step: AtOnce, home_segment: AttachedSegment | None) -> Any:
         if isinstance(step, Ask):
-            return self._asker.ask(step.questions, step.until, step.enough)
+            return self._asker.ask(step.questions, step.until, step.enough, step.hedge)
         if isinstance(step, Place):
             return _place(step, home_segment)
         if isinstance(step, ReadTable):

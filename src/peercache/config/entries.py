@@ -3,8 +3,8 @@
 `discovery_addr` names nodes by their addresses, and sources of addresses, as URLs:
 `dns://NAME[:PORT]`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX` (`etcds://` over TLS),
 `k8s://SERVICE[.NAMESPACE][:PORT]`. `engine_events` names engines that publish which blocks they
-have on their GPU. A quota is NAME=SHARE[/DISK_SHARE][,priority=N], one rule for each namespace or
-pattern.
+have on their GPU. A quota is NAME=SHARE[/DISK_SHARE][,priority=N][,ttl=TIME[/DISK_TIME]], one rule
+for each namespace or pattern.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from peercache.config.quantities import (
     format_address,
     parse_address,
     parse_names,
+    parse_seconds,
     parse_size,
+    written_duration,
 )
 from peercache.model.room import PRIORITY_MAX, RULES_MAX, Amount, QuotaRule
 
@@ -244,7 +246,10 @@ def _is_endpoint(text: str) -> bool:
     return found is not None and (not found[2] or 0 < int(found[2]) < 2**16)
 
 
-_WANTED = "NAME=20%, NAME=4GiB or NAME=20%/40%,priority=1, with ';' between them"
+TTL_MIN_S = 1.0
+"""The shortest time to live: nodes look for pages that have expired once a second."""
+
+_WANTED = "NAME=20%, NAME=4GiB or NAME=20%/40%,priority=1,ttl=1h/10d, with ';' between them"
 
 
 def parse_quotas(value: Any) -> tuple[QuotaRule, ...]:
@@ -275,14 +280,29 @@ def written_quotas(rules: tuple[QuotaRule, ...]) -> str:
 
 
 def _rule(text: str) -> QuotaRule:
-    match = re.fullmatch(r"([^=;,]+)=([^/,=]+)(?:/([^/,=]+))?(?:,\s*priority=(\d{1,9}))?", text)
-    if match is None:
+    shares, *rest = text.split(",")
+    match = re.fullmatch(r"([^=;]+)=([^/=]+)(?:/([^/=]+))?", shares)
+    options = {name.strip(): value for name, _, value in (part.partition("=") for part in rest)}
+    priority = options.get("priority", "0").strip()
+    are_known = len(options) == len(rest) and options.keys() <= {"priority", "ttl"}
+    if match is None or not are_known or not re.fullmatch(r"[0-9]{1,9}", priority):
         raise ValueError(f"{text!r}: must be {_WANTED}")
-    pool = _amount(match[2])
-    priority = int(match[4] or 0)
-    if priority > PRIORITY_MAX:
+    if int(priority) > PRIORITY_MAX:
         raise ValueError(f"{text!r}: a priority is at most {PRIORITY_MAX}")
-    return QuotaRule(match[1].strip(), pool, _amount(match[3]) if match[3] else pool, priority)
+    pool = _amount(match[2])
+    disk = _amount(match[3]) if match[3] else pool
+    ttl_s, disk_ttl_s = _times(text, options.get("ttl"))
+    return QuotaRule(match[1].strip(), pool, disk, int(priority), ttl_s, disk_ttl_s)
+
+
+def _times(text: str, ttl: str | None) -> tuple[float | None, float | None]:
+    """Return the time to live in memory, and that on disk."""
+    if ttl is None:
+        return None, None
+    times = [parse_seconds(part) for part in ttl.split("/")]
+    if len(times) > 2 or any(0 < time < TTL_MIN_S or time < 0 for time in times):
+        raise ValueError(f"{text!r}: a ttl is a time of {TTL_MIN_S:g}s or more, or 0: never")
+    return times[0], times[-1]
 
 
 def _amount(text: str) -> Amount:
@@ -296,7 +316,11 @@ def _amount(text: str) -> Amount:
 
 def _written(rule: QuotaRule) -> str:
     amounts = "/".join(map(_written_amount, dict.fromkeys((rule.pool, rule.disk))))
-    return f"{rule.pattern}={amounts}" + (f",priority={rule.priority}" if rule.priority else "")
+    written = f"{rule.pattern}={amounts}" + (f",priority={rule.priority}" if rule.priority else "")
+    if rule.ttl_s is None or rule.disk_ttl_s is None:
+        return written
+    times = dict.fromkeys((rule.ttl_s, rule.disk_ttl_s))
+    return f"{written},ttl={'/'.join(map(written_duration, times))}"
 
 
 def _written_amount(amount: Amount) -> str:

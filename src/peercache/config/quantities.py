@@ -191,8 +191,8 @@ def written_duration(seconds: float) -> str:
     """Return seconds in the largest unit that divides them, so that `parse_seconds` reads them."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit] and seconds % _SECONDS[unit] == 0:
-            return f"{seconds / _SECONDS[unit]:g}{unit}"
-    return f"{seconds:g}s"
+            return f"{seconds / _SECONDS[unit]:.12g}{unit}"
+    return f"{seconds:.12g}s"
 
 
 def parse_share(value: Any) -> float:

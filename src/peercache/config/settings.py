@@ -431,7 +431,8 @@ class Config:
         QUOTAS,
         (),
         "Namespaces that are guaranteed a share of this node's pool and disk, by name or pattern: "
-        "'tenant-a=20%,priority=2;team-*=4GiB;*=1%/5%'. A second share is that of the disk.",
+        "'tenant-a=20%,priority=2;team-*=4GiB;*=1%/5%,ttl=1h/10d'. A second share is that of the "
+        "disk. With ttl, pages expire so long after their last use, in memory and on disk.",
     )
     # --- disk
     disk_enabled: bool = switch(
@@ -449,7 +450,10 @@ class Config:
         SHARE, 0.05, "Share of the file system that the disk tier leaves free.", low=0, below=1
     )
     disk_ttl: float = setting(
-        SECONDS, 0.0, "Seconds after which a page on disk is deleted; 0 is never.", low=0
+        SECONDS,
+        0.0,
+        "Seconds since its last use after which a page on disk is deleted; 0 is never.",
+        low=0,
     )
     write_policy: str = setting(
         choice("through", "on_evict"),

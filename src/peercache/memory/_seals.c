@@ -85,6 +85,19 @@ static int copied_by_kernel(const struct seal *table, uint64_t granule, const ui
     return 1;
 }
 
+/* Copy the seals of some slots, and then their words: a word validates what was loaded before it, and
+ * a system call keeps no order of loads. Returns whether all were copied. */
+static int loaded_by_kernel(const struct seal *table, uint64_t granule, const uint64_t *offsets,
+                            struct seal *seals, uint64_t count)
+{
+    char *into = (char *)seals;
+
+    if (!copied_by_kernel(table, granule, offsets, into, sizeof(*seals), sizeof(*seals), count))
+        return 0;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return copied_by_kernel(table, granule, offsets, into, sizeof(*seals), 8, count);
+}
+
 /* Load the words of some slots' seals: the check before the first byte. Returns 1; 0 if the table
  * is not mapped any more (`by_kernel` only); -1 for a slot beyond the table. */
 int peercache_seals_words(const struct seal *table, uint64_t table_count, uint64_t granule,
@@ -111,14 +124,8 @@ int peercache_seals_load(const struct seal *table, uint64_t table_count, uint64_
     if (!are_inside(table_count, granule, offsets, count))
         return -1;
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (by_kernel) {
-        char *into = (char *)seals;
-
-        /* The word last: it validates what was loaded before it. */
-        return copied_by_kernel(table, granule, offsets, into, sizeof(*seals), sizeof(*seals),
-                                count) &&
-               copied_by_kernel(table, granule, offsets, into, sizeof(*seals), 8, count);
-    }
+    if (by_kernel)
+        return loaded_by_kernel(table, granule, offsets, seals, count);
     for (uint64_t at = 0; at < count; at++)
         memcpy(&seals[at], &table[offsets[at] / granule], sizeof(struct seal));
     __atomic_thread_fence(__ATOMIC_ACQUIRE);

@@ -69,18 +69,20 @@ class AttachedSegment:
         self._changed = threading.Condition()
         read_only = mmap.PROT_READ
         self._head = mmap.mmap(file, layout.pages_offset, mmap.MAP_SHARED, read_only)
+        # Where the kernel's pages have 64 KiB, those of a small pool begin within one.
+        before = layout.pages_offset % mmap.ALLOCATIONGRANULARITY
         self._body = mmap.mmap(
             file,
-            layout.page_bytes,
+            before + layout.page_bytes,
             mmap.MAP_SHARED,
             read_only | mmap.PROT_WRITE if writable else read_only,
-            offset=layout.pages_offset,
+            offset=layout.pages_offset - before,
         )
         self._seals: Seals = np.frombuffer(
             self._head, SEAL, layout.seals_count, layout.seals_offset
         )
         self._table = SealTable(self._seals, granule=layout.granule, by_kernel=by_kernel)
-        self._pages: Bytes = np.frombuffer(self._body, np.uint8)
+        self._pages: Bytes = np.frombuffer(self._body, np.uint8, layout.page_bytes, before)
         self.pages_address = address_of(self._pages)
 
     @classmethod

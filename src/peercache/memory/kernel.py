@@ -42,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 _DONTNEED = 4
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
-_PAGE_BYTES = 4096
+_PAGE_BYTES = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -62,7 +62,8 @@ def prefault(view: Bytes, *, write: bool, may_load: bool = True) -> None:
     Raises OSError (EFAULT, ENOMEM) if an access would have been a bus error.
     """
     advice = _POPULATE_WRITE if write else _POPULATE_READ
-    if _libc.madvise(address_of(view), view.size, advice) == 0:
+    before = address_of(view) % _PAGE_BYTES
+    if _libc.madvise(address_of(view) - before, before + view.size, advice) == 0:
         return
     number = ctypes.get_errno()
     if number != errno.EINVAL or not may_load:

@@ -43,7 +43,13 @@ SHORT_USES: Final = 256
 PICK_EVERY: Final = 29
 """A prime: prompts have round lengths."""
 
-WAITING_MAX: Final = 8192
+PICKED_MANY: Final = 16384
+"""So many picked uses show the part of short ones to less than a hundredth: then fewer suffice."""
+
+PICK_RARELY: Final = 127
+"""Of so many uses one is picked then, and counts for as many as were picked before."""
+
+WAITING_MAX: Final = 16384
 """Uses that are taken into the sample together: it costs a call some microseconds."""
 
 TOGETHER_MAX: Final = 128
@@ -83,7 +89,8 @@ _USE = np.dtype(
 """A use of a page. at: time; number: rising from use to use; call: of the first one of its call."""
 
 Uses: TypeAlias = npt.NDArray[np.void]
-Call: TypeAlias = tuple[U64, int, int, float]
+Call: TypeAlias = tuple[int, int, int, float]
+"""How many pages, their mean size, the client, and when."""
 
 
 def hashes_in(packed: bytes, row_bytes: int) -> U64:
@@ -102,6 +109,8 @@ class ReuseSample:
         """Start without a use. reach: greater distances need not be known."""
         self._reach = reach
         self._calls: list[Call] = []
+        self._hashes: U64 = np.empty(WAITING_MAX, np.uint64)
+        """Of the calls that wait, of each the deepest pages first."""
         self._waiting = 0
         self._threshold = np.uint64(2**64 - 1)
         self._number = 0
@@ -123,11 +132,16 @@ class ReuseSample:
 
         hashes: evenly spread over 64 bits; size: the mean of these pages.
         """
-        if len(hashes):
-            self._calls.append((hashes, size, client, now))
-            self._waiting += len(hashes)
-        if self._waiting >= WAITING_MAX:
+        count = len(hashes)
+        if self._waiting + count > len(self._hashes):
             self._take()
+            if count > len(self._hashes):
+                self._hashes = np.empty(count, np.uint64)
+        if count:
+            # Those before the deepest ones are used after them.
+            self._hashes[self._waiting : self._waiting + count] = hashes[::-1]
+            self._calls.append((count, size, client, now))
+            self._waiting += count
 
     def uses(self) -> float:
         """Return how many uses the estimate is made from; those of earlier hours count less."""
@@ -155,22 +169,15 @@ class ReuseSample:
 
     def _take(self) -> None:
         """Take the calls that wait."""
-        calls, self._calls, self._waiting = self._calls, [], 0
-        if not calls:
+        if not self._calls:
             return
-        self._forget(calls[-1][3])
-        counts = np.array([len(call[0]) for call in calls])
-        firsts = self._number + np.cumsum(counts) - counts
-        made: Uses = np.zeros(len(calls), _USE)
-        made["size"], made["client"], made["at"], made["call"] = (
-            [call[1] for call in calls],
-            [call[2] for call in calls],
-            [call[3] for call in calls],
-            firsts,
-        )
-        # The deepest pages of each call first: those before them are used after them.
-        hashes = np.concatenate([call[0][::-1] for call in calls])
-        uses = _AllUses(hashes, made, np.repeat(np.arange(len(calls)), counts), self._number)
+        counts, sizes, clients, times = zip(*self._calls, strict=True)
+        hashes, self._calls, self._waiting = self._hashes[: self._waiting], [], 0
+        self._forget(times[-1])
+        made: Uses = np.zeros(len(counts), _USE)
+        made["size"], made["client"], made["at"] = sizes, clients, times
+        made["call"] = self._number + np.cumsum(counts) - counts
+        uses = _AllUses(hashes, made, np.repeat(np.arange(len(counts)), counts), self._number)
         self._pick(uses)
         self._uses.all += len(hashes)
         self._uses.true += len(hashes)
@@ -189,8 +196,9 @@ class ReuseSample:
     def _pick(self, uses: _AllUses) -> None:
         """Count which of a part of these uses are short."""
         whole = np.concatenate([self._recent["hash"], uses.hashes])
-        places = np.arange(-self._number % PICK_EVERY, len(uses.hashes), PICK_EVERY)
-        picked = uses.at(places)
+        every = PICK_EVERY if self._uses.picked < PICKED_MANY else PICK_RARELY
+        weight = every / PICK_EVERY
+        picked = uses.at(np.arange(-self._number % every, len(uses.hashes), every))
         # Where in `whole` the uses begin that were the last ones when the call began.
         begins = picked["call"] - self._number
         found = sliding_window_view(whole, SHORT_USES)[begins] == picked["hash"][:, None]
@@ -199,11 +207,13 @@ class ReuseSample:
         before = uses.at(np.maximum(last - SHORT_USES, 0))
         is_recent = last < SHORT_USES
         before[is_recent] = self._recent[last[is_recent]]
-        self._uses.picked += len(picked)
-        self._uses.picked_short += len(short)
-        self._uses.picked_repeated += np.count_nonzero(_is_one_use(before, picked[short]))
+        self._uses.picked += weight * len(picked)
+        self._uses.picked_short += weight * len(short)
+        self._uses.picked_repeated += weight * np.count_nonzero(_is_one_use(before, picked[short]))
         newest = uses.at(np.arange(max(0, len(uses.hashes) - SHORT_USES), len(uses.hashes)))
-        self._recent = np.concatenate([self._recent, newest])[-SHORT_USES:]
+        # To concatenate rows of several fields takes as long as all of the above.
+        self._recent[: SHORT_USES - len(newest)] = self._recent[len(newest) :]
+        self._recent[SHORT_USES - len(newest) :] = newest
 
     def _note(self, uses: Uses) -> None:
         """Count the distances of sampled uses of whole calls, and make their pages the newest."""
@@ -231,8 +241,9 @@ class ReuseSample:
         buckets = np.searchsorted(_EDGES, distances / self._rate)
         so_far = self._rows["count"][begin : self._end]
         so_far[is_known] += last["count"][is_known]
-        np.add.at(self._counts, buckets, 1.0)
-        np.add.at(self._weights, buckets, so_far[is_counted])
+        size = len(self._counts)
+        self._counts += np.bincount(buckets, minlength=size)
+        self._weights += np.bincount(buckets, so_far[is_counted], minlength=size)
         self._uses.sampled_far += np.count_nonzero(is_far)
         self._uses.true -= np.count_nonzero(is_repeated) / self._rate
         self._rows["size"][before[is_known]] = 0

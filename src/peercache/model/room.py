@@ -46,12 +46,18 @@ class Amount:
 @final
 @attrs.frozen
 class QuotaRule:
-    """One rule. pool, disk: the guarantee of each namespace that matches `pattern`."""
+    """One rule. pool, disk: the guarantee of each namespace that matches `pattern`.
+
+    ttl_s, disk_ttl_s: how long after their last use its pages stay, 0: as long as there is room;
+                       None: the rule does not say.
+    """
 
     pattern: str
     pool: Amount
     disk: Amount
     priority: int = 0
+    ttl_s: float | None = None
+    disk_ttl_s: float | None = None
 
     @property
     def is_exact(self) -> bool:

@@ -6,6 +6,10 @@ reaches its caller's deadline is no such failure. An open breaker lets one probe
 back-off. A peer has two
 breakers, one for requests and one for its data port: behind a firewall it may answer requests but
 serve no pages.
+
+Long before that, an owner without an answer may be slow. `AnswerTimes` has the usual answer time of
+each peer, and decides after how long another owner is asked for the same keys, and how often
+(ADR 0040).
 """
 
 from __future__ import annotations
@@ -37,6 +41,123 @@ def data_port(peer: int) -> int:
     return ~peer
 
 
+HEDGE_MIN_S = 0.005
+"""The shortest wait for an answer before another owner is asked: what a busy thread of the engine
+may take by holding the interpreter's lock once, and ten times what an idle owner needs."""
+
+HEDGE_FIRST_S = 0.01
+"""The same for a peer that has not answered yet: a first answer may follow a TLS handshake."""
+
+HEDGE_MAX_S = 0.1
+"""The longest one: beyond that, the stall of a breaker is near."""
+
+DEVIATIONS = 4
+"""How many mean deviations above the mean an answer is still usual, as in RFC 6298."""
+
+MULTIPLE = 2
+"""How many times its usual longest time an answer may take."""
+
+MEAN_GAIN, DEVIATION_GAIN = 1 / 8, 1 / 4
+"""The weights of a new answer in the mean and in the deviation, as in RFC 6298."""
+
+HEDGES_PER_REQUEST = 0.1
+"""If all owners are slow at the same time, because the machine is busy, the load must not double:
+at most one request in ten is followed by another one."""
+
+HEDGES_AT_ONCE = 10.0
+"""Unused requests of that kind that a client may save: a failed node is noticed by several calls at
+the same time."""
+
+LAG_MIN_S = 0.5
+LAG_MAX_S = 4.0
+"""How long a peer that has not answered in time is asked last, unless a message arrives from it.
+Then it is asked like any owner, which costs one such wait."""
+
+
+@attrs.define
+class _Times:
+    mean_s: float
+    deviation_s: float
+    lags_until: float = float("-inf")
+    lag_s: float = 0.0
+
+
+@final
+class AnswerTimes:
+    """The answer times of each peer, which peers lag, and how often to ask others. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Start without answers."""
+        self._lock = Lock()
+        self._times: dict[int, _Times] = {}
+        self._lagging: dict[int, _Times] = {}
+        self._saved = HEDGES_AT_ONCE
+
+    def answered(self, peer: int, took_s: float) -> None:
+        """Record how long an answer has taken."""
+        with self._lock:
+            times = self._times.get(peer)
+            if times is None:
+                self._times[peer] = _Times(took_s, took_s / 2)
+                return
+            error_s = took_s - times.mean_s
+            times.deviation_s += DEVIATION_GAIN * (abs(error_s) - times.deviation_s)
+            times.mean_s += MEAN_GAIN * error_s
+
+    def hedge_s(self, peer: int) -> float:
+        """Return after how long without an answer of this peer another owner is asked."""
+        times = self._times.get(peer)
+        if times is None:
+            return HEDGE_FIRST_S
+        usual_s = times.mean_s + DEVIATIONS * times.deviation_s
+        return min(max(HEDGE_MIN_S, MULTIPLE * usual_s), HEDGE_MAX_S)
+
+    def may_hedge(self) -> bool:
+        """Return whether requests may be followed by others now."""
+        return self._saved >= 1
+
+    def hedged(self) -> None:
+        """Record that requests are followed by others."""
+        with self._lock:
+            self._saved -= 1
+
+    def asked(self) -> None:
+        """Record requests of one call that may be followed by others."""
+        with self._lock:
+            self._saved = min(HEDGES_AT_ONCE, self._saved + HEDGES_PER_REQUEST)
+
+    def lags(self, peer: int, now: float) -> None:
+        """Record that a peer has not answered in time: it is asked last for a while."""
+        with self._lock:
+            times = self._times.setdefault(peer, _Times(HEDGE_FIRST_S / MULTIPLE, 0.0))
+            if now >= times.lags_until:
+                times.lag_s = min(max(2 * times.lag_s, LAG_MIN_S), LAG_MAX_S)
+                times.lags_until = now + times.lag_s
+                self._lagging[peer] = times
+
+    def is_alive(self, peer: int) -> None:
+        """Record that a message has arrived from a peer: it does not lag."""
+        if peer in self._lagging:
+            with self._lock:
+                times = self._lagging.pop(peer, None)
+                if times is not None:
+                    times.lags_until, times.lag_s = float("-inf"), 0.0
+
+    def lagging(self, now: float) -> set[int]:
+        """Return the peers that lag."""
+        if not self._lagging:
+            return set()
+        with self._lock:
+            return {peer for peer, times in self._lagging.items() if now < times.lags_until}
+
+    def forget(self, alive: set[int]) -> None:
+        """Forget peers that the view no longer names."""
+        with self._lock:
+            for peer in self._times.keys() - alive:
+                del self._times[peer]
+                self._lagging.pop(peer, None)
+
+
 @attrs.define
 class _Peer:
     waited_s: float = 0.0
@@ -56,6 +177,7 @@ class Breakers:
         self._peers: dict[int, _Peer] = {}
         self._lock = Lock()
         self.opened_count = 0
+        self.times = AnswerTimes()
 
     @property
     def stall_s(self) -> float:
@@ -104,6 +226,7 @@ class Breakers:
 
     def answered(self, peer: int) -> None:
         """Record an answer of the peer: closes the breaker."""
+        self.times.is_alive(peer)
         if peer in self._peers:
             with self._lock:
                 self._peers.pop(peer, None)
@@ -126,6 +249,7 @@ class Breakers:
 
     def forget(self, alive: set[int]) -> None:
         """Forget peers that the view no longer names."""
+        self.times.forget(alive)
         with self._lock:
             for peer in [p for p in self._peers if (p if p >= 0 else ~p) not in alive]:
                 del self._peers[peer]

@@ -22,16 +22,16 @@ import itertools
 import resource
 import select
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Generic, Protocol, TypeAlias, TypeVar, final
 
 import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
-from peercache.net.breaker import Breakers
+from peercache.net.breaker import HEDGE_MIN_S, Breakers
 from peercache.net.peers import ControlTls, Gate, Peer, Transport
-from peercache.net.sockets import Dialer, UnusableAddress, reached
+from peercache.net.sockets import Dialer, UnusableAddress, alarm_of_thread, reached
 from peercache.observability.log import request_of
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
 from peercache.wire.envelope import Envelope
@@ -63,9 +63,12 @@ AT_ONCE_DIVISOR = 2
 an engine use half of its open files. The others are sent as answers arrive."""
 
 SLICE_S = 0.02
-"""Longest wait between two checks of the connections: nng reports a broken one on a thread of its
-own, which cannot wake a poll. A connection that is not established after this time is probed: the
-kernel knows of a refusal, nng does not report it."""
+"""Longest wait between two checks of the connections. A connection that is not established after
+this time is probed: the kernel knows of a refusal, nng does not report it."""
+
+REDIAL_S = 0.001
+"""The same for one that was dialled because another one had broken: the peer may have been killed.
+A node that is there accepts in less."""
 
 BURST_MESSAGES = 64
 """Messages read from one connection before the others get a turn: a peer may send without end."""
@@ -77,12 +80,14 @@ class Connection(Protocol):
     fd:        names it in a poll.
     is_broken: it has ended, or must not be used again.
     is_fresh:  this lease is its first.
+    is_redial: it was dialled because another one to the same peer had broken.
     is_probed: this lease has probed the address already.
     """
 
     fd: int
     is_broken: bool
     is_fresh: bool
+    is_redial: bool
     is_probed: bool
 
     def send(self, raw: bytes, /) -> bool:
@@ -181,22 +186,25 @@ class Connections(Generic[Kind]):
         self._is_closed = True
         self.forget(set())
 
-    def lease(self, peer: int, *, fresh: bool) -> Kind | None:
+    def lease(self, peer: int, *, fresh: bool, is_redial: bool = False) -> Kind | None:
         """Return a connection, a new one if `fresh` or none is idle; None without an address.
 
-        Never waits: a new one is still connecting, and may never be connected.
+        Never waits: a new one is still connecting, and may never be connected. is_redial: another
+        one to this peer has just broken.
         """
         with self._lock:
             while not fresh and (connection := self._take(peer)) is not None:
                 if not connection.is_broken:
-                    connection.is_fresh = connection.is_probed = False
+                    connection.is_fresh = connection.is_redial = connection.is_probed = False
                     return connection
                 connection.close()
+                is_redial = True
         url = self._url_of(peer)
         made = None if url is None else self.dial(url, peer)
         if made is not None:
             # A request may follow at once: a connection keeps the order.
             made.send(self.encode(0, self.hello_for(peer)))
+            made.is_redial = is_redial
         return made
 
     def dial(self, url: str, peer: int) -> Kind | None:
@@ -275,7 +283,9 @@ class Dialled:
         self._is_broken = False
         self._peer = Peer(Transport.TCP)
         self.is_fresh = True
-        self.is_probed = False
+        self.is_redial = self.is_probed = False
+        self.wake: Callable[[], None] = _no_waiter
+        """Called when it breaks, on a thread of nng."""
         self._dialer = Dialer(
             url,
             on_connected=self._connected,
@@ -310,6 +320,7 @@ class Dialled:
 
     def _removed(self) -> None:
         self.is_broken = True
+        self.wake()
 
     def is_refused(self, timeout_s: float) -> bool:
         """Probe whether the address refuses: once per lease, and only until it is connected."""
@@ -317,6 +328,10 @@ class Dialled:
             return False
         self.is_probed = True
         return reached(self.url, timeout_s) is False
+
+
+def _no_waiter() -> None:
+    return
 
 
 def most_kept() -> int:
@@ -333,8 +348,12 @@ CONNECT_TIMEOUT_S = 0.25
 LAST_TURN_S = 0.02
 """How long a turn may last beyond the deadline, to read what arrived while this thread slept."""
 
-Enough: TypeAlias = Callable[[Collection[Message]], bool]
-"""Returns whether the answers so far make the others unnecessary."""
+Enough: TypeAlias = Callable[[Sequence[Message | None]], bool]
+"""Returns whether the answers so far, one for each request, make the others unnecessary."""
+
+Hedge: TypeAlias = Callable[[Sequence[Message | None]], tuple[Sequence[tuple[int, Message]], float]]
+"""Takes the answers so far, one for each request; returns further requests, and when to be called
+again."""
 
 
 @attrs.define(eq=False)
@@ -383,9 +402,13 @@ class Conversation(Generic[Kind]):
         self._waiting: deque[tuple[int, tuple[int, Message]]] = deque()
         self._answers: dict[int, Message] = {}
         self._awaited: set[int] = set()
+        self._numbers: list[int] = []
+        """Those of the requests of one `ask`, in the order of its questions."""
         self._enough: Enough | None = None
+        self._hedge: Hedge | None = None
+        self._hedge_at = float("inf")
         self._until = float("inf")
-        self._is_last = False
+        self._is_last = self._has_hedged = False
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -394,18 +417,31 @@ class Conversation(Generic[Kind]):
         questions: Sequence[tuple[int, Message]],
         until: float,
         enough: Enough | None = None,
+        hedge: tuple[float, Hedge] | None = None,
     ) -> list[int]:
         """Send requests, and await all answers, or until the answers so far are `enough`.
 
-        Returns the numbers of the requests. Each uses a connection of its own, which is returned
-        with its answer. A peer without an address fails at once.
+        hedge: when some of them are still missing at this time, the function is called, and what it
+               returns is sent and awaited, too. The times of the answers are recorded.
+
+        Returns the numbers of the requests, a list that grows with further requests. Each uses a
+        connection of its own, which is returned with its answer. A peer without an address fails at
+        once.
         """
-        number = self._connections.number
-        numbers = [number() for _ in questions]
-        self._await(numbers, until, enough)
+        self._await((), until, enough)
+        self._numbers = []
+        if hedge is not None:
+            self._hedge_at, self._hedge = hedge
+            self._breakers.times.asked()
+        self._ask_more(questions)
+        return self._numbers
+
+    def _ask_more(self, questions: Sequence[tuple[int, Message]]) -> None:
+        numbers = [self._connections.number() for _ in questions]
+        self._numbers += numbers
+        self._awaited.update(numbers)
         self._waiting.extend(zip(numbers, questions, strict=True))
         self._send_waiting()
-        return numbers
 
     def greet(self, url: str, until: float) -> int:
         """Send Hello to the listener of an address, and await its answer; return the number."""
@@ -459,10 +495,17 @@ class Conversation(Generic[Kind]):
         """Return how long to wait before the next turn; None when the wait is over."""
         if not self._awaited or not self._leases or self._is_last:
             return None
-        left_s = self._until - self._connections.clock()
+        now = self._connections.clock()
+        left_s = self._until - now
         # One more turn then: if this thread was paused, the answers have arrived.
         self._is_last = left_s <= 0
-        return min(max(left_s, 0.0), self._connections.slice_s)
+        is_probed = all(
+            lease.connection.is_probed
+            for lease in self._leases.values()
+            if lease.connection.is_redial
+        )
+        slice_s = self._connections.slice_s if is_probed else REDIAL_S
+        return min(max(min(left_s, self._hedge_at - now), 0.0), slice_s)
 
     def turn(self, readable: Iterable[tuple[int, int]]) -> None:
         """Read from the connections that a poll returned, then check every connection."""
@@ -470,16 +513,32 @@ class Conversation(Generic[Kind]):
         for fd, _ in readable:
             if fd in self._leases:
                 self._take(self._leases[fd], stop_at)
+        if self._awaited and self._connections.clock() >= self._hedge_at:
+            self._send_hedges(stop_at)
         enough = self._enough
-        if (
-            enough is not None
-            and self._awaited
-            and self._answers
-            and enough(self._answers.values())
-        ):
+        is_news = self._awaited and (self._answers or self._has_hedged)
+        if is_news and enough is not None and enough(self._so_far()):
+            if self._has_hedged:
+                # A peer in place of which another one was asked has had its time.
+                self.stop()
             self._awaited.clear()
         for lease in list(self._leases.values()):
             self._check(lease, stop_at)
+
+    def _so_far(self) -> list[Message | None]:
+        return [self._answers.get(number) for number in self._numbers]
+
+    def _send_hedges(self, stop_at: float) -> None:
+        """Ask other peers in place of those without an answer."""
+        for lease in list(self._leases.values()):
+            # What has arrived while this thread slept is in time.
+            if self._leases.get(lease.connection.fd) is lease:
+                self._take(lease, stop_at)
+        if not self._awaited or self._hedge is None:
+            return
+        self._has_hedged = True
+        more, self._hedge_at = self._hedge(self._so_far())
+        self._ask_more(more)
 
     def stop(self) -> None:
         """End the wait: peers without an awaited answer were silent until now or the deadline."""
@@ -504,7 +563,9 @@ class Conversation(Generic[Kind]):
 
     def _await(self, numbers: Iterable[int], until: float, enough: Enough | None = None) -> None:
         self._awaited = set(numbers)
-        self._until, self._enough, self._is_last = until, enough, False
+        self._until, self._enough = until, enough
+        self._hedge, self._hedge_at = None, float("inf")
+        self._is_last = self._has_hedged = False
 
     def _send_waiting(self) -> None:
         """Send waiting requests, as long as few are in flight and there is time."""
@@ -576,7 +637,9 @@ class Conversation(Generic[Kind]):
                 return
 
     def _settle(self, lease: Lease[Kind], number: int, answer: Message) -> None:
-        del lease.pending[number]
+        _, asked_at = lease.pending.pop(number)
+        if self._hedge is not None and not lease.connection.is_fresh:
+            self._breakers.times.answered(lease.peer, self._connections.clock() - asked_at)
         self._answers[number] = answer
         self._awaited.discard(number)
 
@@ -601,8 +664,9 @@ class Conversation(Generic[Kind]):
                 self._broke(lease)
             return
         asked_at = next(iter(lease.pending.values()))[1] if lease.pending else now
-        is_slow = now - asked_at >= SLICE_S and now < self._until
-        if is_slow and connection.is_refused(min(SLICE_S, self._until - now)):
+        slow_s, probe_s = (REDIAL_S, HEDGE_MIN_S) if connection.is_redial else (SLICE_S, SLICE_S)
+        is_slow = now - asked_at >= slow_s and now < self._until
+        if is_slow and connection.is_refused(min(probe_s, self._until - now)):
             self._broke(lease)
 
     def _broke(self, lease: Lease[Kind]) -> None:
@@ -619,7 +683,7 @@ class Conversation(Generic[Kind]):
         self._close(lease)
         pending, instead = lease.pending, None
         if pending and self._connections.clock() < self._until:
-            connection = self._connections.lease(lease.peer, fresh=True)
+            connection = self._connections.lease(lease.peer, fresh=True, is_redial=True)
             instead = self._lease(lease.peer, connection, is_kept=lease.is_kept)
         if instead is None:
             self._awaited.difference_update(pending)
@@ -635,12 +699,12 @@ class Talk:
 
     def __init__(self, connections: Connections[Dialled], breakers: Breakers | None = None) -> None:
         """Start without requests."""
-        self._poll = poll = select.poll()
+        self._poll = select.poll()
+        self._alarm = alarm_of_thread()
+        if self._alarm.fd >= 0:
+            self._poll.register(self._alarm.fd, select.POLLIN)
         self._conversation = Conversation(
-            connections,
-            watch=lambda connection: poll.register(connection.fd, select.POLLIN),
-            unwatch=lambda connection: poll.unregister(connection.fd),
-            breakers=breakers,
+            connections, watch=self._watch, unwatch=self._unwatch, breakers=breakers
         )
         self.keep_as = self._conversation.keep_as
         self.end = self._conversation.end
@@ -650,9 +714,13 @@ class Talk:
         questions: Sequence[tuple[int, Message]],
         until: float,
         enough: Enough | None = None,
+        hedge: tuple[float, Hedge] | None = None,
     ) -> list[Message | None]:
-        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`."""
-        numbers = self._conversation.ask(questions, until, enough)
+        """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`.
+
+        hedge: see `Conversation.ask`; the answers to further requests follow.
+        """
+        numbers = self._conversation.ask(questions, until, enough, hedge)
         self._wait()
         return [self._conversation.answer(number) for number in numbers]
 
@@ -672,10 +740,23 @@ class Talk:
         self._wait()
         return self._conversation.answer(number)
 
+    def _watch(self, connection: Dialled) -> None:
+        self._poll.register(connection.fd, select.POLLIN)
+        connection.wake = self._alarm.ring
+        if connection.is_broken:
+            self._alarm.ring()
+
+    def _unwatch(self, connection: Dialled) -> None:
+        connection.wake = _no_waiter
+        self._poll.unregister(connection.fd)
+
     def _wait(self) -> None:
         conversation, poll = self._conversation, self._poll
         while (wait_s := conversation.wait_s()) is not None:
-            conversation.turn(poll.poll(1000 * wait_s))
+            readable = poll.poll(1000 * wait_s)
+            # Before the check of the connections: one that breaks later rings again.
+            self._alarm.reset()
+            conversation.turn(readable)
         conversation.stop()
 
 
@@ -738,14 +819,16 @@ class Asker:
         questions: Sequence[tuple[int, Message]],
         until: float,
         enough: Enough | None = None,
+        hedge: tuple[float, Hedge] | None = None,
     ) -> list[Message | None]:
         """Return each peer's answer, or None: when all are in, or are `enough`, or at `until`.
 
-        A Refused is an answer, too.
+        hedge: see `Conversation.ask`; the answers to further requests follow. A Refused is an
+        answer, too.
         """
         talk = Talk(self.connections)
         try:
-            return talk.ask(questions, until, enough)
+            return talk.ask(questions, until, enough, hedge)
         finally:
             talk.end()
 

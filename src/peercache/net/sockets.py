@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -432,6 +433,48 @@ def _end(pipe: Any) -> None:
     """End a pipe, which may have ended already: pynng is notified later than nng."""
     with suppress(pynng.NoEntry, pynng.Closed):
         pipe.close()
+
+
+class Alarm:
+    """Ends a poll of the thread that created it, from another thread."""
+
+    def __init__(self) -> None:
+        """Take a descriptor; without one the poll ends by its own timeout."""
+        self._has_rung = False
+        try:
+            self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            self.fd = -1
+
+    def ring(self) -> None:
+        """End the poll; may be called from any thread, also when the poll is over."""
+        self._has_rung = True
+        if self.fd >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_write(self.fd, 1)
+
+    def reset(self) -> None:
+        """Prepare the next poll."""
+        if self._has_rung:
+            self._has_rung = False
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.fd)
+
+    def __del__(self) -> None:
+        """Release the descriptor, when its thread ends."""
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+_of_thread = threading.local()
+
+
+def alarm_of_thread() -> Alarm:
+    """Return the alarm of the calling thread."""
+    alarm: Alarm | None = getattr(_of_thread, "alarm", None)
+    if alarm is None or alarm.fd < 0:
+        alarm = _of_thread.alarm = Alarm()
+    return alarm
 
 
 def local_path(url: str) -> str:

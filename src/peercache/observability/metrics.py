@@ -212,6 +212,9 @@ class Metrics:
     namespace_pages_evicted = _counter(
         "Pages of a namespace that were evicted to make room, by tier.", "namespace", "tier"
     )
+    namespace_pages_expired = _counter(
+        "Pages of a namespace that were not used for its ttl, by tier.", "namespace", "tier"
+    )
     # --- pages that move to other nodes
     drain_pages = _gauge(
         "Pages of this node's drain: given, there before, lost without room or time, and left.",

@@ -30,6 +30,7 @@ class Cluster:
     query_order: the ring's table, with the owners of each arc in the order in which this client
                  asks them.
     handover_until: monotonic time until which an owner's "absent" is not final.
+    suspects: members that other nodes have not received a message from lately.
     """
 
     home: int
@@ -39,6 +40,7 @@ class Cluster:
     query_order: npt.NDArray[np.intp]
     replicas: int
     handover_until: float
+    suspects: frozenset[int] = frozenset()
     _owned_arcs: dict[int, npt.NDArray[np.bool_]] = attrs.field(factory=dict, init=False)
     _owns_all: dict[int, bool] = attrs.field(factory=dict, init=False)
 
@@ -73,6 +75,7 @@ class Cluster:
             query_order=_query_order(ring, home),
             replicas=ring.replicas,
             handover_until=handover_until,
+            suspects=frozenset(i for i, member in live.items() if member.state == SUSPECT),
         )
 
     def owned_arcs(self, node: int) -> npt.NDArray[np.bool_]:

@@ -1,10 +1,5 @@
 """Finds pages: in the cache, then in directory tables of this host, then by requests in parallel.
 
-`LocationCache` has the last records that a client has seen. It is always safe, because a stale
-record fails verification. It never caches an absence: a page may appear anywhere at any moment.
-Every operation is one compiled call per batch: an `exists` of known pages, which an engine calls
-for each prompt, does little else.
-
 `Search` is the state of one search: what was found, which owners are next, and what is absent. Of
 several records of a page it keeps that of the nearest holder, and prefers any copy in memory to one
 that is only on a disk. It performs no steps and has no clock: `Locator` sends the requests, and
@@ -14,197 +9,34 @@ The tables of this host's nodes are read in shared memory, without a request. A 
 in such a table is absent only if the table has authority for the key; otherwise another owner is
 asked.
 
-A search sends one request per peer and batch. An owner that does not answer is replaced by its
-replica at once; so is one without a record, for `handover_s` after a view change, or if it reports
-that it is behind: then ANSWERS_MAX owners must agree. In a settled cluster an absent page costs one
-request.
+A search sends one request per peer and batch. An owner that refuses is replaced by its replica at
+once. If an owner does not answer in its usual time, its replica is asked, too, and the answers that
+arrive first are used (ADR 0040): silence never means "absent". An owner without a record is
+replaced by its replica for `handover_s` after a view change, or if it reports that it is behind:
+then ANSWERS_MAX owners must agree. In a settled cluster an absent page costs one request.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
-from threading import Lock
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from peercache.installation.library import Begin, function
 from peercache.model.keys import PageKeys
 from peercache.model.reads import Looked
 from peercache.model.records import ON_DISK, RECORD, RECORD_BYTES, RESIDENT, ROW, Records
-from peercache.net.breaker import Breakers
+from peercache.net.breaker import HEDGE_MIN_S, AnswerTimes, Breakers
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.paths.steps import Ask, ReadTable, Step
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.steps import Answers, Ask, Questions, ReadTable, Step
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import Located, Lookup
-
-WAYS: Final = 16
-"""Places in one set of keys: the least recently used record of a set is evicted."""
-
-HEADER_BYTES: Final = 64
-SET_BYTES: Final = 64 + WAYS * 72
-LINE_BYTES: Final = 64
-
-HOLDERS_MAX: Final = 64
-"""Holders of one batch; with more, `holders` returns None."""
-
-
-@final
-class LocationCache:
-    """A bounded map from page key to the last seen record. Thread-safe."""
-
-    def __init__(self, *, entries_max: int) -> None:
-        """Hold at most `entries_max` records (76 bytes each); with 0 it stays empty.
-
-        The memory is allocated as records are stored. A nearly full cache may lack a few more of
-        the least recently used records than its size suggests: each key has WAYS places.
-        """
-        self._ways = min(WAYS, entries_max)
-        self._sets = entries_max // WAYS if entries_max >= WAYS else min(1, entries_max)
-        self._lock = Lock()
-        self._compiled = _compiled()
-        self._holders = np.zeros(HOLDERS_MAX, np.uint64)
-        self._holders_at = ctypes.addressof(Begin.from_buffer(self._holders))
-        self.epoch = 0
-        """Changes with each `end`: what a call has found before is not stored afterwards."""
-        self.clear()
-
-    def __len__(self) -> int:
-        """Return the number of cached records."""
-        return int(self._header[2])
-
-    def find(self, keys: PageKeys, *, not_before: float = -np.inf) -> tuple[Records, Any]:
-        """Return the record of each key, zeros if it is unknown, and which are known, (n,) bool.
-
-        not_before: records stored earlier than this (monotonic seconds) do not count. Records found
-                    become the most recently used ones.
-        """
-        records: Records = np.empty(len(keys), RECORD)
-        known = np.empty(len(keys), np.bool_)
-        into, marks = (
-            ctypes.addressof(Begin.from_buffer(records)),
-            ctypes.addressof(Begin.from_buffer(known)),
-        )
-        with self._lock:
-            self._compiled.find(self._at, keys.tobytes(), len(keys), not_before, into, marks)
-        return records, known
-
-    def holders(
-        self, keys: PageKeys, *, not_before: float, are_touched: bool = False
-    ) -> list[int] | None:
-        """Return the holders of the keys; None unless recent records of all say "in memory".
-
-        are_touched: whether the holders must also have been notified that the pages will be read.
-        """
-        packed = keys.tobytes()
-        with self._lock:
-            found: int = self._compiled.holders(
-                self._at, packed, len(keys), not_before, are_touched, self._holders_at, HOLDERS_MAX
-            )
-            return self._holders[:found].tolist() if found > 0 else None
-
-    def has_any_at(self, holder: int, keys: PageKeys) -> bool:
-        """Return whether any of the keys was last seen in the memory of this holder."""
-        packed = keys.tobytes()
-        with self._lock:
-            return bool(self._compiled.any_at(self._at, holder, packed, len(keys)))
-
-    def store(
-        self, records: Records, now: float, *, epoch: int | None = None, are_touched: bool = False
-    ) -> None:
-        """Store records, one per key.
-
-        epoch:       the epoch before the caller requested them; None: they are current.
-        are_touched: the caller notifies their holders now that the pages are about to be read.
-        """
-        self.store_packed(records.tobytes(), now, epoch=epoch, are_touched=are_touched)
-
-    def store_packed(
-        self, packed: bytes, now: float, *, epoch: int | None = None, are_touched: bool = False
-    ) -> None:
-        """Store packed records, as in a message."""
-        count = len(packed) // RECORD_BYTES
-        with self._lock:
-            if self._sets and epoch in (None, self.epoch):
-                self._compiled.store(self._at, packed, count, now, are_touched)
-
-    def drop(self, records: Records) -> None:
-        """Remove exactly these records; a newer one of the same key stays."""
-        packed = records.tobytes()
-        with self._lock:
-            self._compiled.drop(self._at, packed, len(records))
-
-    def forget(self, keys: PageKeys) -> None:
-        """Remove the records of these keys."""
-        packed = keys.tobytes()
-        with self._lock:
-            self._compiled.forget(self._at, packed, len(keys))
-
-    def end(self, keys: PageKeys | None = None) -> None:
-        """Forget removed pages, all without `keys`; calls in progress cannot store them again."""
-        with self._lock:
-            self.epoch += 1
-        if keys is None:
-            self.clear()
-        else:
-            self.forget(keys)
-
-    def close(self) -> None:
-        """Release the memory and stay empty.
-
-        A closed client is part of reference cycles: until they are collected, which may take
-        minutes, it would keep these megabytes.
-        """
-        with self._lock:
-            self._sets = self._ways = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove all records."""
-        memory = np.zeros(LINE_BYTES + HEADER_BYTES + self._sets * SET_BYTES, np.uint8)
-        begin = -ctypes.addressof(Begin.from_buffer(memory)) % LINE_BYTES
-        header: npt.NDArray[np.uint64] = memory[begin : begin + HEADER_BYTES].view(np.uint64)
-        header[:2] = self._sets, self._ways
-        with self._lock:
-            # `header` keeps the memory alive.
-            self._header, self._at = header, ctypes.addressof(Begin.from_buffer(header))
-
-
-@functools.cache
-def _compiled() -> _Calls:
-    return _Calls()
-
-
-@final
-class _Calls:
-    """The compiled functions. They take a microsecond or a few, so they keep the GIL."""
-
-    def __init__(self) -> None:
-        at, keys, count, now = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_double
-
-        def named(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-            found: Callable[..., Any] = function(
-                f"peercache_locations_{name}", result, at, *arguments, keeps_gil=True
-            )
-            return found
-
-        holders = (keys, count, now, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
-        self.find = named(
-            "find", ctypes.c_int64, keys, count, now, ctypes.c_void_p, ctypes.c_void_p
-        )
-        self.holders = named("holders", ctypes.c_int64, *holders)
-        self.any_at = named("any_at", ctypes.c_int, ctypes.c_uint64, keys, count)
-        self.store = named("store", None, keys, count, now, ctypes.c_int)
-        self.drop = named("drop", None, keys, count)
-        self.forget = named("forget", None, keys, count)
-
 
 Mask = npt.NDArray[np.bool_]
 
@@ -242,6 +74,7 @@ class Search:
         avoid: frozenset[int],
         failed: frozenset[bytes],
         may_read: Callable[[Iterable[int], Cluster], bool],
+        lagging: set[int],
     ) -> None:
         count = len(keys)
         self.keys = keys
@@ -251,6 +84,12 @@ class Search:
         self.fresh: Mask = np.zeros(count, np.bool_)
         self.answered: npt.NDArray[np.int8] = np.zeros(count, np.int8)
         """How many owners of each key have answered; counts only a few."""
+        self.lagging = lagging
+        """Peers that did not answer lately: they are asked last."""
+        self.silent: set[int] = set()
+        """Peers that have not answered this search."""
+        self._unanswered: Mask = np.zeros(count, np.bool_)
+        """Keys of which one of those is an owner."""
         self._settled: Mask = np.zeros(count, np.bool_)
         self._absent: Mask = np.zeros(count, np.bool_)
         self._on_disk: Mask = np.zeros(count, np.bool_)
@@ -284,6 +123,11 @@ class Search:
         if not cluster.ring.members:
             return np.empty((len(self.keys), 0), np.intp)
         owners: npt.NDArray[np.intp] = cluster.query_order[self._arcs]
+        if self.lagging:
+            current = owners[:, : cluster.replicas]
+            last = [at for at, node in enumerate(cluster.ring.members) if node in self.lagging]
+            order = np.isin(current, last).argsort(axis=1, kind="stable")
+            owners[:, : cluster.replicas] = np.take_along_axis(current, order, axis=1)
         return owners
 
     @cached_property
@@ -316,6 +160,43 @@ class Search:
         in_memory = self.known & ~self._on_disk
         in_memory[places[good]] = True
         return bool(in_memory.all())
+
+    def is_settled(
+        self, asked: Sequence[Asked], answers: Sequence[Message | None], *, in_handover: bool
+    ) -> bool:
+        """Return whether it is useless to wait for the answers that are missing.
+
+        It is for a key that was found, that enough owners do not have, or of which one owner has
+        answered and all others lag since before this call. During a hand-over, an owner that does
+        not answer in its usual time is not awaited in addition to ANSWERS_MAX others. Changes
+        nothing.
+        """
+        done = self._located(answers) | self._absent
+        count, final = self.answered.copy(), self._settled.copy()
+        awaited: Mask = np.zeros(len(done), np.bool_)
+        for one, answer in zip(asked, answers, strict=True):
+            owned = self._owned(one.peer, one.positions)
+            if isinstance(answer, Located):
+                if not one.is_noted:
+                    count[owned] += 1
+                    final[owned] |= not answer.behind
+            elif answer is None and one.peer not in self.lagging:
+                awaited[owned] = True
+        done |= (count >= ANSWERS_MAX) | ((count > 0) & ~awaited)
+        if not in_handover:
+            done |= final
+        return bool(done.all())
+
+    def _located(self, answers: Iterable[Message | None]) -> Mask:
+        """Return which pages are found, with these answers."""
+        known = self.known.copy()
+        raw = b"".join(answer.records for answer in answers if isinstance(answer, Located))
+        if raw:
+            records = np.frombuffer(raw, RECORD)
+            places = self._places_of(records)
+            good = self._is_usable(records, places) & self._reachable(records["holder"])
+            known[places[good]] = True
+        return known
 
     def take(self, answers: Iterable[Message | None]) -> None:
         """Add answers."""
@@ -418,14 +299,23 @@ class Search:
             self._on_disk[place] = on_disk
 
     def next_owners(
-        self, is_available: Callable[[int], bool], *, in_handover: bool
+        self,
+        is_available: Callable[[int], bool],
+        *,
+        in_handover: bool,
+        awaited: Iterable[npt.NDArray[np.intp]] = (),
     ) -> dict[int, npt.NDArray[np.intp]]:
-        """Return the keys to ask each peer for: each key is sent to its next available owner."""
+        """Return the keys to ask each peer for: each key is sent to its next available owner.
+
+        awaited: positions of keys that another owner may still answer for.
+        """
         owners, members = self.owners, self._cluster.ring.members
         columns = owners.shape[1] if in_handover else min(owners.shape[1], self._cluster.replicas)
         settled = self.known | self._absent | (self.answered >= ANSWERS_MAX + in_handover)
         if not in_handover:
             settled |= self._settled
+        for positions in awaited:
+            settled[positions] = True
         left = (~settled).nonzero()[0]
         chosen = np.full(len(self.keys), -1, np.intp)
         for column in range(columns):
@@ -454,6 +344,11 @@ class Search:
         if not is_behind:
             self._settled[owned] = True
 
+    def note_silence(self, peer: int) -> None:
+        """Note that a peer has not answered: this search does not ask it again."""
+        self.silent.add(peer)
+        self._unanswered[self._owned(peer, np.arange(len(self.keys)))] = True
+
     def left(self) -> npt.NDArray[np.intp]:
         """Return the keys that are neither known nor absent according to a table."""
         left: npt.NDArray[np.intp] = (~(self.known | self._absent)).nonzero()[0]
@@ -466,6 +361,8 @@ class Search:
 
     def take_looked(self, peer: int, positions: npt.NDArray[np.intp], looked: Looked) -> None:
         """Add the result of a node's table for the keys at these positions."""
+        if not looked.is_at_work:
+            self.lagging.add(peer)
         self._settle(looked.records)
         if self._missing and looked.is_final:
             owned = self._owned(peer, positions)
@@ -490,6 +387,9 @@ class Search:
             self.known[place] = self.known[source]
             self.fresh[place] = self.fresh[source]
             self.answered[place] = self.answered[source]
+            self._unanswered[place] = self._unanswered[source]
+            self._settled[place] = self._settled[source]
+            self._absent[place] = self._absent[source]
             self._held_out_of_reach[place] = self._held_out_of_reach[source]
 
     def whereabouts(self, *, timed_out: bool) -> Whereabouts:
@@ -497,12 +397,18 @@ class Search:
         for place in (~self.known).nonzero()[0].tolist():
             if self._held_out_of_reach[place]:
                 whys[place] = reasons.PEER_UNREACHABLE
-            elif self.answered[place]:
+            elif self._is_absent(place):
                 whys[place] = reasons.ABSENT
             else:
                 whys[place] = reasons.DEADLINE if timed_out else reasons.PEER_UNREACHABLE
         strangers = frozenset(h for place, h in self._strangers.items() if not self.known[place])
         return Whereabouts(self.records, self.known, self.fresh, whys, strangers)
+
+    def _is_absent(self, place: int) -> bool:
+        """Return whether owners have answered that a page is absent: silence is no answer."""
+        if self._settled[place] or self._absent[place]:
+            return True
+        return bool(self.answered[place] >= (ANSWERS_MAX if self._unanswered[place] else 1))
 
     def _reachable(self, holders: npt.NDArray[np.uint64]) -> Mask:
         usable, names = self._usable, holders.tolist()
@@ -534,6 +440,113 @@ def picked(records: Records, which: npt.NDArray[Any]) -> Records:
 def _distinct(places: npt.NDArray[np.intp]) -> list[int]:
     """Return the distinct indices, in order."""
     return sorted(set(places.tolist()))
+
+
+@attrs.define(eq=False)
+class Asked:
+    """A Lookup that was sent.
+
+    positions: of its keys. late_at: when its answer takes longer than usual. is_noted: whether its
+    answer is in the search.
+    """
+
+    peer: int
+    positions: npt.NDArray[np.intp]
+    late_at: float
+    is_noted: bool = False
+
+
+@final
+class Round:
+    """The Lookups of one step: those for the next owner of each key, and those that follow them in
+    place of owners without an answer.
+    """
+
+    def __init__(self, search: Search, cluster: Cluster, locator: Locator) -> None:
+        self.hedge_at = np.inf
+        """When to call `hedge`."""
+        self._search = search
+        self._cluster = cluster
+        self._locator = locator
+        self._asked: list[Asked] = []
+        self._is_hedged = False
+        self._in_handover = False
+
+    def questions(self, targets: dict[int, npt.NDArray[np.intp]]) -> tuple[tuple[int, Lookup], ...]:
+        """Return the requests to these peers; their answers will be expected."""
+        keys, now = self._search.keys, self._locator.now()
+        asked = [
+            Asked(
+                peer,
+                positions[begin : begin + LOOKUP_KEYS_MAX],
+                now + self._locator.usual_s(peer, self._search),
+            )
+            for peer, positions in sorted(targets.items())
+            for begin in range(0, len(positions), LOOKUP_KEYS_MAX)
+        ]
+        self._asked += asked
+        self.hedge_at = min(self.hedge_at, *(one.late_at for one in asked))
+        return tuple((one.peer, Lookup(0, keys[one.positions].tobytes())) for one in asked)
+
+    def is_enough(self, answers: Sequence[Message | None]) -> bool:
+        """Return whether these answers make the others unnecessary; changes nothing."""
+        if self._search.has_all(answers):
+            return True
+        return self._is_hedged and self._search.is_settled(
+            self._asked, answers, in_handover=self._in_handover
+        )
+
+    def hedge(self, answers: Answers) -> tuple[Questions, float]:
+        """Ask the next owners in place of those whose answers are late; see `Ask.hedge`."""
+        self.note(answers)
+        locator, now = self._locator, self._locator.now()
+        self._is_hedged = True
+        self._in_handover = now < self._cluster.handover_until
+        missing = [one for one, answer in self._with(answers) if answer is None]
+        for one in missing:
+            if one.late_at <= now and not locator.is_closed(one.peer):
+                locator.times.lags(one.peer, now)
+        if self._search.is_settled(self._asked, answers, in_handover=self._in_handover):
+            return (), np.inf
+        in_time = [one for one in missing if one.late_at > now]
+        self.hedge_at = min((one.late_at for one in in_time), default=np.inf)
+        if not locator.times.may_hedge():
+            return (), self.hedge_at
+        targets = self._search.next_owners(
+            locator.availability(now, self._search),
+            in_handover=self._in_handover,
+            awaited=[one.positions for one in in_time],
+        )
+        if not targets:
+            return (), self.hedge_at
+        locator.times.hedged()
+        questions = self.questions(targets)
+        return questions, self.hedge_at
+
+    def _with(self, answers: Answers) -> Iterator[tuple[Asked, Message | None]]:
+        return zip(self._asked, answers, strict=True)
+
+    def note(self, answers: Sequence[Message | None]) -> None:
+        """Add the answers that are new to the search."""
+        search = self._search
+        new = [
+            (one, answer)
+            for one, answer in self._with(answers)
+            if isinstance(answer, Located) and not one.is_noted
+        ]
+        search.take([answer for _, answer in new])
+        for one, answer in new:
+            one.is_noted = True
+            search.note_answer(one.peer, one.positions, is_behind=answer.behind)
+
+    def end(self, answers: Sequence[Message | None]) -> None:
+        """Add the last answers, and which owners have not answered."""
+        self.note(answers)
+        if self._search.known.all():
+            return
+        for one, answer in self._with(answers):
+            if answer is None and not self._locator.is_closed(one.peer):
+                self._search.note_silence(one.peer)
 
 
 LOOKUP_KEYS_MAX = 2048
@@ -587,7 +600,8 @@ class Locator:
             where = self._all_known(*cached, cluster, avoid)
             if where is not None:
                 return where
-        search = Search(keys, keys.tolist(), cluster, avoid, failed, self._may_read)
+        lagging = self._lagging(cluster)
+        search = Search(keys, keys.tolist(), cluster, avoid, failed, self._may_read, lagging)
         search.cost_of = self._cost_of
         if cached is not None:
             search.take_cached(*cached)
@@ -598,16 +612,17 @@ class Locator:
             if now >= until:
                 break
             targets = search.next_owners(
-                self._availability(now), in_handover=now < cluster.handover_until
+                self.availability(now, search), in_handover=now < cluster.handover_until
             )
             left = search.left()
             may_ask_home = cluster.home and not asked_home and len(left)
+            may_ask_home = may_ask_home and cluster.home not in search.lagging
             if may_ask_home and self._breakers.available(cluster.home, now):
                 targets[cluster.home] = left
             asked_home = True
             if not targets:
                 break
-            yield from self._ask(search, targets, now, until)
+            yield from self._ask(search, cluster, targets, now, until)
         self._cache.store(search.found(), self._clock(), epoch=epoch)
         search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
@@ -712,6 +727,12 @@ class Locator:
         count = len(records)
         return Whereabouts(records, known, np.zeros(count, np.bool_), [""] * count)
 
+    def _lagging(self, cluster: Cluster) -> set[int]:
+        """Return the peers that did not answer this client in time, or other members."""
+        lagging = self.times.lagging(self._clock())
+        lagging.update(cluster.suspects)
+        return lagging
+
     def _may_read(self, holders: Iterable[int], cluster: Cluster) -> bool:
         # Only the data port matters: shared memory of a paused node can still be read. And no probe
         # is taken: a read takes it, and `exists` never reads.
@@ -742,27 +763,45 @@ class Locator:
         return self._may_read(set(records["holder"].tolist()), cluster)
 
     def _ask(
-        self, search: Search, targets: dict[int, npt.NDArray[np.intp]], now: float, until: float
+        self,
+        search: Search,
+        cluster: Cluster,
+        targets: dict[int, npt.NDArray[np.intp]],
+        now: float,
+        until: float,
     ) -> Generator[Step, Any, None]:
-        asked = [
-            (peer, positions[begin : begin + LOOKUP_KEYS_MAX])
-            for peer, positions in sorted(targets.items())
-            for begin in range(0, len(positions), LOOKUP_KEYS_MAX)
-        ]
-        questions = tuple(
-            (peer, Lookup(0, search.keys[positions].tobytes())) for peer, positions in asked
-        )
+        asking = Round(search, cluster, self)
         # Half of the remaining time, so that a hung owner leaves time for its replica.
         timeout = min(until, now + min(self._breakers.stall_s, (until - now) / 2))
-        answers: Sequence[Message | None] = yield Ask(questions, timeout, search.has_all)
-        search.take(answers)
-        if search.known.all():
-            return
-        for (peer, positions), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Located):
-                search.note_answer(peer, positions, is_behind=answer.behind)
+        questions = asking.questions(targets)
+        answers: Answers = yield Ask(
+            questions,
+            timeout,
+            asking.is_enough,
+            (asking.hedge_at, asking.hedge),
+        )
+        asking.end(answers)
 
-    def _availability(self, now: float) -> Callable[[int], bool]:
+    # --- for the rounds of a search ---------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._clock()
+
+    @property
+    def times(self) -> AnswerTimes:
+        """Return the usual answer times of the peers."""
+        return self._breakers.times
+
+    def usual_s(self, peer: int, search: Search) -> float:
+        """Return how long to wait for a peer's answer before another owner is asked."""
+        return HEDGE_MIN_S if peer in search.lagging else self.times.hedge_s(peer)
+
+    def is_closed(self, peer: int) -> bool:
+        """Return whether a peer is not asked at the moment, because it failed."""
+        return self._breakers.is_open(peer)
+
+    def availability(self, now: float, search: Search) -> Callable[[int], bool]:
         """Return a filter of peers to ask: each breaker is checked once, as that may take a
         probe.
         """
@@ -770,7 +809,7 @@ class Locator:
 
         def is_available(peer: int) -> bool:
             if peer not in memo:
-                memo[peer] = self._breakers.available(peer, now)
+                memo[peer] = peer not in search.silent and self._breakers.available(peer, now)
             return memo[peer]
 
         return is_available

@@ -27,7 +27,7 @@ from peercache.model.records import HAS_CHECKSUM, Records
 from peercache.model.runs import U64, PageRuns
 from peercache.net.breaker import Breakers
 from peercache.paths.cluster import Cluster
-from peercache.paths.lookup import LocationCache
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.steps import Ask, Place, Post, Step
 from peercache.paths.write import ClientReservations
 from peercache.wire.messages.declared import Message

@@ -26,9 +26,9 @@ from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths.cluster import Cluster, Strangers
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.lookup import (
     EXISTS_TRUSTS_S,
-    LocationCache,
     Locator,
     Mask,
     Whereabouts,

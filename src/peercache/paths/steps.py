@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -13,6 +13,9 @@ from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.wire.messages.declared import Message
 
+Answers: TypeAlias = Sequence[Message | None]
+Questions: TypeAlias = Sequence[tuple[int, Message]]
+
 
 @attrs.frozen(eq=False)
 class Ask:
@@ -20,11 +23,15 @@ class Ask:
 
     until:  when to stop waiting.
     enough: a pure predicate: whether the answers so far make the others unnecessary.
+    hedge:  when to call a function with the answers so far, and this function, if some are missing
+            then. It returns further requests and when to be called again; the answers to these
+            requests follow the others.
     """
 
     questions: tuple[tuple[int, Message], ...]
     until: float
-    enough: Callable[[Collection[Message]], bool] | None = None
+    enough: Callable[[Answers], bool] | None = None
+    hedge: tuple[float, Callable[[Answers], tuple[Questions, float]]] | None = None
 
 
 @attrs.frozen(eq=False)

@@ -31,7 +31,7 @@ from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.model.runs import U64, PageRuns
 from peercache.net.breaker import STALL_S, Breakers
 from peercache.observability import reasons
-from peercache.paths.lookup import LocationCache
+from peercache.paths.location_cache import LocationCache
 from peercache.paths.steps import Ask, Checksum, Collect, Drain, Place, Post, Step, Submit
 from peercache.paths.verify import (
     checksum_portions,

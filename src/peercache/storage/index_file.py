@@ -190,10 +190,10 @@ class IndexWriter:
         """Delete rows; `then` is called, on the index's thread, once that is on disk."""
         self._add(DROP, [(place,) for place in places.tolist()], then)
 
-    def use(self, places: npt.NDArray[np.uint64], unix_s: int) -> None:
+    def use(self, places: npt.NDArray[np.uint64], unix_s: npt.NDArray[np.int64]) -> None:
         """Record when places were used; this is skipped first under load."""
         if self._backlog + len(places) <= BACKLOG_ROWS_MAX // 4:
-            self._add(USE, [(unix_s, place) for place in places.tolist()], None)
+            self._add(USE, list(zip(unix_s.tolist(), places.tolist(), strict=True)), None)
 
     def close(self, timeout_s: float) -> bool:
         """Write waiting rows and close; return False if that did not end in time."""

@@ -142,8 +142,8 @@ class DiskStore:
                 opened.workers.submit(job, units_of(job, lengths, effect.until))
             case Forget():
                 self._forget(opened, effect)
-            case NoteUse(places):
-                opened.index.use(places, int(time.time()))
+            case NoteUse(places, unix_s):
+                opened.index.use(places, unix_s)
 
     @property
     def is_direct(self) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import numpy as np
 
 from peercache import Client
 from peercache.errors import PeerCacheError
+from tests.faults.worker import Pauses
 from tests.system.endurance.load import Corpus
 from tests.system.nodes import keys_of
 
@@ -54,25 +54,6 @@ def opened(cluster: str, home: str, fabric: str) -> Client:
             )
         except PeerCacheError:  # noqa: PERF203 - each turn waits
             time.sleep(0.2)
-
-
-class Pauses:
-    """How long this process did not run: it was stopped, or the machine was busy."""
-
-    TICK_S = 0.02
-
-    def __init__(self) -> None:
-        """Begin to look."""
-        self.total_s = 0.0
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        last = time.monotonic()
-        while True:
-            time.sleep(self.TICK_S)
-            now = time.monotonic()
-            self.total_s += max(0.0, now - last - 2 * self.TICK_S)
-            last = now
 
 
 class Latencies:

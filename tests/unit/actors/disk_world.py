@@ -50,7 +50,7 @@ from peercache.actors.ports import (
 from peercache.actors.promote.actor import Promoter
 from peercache.actors.runtime import SELF
 from peercache.model.ids import Incarnation
-from peercache.model.records import ON_DISK, RESIDENT
+from peercache.model.records import DROP, ON_DISK, RESIDENT
 from peercache.model.records import from_bytes as records_from_bytes
 from peercache.model.room import QuotaRule
 from peercache.observability.metrics import Metrics
@@ -64,6 +64,9 @@ from peercache.wire.messages.pool import (
     Remove,
     Removed,
     Reserve,
+    Retain,
+    Retained,
+    Touched,
 )
 from sims.content import content_of, version_of
 from sims.store import Image, Store
@@ -133,15 +136,19 @@ class DiskWorld:
         on_evict: bool = False,
         ttl_s: float = 0.0,
         quotas: Sequence[QuotaRule] = (),
+        pool_quotas: Sequence[QuotaRule] = (),
+        unix_s: int = 1_000_000,
         is_open: bool = True,
         seed: int = 1,
         order: random.Random | None = None,
     ) -> None:
         """Make a node over an image; `slabs` slabs of seven pages of one granule.
 
+        unix_s: the wall clock of now.
         order: draws which actor takes its next message; without it they go in order of arrival.
         """
         self.now = 100.0
+        self.unix_s = unix_s
         self.metrics = Metrics()
         self.pool = Pool(
             incarnation=INCARNATION,
@@ -152,6 +159,7 @@ class DiskWorld:
             rng=random.Random(seed),
             metrics=self.metrics,
             has_disk=True,
+            quotas=pool_quotas,
         )
         self.tier = DiskTier(
             writes_through=not on_evict,
@@ -190,7 +198,11 @@ class DiskWorld:
 
     def open(self) -> None:
         """Let the store find the image."""
-        self.tell("disk", DiskOpened(self.slabs * SLAB, SLAB, self.image.entries(), 1_000_000))
+        entries = self.image.entries()
+        self.tell("disk", DiskOpened(self.slabs * SLAB, SLAB, entries, self._wall_clock()))
+
+    def _wall_clock(self) -> int:
+        return self.unix_s + int(self.now - 100.0)
 
     def end(self) -> None:
         """Let the disk end: its jobs are answered first."""
@@ -218,6 +230,17 @@ class DiskWorld:
     def ask(self, *numbers: int, timeout_s: float = 0.1, asker: int = 5) -> None:
         """Ask for pages on disk."""
         self.tell("promote", Promote(asker, keys(*numbers), timeout_s), Origin(asker, 3))
+
+    def touch(self, *numbers: int) -> None:
+        """Report that pages in memory were read."""
+        drops = np.zeros(len(numbers), DROP)
+        for index, number in enumerate(numbers):
+            drops[index] = np.void(key(number)), self.records[key(number)]["generation"]
+        self.tell("pool", Touched(drops.tobytes()), CLIENT)
+
+    def retain(self, *numbers: int, seconds: float, namespace: int = 1) -> None:
+        """Retain pages in memory."""
+        self.tell("pool", Retain(9, namespace, keys(*numbers), seconds), CLIENT)
 
     def remove(self, *numbers: int, namespace: int = 1) -> None:
         """Remove pages everywhere at this node."""
@@ -346,10 +369,13 @@ class DiskWorld:
                     self.store.forget(places.tolist())
                     if job:
                         self.forgets.append(job)
-                case NoteUse():
+                case NoteUse(places, unix_s):
                     self.noted.append(effect)
+                    self.store.note_use(places.tolist(), unix_s.tolist())
                 case Send(_, Granted() as granted):
                     self._granted = granted
+                case Send(_, Retained()):
+                    pass
                 case Send(_, message):
                     assert isinstance(message, Promoted), message
                     self.answers.append(message)
@@ -359,6 +385,7 @@ class DiskWorld:
             self.drain()
 
     def _begin(self, effect: Write | Load) -> None:
+        self.store.unix_s = self._wall_clock()
         run = self.store.write if isinstance(effect, Write) else self.store.load
         count = len(effect.places)
         pages = [run(effect, at) for at in range(count)]

@@ -21,7 +21,7 @@ from peercache.actors.directory.holdings import (
     WANTED_MAX_S,
 )
 from peercache.actors.effects import Send
-from peercache.actors.mailboxes import CommitAnswered, RecordsChanged, RingChanged
+from peercache.actors.mailboxes import CommitAnswered, HeldDead, RecordsChanged, RingChanged
 from peercache.actors.origin import Origin
 from peercache.model.member import DEAD, SUSPECT
 from peercache.model.reads import TICK_AGE_MAX_S
@@ -244,6 +244,24 @@ def test_a_hand_over_of_before_an_own_stall_does_not_count() -> None:
     hear(shard, A, HandedOver(DOUBTED_NUMBERS + 7, 0, 0, RING.version), late)
     hear(shard, B, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), late)
     assert has_authority(shard, late)
+
+
+def test_an_owner_that_was_held_dead_has_no_authority_until_all_is_handed_over_again() -> None:
+    """Holders stored pages without it, and a hand-over of before may still arrive."""
+    shard = shard_in_sync()
+    tick(shard, 1.0)
+
+    hear(shard, ME, HeldDead(), 1.0)
+
+    assert not has_authority(shard, 1.0)
+    hear(shard, A, HandedOver(3, 0, 0, RING.version), 1.01)
+    hear(shard, B, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), 1.01)
+    assert not has_authority(shard, 1.01)
+    assert (A, RequestFreshSummary(DOUBTED_NUMBERS)) in [
+        (e.to, e.message) for e in shard.on_tick(1.0 + TICK_S) if isinstance(e, Send)
+    ]
+    hear(shard, A, HandedOver(DOUBTED_NUMBERS, 0, 0, RING.version), 1.03)
+    assert has_authority(shard, 1.03)
 
 
 def test_the_answer_to_a_question_of_before_another_stall_does_not_count() -> None:

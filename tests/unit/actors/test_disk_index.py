@@ -105,7 +105,7 @@ def test_page_is_found_once_it_is_written() -> None:
     assert rows["length"].tolist() == [5000, 9000]
     assert rows["key"].tobytes() == keys_of([1, 2])
     assert rows["place"].tolist() == begun.places.tolist()
-    assert rows["written"].tolist() == [101, 101]
+    assert rows["used"].tolist() == [101, 101]
 
 
 def test_a_scan_lists_what_a_namespace_holds_and_ends() -> None:
@@ -233,9 +233,12 @@ def test_pages_of_a_namespace_and_of_an_age_are_found() -> None:
     begun = driven.begin([3], [5000], namespace=9)
 
     assert driven.index.of_namespaces([9]).tolist() == begun.entries.tolist()
-    assert len(driven.index.written_before(102)) == 2
+    assert len(driven.index.used_before(102, 0, 10)) == 2
     driven.index.finish(begun.entries)
-    assert len(driven.index.written_before(103)) == 3
+    assert len(driven.index.used_before(103, 0, 10)) == 3
+    assert driven.index.used_before(103, 1, 1).tolist() == [1]
+    driven.index.touch(begun.entries, 500)
+    assert len(driven.index.used_before(103, 0, 10)) == 2
 
 
 def test_loaded_index_is_the_one_that_was() -> None:

@@ -267,7 +267,7 @@ class Disk:
         lengths = np.full(len(numbers), length, np.int64)
         offsets = np.arange(1, len(numbers) + 1, dtype=np.uint64) * np.uint64(100)
         return self.loads.begin(
-            RequestLoad(7, b"".join(map(key, numbers)), 1, lengths, offsets, 9.0)
+            RequestLoad(7, b"".join(map(key, numbers)), 1, lengths, offsets, 9.0), 1.0
         )
 
     def done(self, *outcomes: int) -> list[Effect]:

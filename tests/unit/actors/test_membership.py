@@ -14,7 +14,7 @@ from peercache.actors.effects import (
     Send,
     SendTo,
 )
-from peercache.actors.mailboxes import PeerAnswered, Republish, ViewChanged
+from peercache.actors.mailboxes import HeldDead, PeerAnswered, Republish, ViewChanged
 from peercache.actors.membership import actor as membership_module
 from peercache.actors.membership.actor import LEAVE_MAX, REPUBLISH_GAP_S
 from peercache.actors.membership.candidates import AT_ONCE_MAX, LOST_S
@@ -454,7 +454,7 @@ def test_member_declared_dead_republishes_everything() -> None:
         for e in declared_dead
         if isinstance(e, (NotifyRing, NotifyDirectory, NotifyPublisher))
     ]
-    assert kinds == [ViewChanged] * 2 + [Republish]
+    assert kinds == [HeldDead] + [ViewChanged] * 2 + [Republish]
 
 
 def test_republishing_again_and_again_waits() -> None:

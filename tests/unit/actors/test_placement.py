@@ -505,11 +505,15 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     assert len(begun) == TAKINGS_MAX
     assert offer(story, 2, by=many[0]) == []
 
+    arrived_at = story.now
+    story.now += 5.0
+
     order = []
     for told in begun[:3]:
         answer, then = finish(story, told)
         assert isinstance(answer.message, PagesTaken)
         order.append(then.fact.reserve.sequence)
+        assert then.fact.offered_at == arrived_at
 
     assert order == [TAKINGS_MAX + 1, TAKINGS_MAX + 2, TAKINGS_MAX + 3]
 

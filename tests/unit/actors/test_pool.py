@@ -10,7 +10,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.pool.actor import AHEAD_PAUSE_S
 from peercache.actors.pool.answers import AHEAD_MAX
 from peercache.actors.pool.reservations import BATCH_PAGES_MAX, ENDED_MAX, Reservation, Reservations
-from peercache.actors.pool.size_classes import Extent, SizeClass, Slot
+from peercache.actors.pool.size_classes import Ages, Extent, SizeClass, Slot
 from peercache.actors.tenants import Tenant
 from peercache.model.records import HAS_CHECKSUM, PAGE_BYTES_MAX, RESIDENT
 from peercache.wire.messages.pool import (
@@ -469,7 +469,7 @@ def test_slots_ahead_that_were_given_up_are_not_told() -> None:
 
 def test_slots_ahead_that_a_writer_was_not_notified_of_are_not_usable_meanwhile() -> None:
     """Those that it was told of have ended since: it learns of the next ones at once."""
-    extent, reservations = Extent(SizeClass(1, Tenant("t", 0)), 0, 1, 0, 64), Reservations()
+    extent, reservations = Extent(SizeClass(1, Tenant("t", 0), Ages()), 0, 1, 0, 64), Reservations()
 
     def begin(sequence: int) -> None:
         slot, offset = Slot(sequence, extent), packed([sequence * GRANULE])

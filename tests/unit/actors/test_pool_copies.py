@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,6 +15,7 @@ from peercache.actors.mailboxes import (
     CopiesLost,
     CopiesMade,
     HoldersChanged,
+    PagesForgotten,
     PagesToCopy,
     PagesWritten,
     RequestCopies,
@@ -32,7 +34,7 @@ from peercache.actors.pool.copies import (
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP
 from peercache.wire.messages.membership import CopiesEvicted
-from peercache.wire.messages.pool import RESERVED, Commit, Remove, Reserve, Retain
+from peercache.wire.messages.pool import RESERVED, Commit, Demote, Remove, Reserve, Retain, Touched
 from tests.examples import examples
 from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, Rig, key, taken
 
@@ -558,3 +560,113 @@ class Pair(RuleBasedStateMachine):
 
 TestPair = Pair.TestCase
 TestPair.settings = settings(max_examples=examples(60), stateful_step_count=25)
+
+
+def elsewhere(rig: Copier, where: str, *numbers: int) -> None:
+    """Let pages be on disk, or on another node."""
+    if where == "disk":
+        keys = b"".join(map(key, numbers))
+        rig.say(PagesWritten(keys, np.full(len(numbers), GRANULE)), INSIDE)
+    elif where == "other node":
+        rig.copied(*numbers)
+
+
+def read(rig: Copier, *numbers: int) -> None:
+    rig.say(Touched(rig.drops(*numbers).tobytes()))
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+@pytest.mark.parametrize("where", ["disk", "other node"])
+def test_of_one_second_pages_that_are_elsewhere_too_go_first(where: str, wait_s: float) -> None:
+    """Else a set in two batches would evict its own first one, which is nowhere else."""
+    rig = Copier(pages=32, has_disk=True)
+    rig.store(*range(24))
+    elsewhere(rig, where, *range(24))
+    rig.now += 10.0
+    read(rig, *range(24))
+    rig.store(*range(100, 108))
+    rig.now += wait_s
+
+    rig.store(*range(108, 116))
+
+    assert all(rig.holds(*range(100, 116)))
+    assert rig.holds(*range(24)) == [True] * 16 + [False] * 8, "the deepest of them"
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_of_one_second_mirrored_pages_go_first(wait_s: float) -> None:
+    """Few of them, touched last: their bytes are on another node."""
+    rig = Copier(pages=32)
+    rig.store(*range(24))
+    rig.mirror(*range(24, 28))
+    rig.now += 10.0
+    read(rig, *range(24))
+    rig.store(*range(100, 104))
+    read(rig, *range(24, 28))
+    rig.now += wait_s
+
+    rig.store(*range(104, 108))
+
+    assert all(rig.holds(*range(24), *range(100, 108)))
+
+
+@pytest.mark.parametrize("where", ["disk", "other node", "nowhere else"])
+def test_pages_of_which_all_are_elsewhere_or_none_keep_their_order(where: str) -> None:
+    """Also one that was written to disk only after its second: what counts is when it goes."""
+    rig = Copier(pages=8, has_disk=True)
+    rig.store(1, 2, 3, 4)
+    elsewhere(rig, where, 1, 2, 3, 4)
+    rig.store(5, 6, 7, 8)
+    rig.now += 10.0
+    elsewhere(rig, where, 5, 6, 7, 8)
+
+    rig.store(9, 10, 11, 12)
+
+    assert rig.holds(*range(1, 9)) == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_page_that_is_nowhere_else_goes_first_if_it_was_demoted(taken: int) -> None:
+    """Before any of its second went, and after."""
+    rig = Copier(pages=8, has_disk=True)
+    rig.store(*range(8))
+    elsewhere(rig, "disk", *range(4))
+    rig.now += 10.0
+    rig.store(*range(100, 100 + taken))
+    rig.say(Demote(7, 1, key(6)), INSIDE)
+
+    rig.store(110)
+
+    assert rig.holds(6) == [False]
+
+
+def test_a_page_that_is_deleted_from_the_disk_goes_with_those_that_are_nowhere_else() -> None:
+    """What is known is known of a page, and not of the next one in its slot."""
+    rig = Copier(pages=512, has_disk=True)
+    rig.store(*range(512))
+    elsewhere(rig, "disk", *range(512))
+    rig.say(PagesForgotten(key(511)), INSIDE)
+    rig.say(Remove(9, 1, key(510)), INSIDE)
+    rig.store(600)
+    rig.now += 10.0
+
+    rig.store(*range(700, 702))
+
+    assert rig.holds(508, 509, 511, 600) == [False, False, True, True]
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_each_second_that_a_batch_evicts_has_an_order_of_its_own(is_moved: bool) -> None:
+    """Pages of a later second stay, wherever else they are."""
+    rig = Copier(pages=36, has_disk=True)
+    for begin in (0, 12, 24):
+        rig.store(*range(begin, begin + 12 - is_moved * (begin == 24)))
+        elsewhere(rig, "disk", *range(begin, begin + 6))
+        rig.now += 10.0
+    if is_moved:
+        rig.take(90)
+
+    rig.store(*range(100, 118))
+
+    assert rig.holds(*range(12, 24)) == [False] * 6 + [True] * 6
+    assert all(rig.holds(*range(24, 35)))

@@ -155,6 +155,8 @@ def test_no_story_loses_a_slot_or_unsettles_the_order(seed: int, quotas: str) ->
             rig.slots.touch(rng.choice(slots))
         elif step < 0.9:
             rig.release(rng.choice(slots))
+        elif step < 0.93:
+            rng.choice(slots).disk_length = 1
         else:
             now += rng.choice((0.1, 1.0, 3.0))
             rig.slots.pass_time(now)

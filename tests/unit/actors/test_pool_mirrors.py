@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ def test_with_a_disk_the_disk_learns_of_it_as_of_any_page() -> None:
     rig = Rig(has_disk=True)
     rig.reserve(1)
 
-    assert [type(effect) for effect in rig.commit(1)][3] is NotifyDisk
+    assert NotifyDisk in [type(effect) for effect in rig.commit(1)]
 
 
 def test_mirrored_pages_have_their_share_and_what_is_free() -> None:
@@ -363,12 +364,14 @@ def taken(effects: list[Any]) -> bytes:
 class Taker(Rig):
     """A pool, and a node that hands pages over to it."""
 
-    def offer(self, *numbers: int, namespace: int = 1) -> bytes:
+    def offer(self, *numbers: int, namespace: int = 1, at: float = inf) -> bytes:
         self.sequence += 1
         lengths = np.full(len(numbers), GRANULE, "<u8").tobytes()
         keys = b"".join(map(key, numbers))
         return taken(
-            self.say(TakeOver(Reserve(0, self.sequence, namespace, keys, lengths)), INSIDE)
+            self.say(
+                TakeOver(Reserve(0, self.sequence, namespace, keys, lengths), offered_at=at), INSIDE
+            )
         )
 
     def arrive(self, count: int) -> list[Any]:
@@ -430,6 +433,19 @@ def test_what_is_removed_while_it_is_read_is_not_committed() -> None:
         # The slot is free again, and of another namespace nothing was removed.
         assert rig.offer(2, namespace=5) == bytes((RESERVED,))
         assert taken(rig.arrive(1)) == bytes((COMMITTED,))
+
+
+def test_what_is_removed_while_its_offer_waits_is_not_taken() -> None:
+    """However long it waits: its node may have been paused, and not have removed it."""
+    for removal in (Remove(9, 1, key(1), 0.5), Clear(9, 1, 0.5)):
+        rig = Taker()
+        arrived_at = rig.now
+        rig.now += 1.0
+        rig.say(removal, NODE)
+        rig.now += 60.0
+
+        assert rig.offer(1, at=arrived_at) == bytes((REFUSED_FULL,))
+        assert rig.offer(1, at=rig.now) == bytes((RESERVED,))
 
 
 def test_nothing_is_read_that_could_not_be_committed() -> None:

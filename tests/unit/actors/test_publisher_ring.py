@@ -10,8 +10,8 @@ from peercache.actors.mailboxes import RecordsChanged, RingChanged
 from peercache.actors.origin import Origin
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
-from peercache.actors.publisher.actor import FORMER_MIN_S, SLICE_S
-from peercache.actors.publisher.streams import RecordTable, RingHandover
+from peercache.actors.publisher.actor import FORMER_MIN_S, FORMER_RINGS_MAX, SLICE_S
+from peercache.actors.publisher.streams import RINGS_MAX, RecordTable, RingHandover
 from peercache.model.hash_ring import HashRing
 from peercache.model.records import BUCKETS
 from peercache.wire.messages.directory import (
@@ -578,3 +578,26 @@ def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
     for owner in (A, B, C):
         owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}
         assert sorted(told[owner]) == sorted(keys(*owned))
+
+
+@pytest.mark.parametrize("changes", [2, FORMER_RINGS_MAX, RINGS_MAX + 2])
+def test_a_page_stored_after_many_changes_is_sent_to_the_last_former_owners(changes: int) -> None:
+    """Whether or not any row moves: an owner that is some changes behind may have authority."""
+    rings = [ring_of(A, B, *range(20, 20 + more), replicas=1) for more in range(changes + 1)]
+    made = publisher_in(rings[0], former_s=600.0)
+    for at, ring in enumerate(rings[1:]):
+        take(made, ME, RingChanged(ring), 1.0 + at / 10)
+        ticked(made, 1.05 + at / 10)
+
+    names = range(100)
+    sent_to = puts(take(made, ME, commit_of(records_of(ME, list(names), 2)), 5.0))
+    take(
+        made, ME, RecordsChanged(NO_RECORDS, drops_of(list(names), [2 + 2 * n for n in names])), 6.0
+    )
+
+    for owner in (A, B):
+        owned = {
+            name for ring in rings[-1 - FORMER_RINGS_MAX :] for name in owned_by(ring, owner, names)
+        }
+        assert sorted(sent_to[owner]) == sorted(keys(*owned))
+        assert held_by(made, owner) == set(), "it was not withdrawn from all of them"

@@ -325,7 +325,7 @@ def test_metrics_of_a_tenant_go_with_it() -> None:
                     shown.setdefault(sample.name, set()).add(sample.labels["namespace"])
         return shown
 
-    assert len(names()) == 4
+    assert len(names()) == 5
     world.say(0, NamespaceNamed("t-later"))
 
     wanted = {f"t-{number}" for number in range(1, TENANTS_MAX)} | {"t-later", OTHERS}
@@ -349,8 +349,8 @@ def test_without_quotas_there_are_no_metrics_of_tenants() -> None:
 
 
 def test_quotas_are_read_as_they_are_written() -> None:
-    """Shares, sizes, a share of the disk apart, priorities."""
-    text = "a=20%,priority=2;team-*=4GiB;*=1%/5%"
+    """Shares, sizes, a share of the disk apart, priorities, times to live."""
+    text = "a=20%,priority=2,ttl=90s;team-*=4GiB;*=1%/5%,ttl=1h/10d"
     rules = parse_quotas(text)
 
     assert [rule.pattern for rule in rules] == ["a", "team-*", "*"]
@@ -358,6 +358,10 @@ def test_quotas_are_read_as_they_are_written() -> None:
     assert rules[0].priority == 2
     assert rules[1].disk.of(2**40) == 4 * 2**30
     assert (rules[2].pool.of(1000), rules[2].disk.of(1000)) == (10, 50)
+    assert [rule.ttl_s for rule in rules] == [90.0, None, 3600.0]
+    assert [rule.disk_ttl_s for rule in rules] == [90.0, None, 864_000.0]
+    assert parse_quotas("a=20%, ttl=90s, priority=2") == rules[:1], "in any order"
+    assert written_quotas(parse_quotas("a=1%,ttl=1000001/0")) == "a=1%,ttl=1000001s/0s"
     assert written_quotas(rules) == text
     assert parse_quotas(text.split(";")) == rules
 
@@ -372,6 +376,12 @@ def test_quotas_are_read_as_they_are_written() -> None:
         ("a=lots", "must be a size"),
         ("a=1%,priority=1000", "at most 100"),
         ("a=1%,prio=1", "must be NAME=20%"),
+        ("a=1%,priority=", "must be NAME=20%"),
+        ("a=1%,ttl=1h,ttl=2h", "must be NAME=20%"),
+        ("a=1%,ttl=500ms", "of 1s or more, or 0"),
+        ("a=1%,ttl=-5", "of 1s or more, or 0"),
+        ("a=1%,ttl=1h/2h/3h", "of 1s or more, or 0"),
+        ("a=1%,ttl=soon", "a duration"),
     ],
 )
 def test_a_wrong_quota_is_named(text: str, says: str) -> None:

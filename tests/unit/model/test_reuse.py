@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from peercache.cli.traces import LRU, Prompt, hit_rate
-from peercache.model.reuse import HALVED_S, ONE_USE_S, SAMPLE_MAX, SHORT_USES, ReuseSample
+from peercache.model.reuse import (
+    HALVED_S,
+    ONE_USE_S,
+    SAMPLE_MAX,
+    SHORT_USES,
+    WAITING_MAX,
+    ReuseSample,
+)
 
 BLOCKS = (500, 1_000, 2_000, 4_000, 8_000, 16_000, 24_000, 32_000)
 ERROR_MAX = 0.02
@@ -75,6 +82,29 @@ def test_distances_are_in_the_sizes_of_the_pages() -> None:
     # The pages at the begin of a call are the last ones to be evicted.
     rates = sample.hit_rates([100 * len(blocks) // 2, 101 * len(blocks)])
     assert rates == pytest.approx([0.475, 0.95], abs=0.03)
+
+
+def test_the_uses_of_a_busy_hour_count_alike_however_many_there_were_before() -> None:
+    """Pages that are used twice in a row, then as many that never come back: a quarter are hits."""
+    sample, rng = ReuseSample(), np.random.default_rng(1)
+    for turn in range(6_000):
+        once = rng.integers(0, 2**64, 100, np.uint64)
+        for client in (1, 2):
+            sample.use(once, 1, client)
+            if turn >= 3_000:
+                once = rng.integers(0, 2**64, 100, np.uint64)
+
+    assert sample.uses() == 1_200_000
+    assert sample.hit_rates([1_000]) == pytest.approx([0.25], abs=ERROR_MAX)
+
+
+def test_a_call_of_more_pages_than_wait_together_counts_whole() -> None:
+    sample = ReuseSample()
+    for client in (1, 2):
+        use(sample, range(2 * WAITING_MAX), client)
+
+    assert sample.uses() == 4 * WAITING_MAX
+    assert sample.hit_rates([2 * WAITING_MAX + 100]) == pytest.approx([0.5], abs=ERROR_MAX)
 
 
 def test_nothing_is_estimated_before_any_use() -> None:

@@ -19,7 +19,7 @@ import attrs
 from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import Breakers
 from peercache.net.peers import Gate
-from peercache.net.requests import Asker
+from peercache.net.requests import SLICE_S, Asker
 from peercache.net.sockets import Listener
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import decode, encode
@@ -153,7 +153,11 @@ class Asking:
     """An asker and what it reports."""
 
     def __init__(
-        self, urls: dict[int, str | None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        urls: dict[int, str | None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        slice_s: float = SLICE_S,
     ) -> None:
         """Know these peers by incarnation."""
         self.urls = urls
@@ -171,6 +175,7 @@ class Asking:
             on_unasked=lambda peer, message: self.unasked.append((peer, message)),
             gate=Gate(Sharing.of(), None),
             name_of_peer=lambda _: None,
+            slice_s=slice_s,
         )
 
     def __enter__(self) -> Asking:

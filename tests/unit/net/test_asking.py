@@ -129,6 +129,63 @@ def test_a_restarted_peer_is_asked_again_on_a_fresh_connection(tmp_path: Path) -
                 assert len(second.of(Hello)) >= 1
 
 
+def test_a_connection_that_breaks_ends_the_wait_at_once(tmp_path: Path) -> None:
+    """A killed peer is noticed by the end of its connection, not by a timer."""
+    for kind in ("ipc", "tcp"):
+        asked = threading.Event()
+
+        def say_nothing(_: Message, asked: threading.Event = asked) -> None:
+            asked.set()
+
+        peer = Peer(kind, tmp_path)
+        # Nothing but the connection can end the poll.
+        with Asking({7: peer.url}, slice_s=TIMEOUT_S) as client, ThreadPoolExecutor(1) as threads:
+            assert isinstance(client.ask(7)[0], Located)
+            peer.answer = say_nothing
+            answers = threads.submit(client.ask, 7, timeout_s=2 * TIMEOUT_S)
+            assert asked.wait(TIMEOUT_S)
+            ended = time.monotonic()
+            peer.end()
+
+            assert answers.result(TIMEOUT_S) == [None], kind
+            assert_within(time.monotonic() - ended, PROMPT_S)
+            assert client.breakers.is_open(7)
+
+
+def test_a_peer_that_ended_between_two_calls_is_found_out_at_once(tmp_path: Path) -> None:
+    """Its address refuses, which nng does not report: it is probed after a millisecond."""
+    for kind in ("ipc", "tcp"):
+        peer = Peer(kind, tmp_path)
+        with Asking({7: peer.url}, slice_s=TIMEOUT_S) as client:
+            assert isinstance(client.ask(7)[0], Located)
+            peer.end()
+            began = time.monotonic()
+
+            assert client.ask(7, timeout_s=2 * TIMEOUT_S) == [None], kind
+            assert_within(time.monotonic() - began, PROMPT_S)
+            assert client.breakers.is_open(7)
+
+
+def test_a_second_peer_is_asked_when_the_first_is_slow(tmp_path: Path) -> None:
+    """The answer to it follows, and ends the call if it is enough."""
+    with (
+        Peer("ipc", tmp_path, answer=lambda _: None) as slow,
+        Peer("ipc", tmp_path) as other,
+        Asking({1: slow.url, 2: other.url}, slice_s=TIMEOUT_S) as client,
+    ):
+        began, question = time.monotonic(), Lookup(0, bytes(16))
+        answers = client.asker.ask(
+            [(1, question)],
+            began + 2 * TIMEOUT_S,
+            any,
+            (began + 0.01, lambda _: ([(2, question)], float("inf"))),
+        )
+        took_s = time.monotonic() - began
+
+    assert [type(answer) for answer in answers] == [type(None), Located]
+    assert_within(took_s, PROMPT_S)
+
+
 def test_another_cluster_is_a_refusal(tmp_path: Path) -> None:
     """Its words cannot be understood; that they cannot is understood at once."""
     with Peer("ipc", tmp_path, cluster="theirs") as peer, Asking({7: peer.url}) as client:

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from peercache.net.breaker import BACKOFF_MAX_S, BACKOFF_MIN_S, STALL_S, Breakers, data_port
+from peercache.net.breaker import (
+    BACKOFF_MAX_S,
+    BACKOFF_MIN_S,
+    HEDGE_FIRST_S,
+    HEDGE_MAX_S,
+    HEDGE_MIN_S,
+    HEDGES_AT_ONCE,
+    HEDGES_PER_REQUEST,
+    LAG_MAX_S,
+    LAG_MIN_S,
+    STALL_S,
+    AnswerTimes,
+    Breakers,
+    data_port,
+)
 from peercache.observability import reasons
 
 
@@ -187,3 +201,77 @@ def test_an_older_question_adds_nothing_to_a_failed_probe(breakers: Breakers) ->
     breakers.failed(1, now)
 
     assert breakers.available(1, now + 2 * BACKOFF_MIN_S)
+
+
+# --- the usual answer times -----------------------------------------------------------------------
+
+
+def test_how_long_to_wait_for_an_answer_follows_what_is_usual_for_the_peer() -> None:
+    """A slow peer gets more time than a quick one, and none less than the interpreter may take."""
+    times = AnswerTimes()
+    assert times.hedge_s(1) == HEDGE_FIRST_S
+
+    for _ in range(100):
+        times.answered(1, 0.0005)
+        times.answered(2, 0.02)
+
+    assert times.hedge_s(1) == HEDGE_MIN_S
+    assert times.hedge_s(2) == pytest.approx(0.04, rel=0.01)
+    times.answered(2, 10.0)
+    assert times.hedge_s(2) == HEDGE_MAX_S
+
+
+def test_irregular_answers_get_more_time_than_regular_ones_of_the_same_mean() -> None:
+    """The deviation counts, as for the retransmission timer of TCP."""
+    times = AnswerTimes()
+
+    for number in range(100):
+        times.answered(1, 0.01)
+        times.answered(2, 0.002 if number % 2 else 0.018)
+
+    assert times.hedge_s(2) > 2 * times.hedge_s(1)
+
+
+def test_one_call_in_ten_may_ask_a_second_owner() -> None:
+    """However slow all owners are: a busy machine does not get twice the load."""
+    times = AnswerTimes()
+    hedged = 0
+
+    for _ in range(1000):
+        times.asked()
+        if times.may_hedge():
+            times.hedged()
+            hedged += 1
+
+    assert hedged == pytest.approx(1000 * HEDGES_PER_REQUEST + HEDGES_AT_ONCE, abs=1)
+
+
+def test_a_peer_lags_for_a_while_and_longer_each_time_until_it_answers() -> None:
+    """Then it counts like any other."""
+    breakers = Breakers()
+    times, now = breakers.times, 100.0
+
+    for lag_s in (LAG_MIN_S, 2 * LAG_MIN_S, 4 * LAG_MIN_S, LAG_MAX_S, LAG_MAX_S):
+        times.lags(7, now)
+        times.lags(7, now + lag_s / 2)  # The same silence is no new evidence.
+        assert times.lagging(now + lag_s * 0.99) == {7}
+        now += lag_s
+        assert times.lagging(now) == set()
+    times.lags(7, now)
+    breakers.answered(7)
+
+    assert times.lagging(now) == set()
+    times.lags(7, now)
+    assert times.lagging(now + LAG_MIN_S) == set()
+
+
+def test_peers_that_are_gone_do_not_lag(breakers: Breakers) -> None:
+    """Their answer times are forgotten with them."""
+    for peer in (1, 2):
+        breakers.times.answered(peer, 0.05)
+        breakers.times.lags(peer, 10.0)
+
+    breakers.forget({2})
+
+    assert breakers.times.lagging(10.0) == {2}
+    assert breakers.times.hedge_s(1) == HEDGE_FIRST_S

@@ -28,6 +28,7 @@ class Line:
     closed: list[str]
     is_broken: bool = False
     is_fresh: bool = True
+    is_redial: bool = False
     is_probed: bool = False
 
     def close(self) -> None:

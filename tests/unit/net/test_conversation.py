@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -14,10 +14,12 @@ from peercache.model.member import ALIVE, Member
 from peercache.net.breaker import STALL_S, Breakers
 from peercache.net.requests import (
     BURST_MESSAGES,
+    REDIAL_S,
     SLICE_S,
     Connections,
     Conversation,
     Enough,
+    Hedge,
 )
 from peercache.wire.codec import decode, encode
 from peercache.wire.envelope import Envelope
@@ -39,6 +41,7 @@ class Line:
     fd: int
     is_broken: bool = False
     is_fresh: bool = True
+    is_redial: bool = False
     is_probed: bool = False
     is_closed: bool = False
     refuses: bool = False
@@ -74,13 +77,14 @@ class Asked:
     def __init__(self, talk: Conversation[Line], numbers: list[int]) -> None:
         self.wait_s, self.turn, self.end = talk.wait_s, talk.turn, talk.end
         self._talk = talk
-        self._came: dict[int, Message | None] = dict.fromkeys(numbers)
+        self._numbers = numbers
+        self._came: dict[int, Message | None] = {}
 
     @property
     def answers(self) -> list[Message | None]:
-        for number, before in self._came.items():
-            self._came[number] = before or self._talk.answer(number)
-        return list(self._came.values())
+        for number in self._numbers:
+            self._came[number] = self._came.get(number) or self._talk.answer(number)
+        return [self._came[number] for number in self._numbers]
 
 
 class Side:
@@ -120,9 +124,15 @@ class Side:
             breakers=breakers,
         )
 
-    def ask(self, *peers: int, until: float = 110.0, enough: Enough | None = None) -> Asked:
+    def ask(
+        self,
+        *peers: int,
+        until: float = 110.0,
+        enough: Enough | None = None,
+        hedge: tuple[float, Hedge] | None = None,
+    ) -> Asked:
         talk = self.talk()
-        return Asked(talk, talk.ask([(peer, QUESTION) for peer in peers], until, enough))
+        return Asked(talk, talk.ask([(peer, QUESTION) for peer in peers], until, enough, hedge))
 
     def greet(self, until: float) -> tuple[Asked, int]:
         """Send Hello to the listener of an address; return the Hello's number, too."""
@@ -219,7 +229,7 @@ def test_what_a_stale_connection_swallowed_is_asked_once_more(side: Side) -> Non
     side.lines[1].is_broken = True
     over = side.turn(exchange)
 
-    assert (goes_on, over) == (SLICE_S, None)
+    assert (goes_on, over) == (REDIAL_S, None)
     assert [type(message) for message in side.lines[1].sent] == [Hello, Lookup]
     assert [line.is_closed for line in side.lines] == [True, True]
     assert exchange.answers == [None]
@@ -280,6 +290,78 @@ def test_one_answer_may_be_enough_and_the_others_are_not_blamed(side: Side) -> N
     assert exchange.answers[0] is None
     assert not side.breakers.is_open(1)
     assert side.watched == []
+
+
+def asks(*peers: int, seen: list[list[Message | None]]) -> Hedge:
+    """Return a hedge that asks these peers once, and records the answers so far."""
+
+    def hedge(answers: Sequence[Message | None]) -> tuple[Sequence[tuple[int, Message]], float]:
+        seen.append(list(answers))
+        return [(peer, SECOND) for peer in peers], float("inf")
+
+    return hedge
+
+
+def test_further_peers_are_asked_when_an_answer_is_late(side: Side) -> None:
+    """At that time and not before; the answers so far are those that count."""
+    seen: list[list[Message | None]] = []
+    exchange = side.ask(1, 2, hedge=(100.01, asks(3, seen=seen)))
+    side.answer(side.lines[0])
+    wait_s = side.turn(exchange, 0.004)
+    before = list(seen)
+    side.turn(exchange, 0.006)
+    side.answer(side.lines[2], bytes(112))
+    goes_on = side.turn(exchange, 0.001)
+    side.answer(side.lines[1], bytes(56))
+    over = side.turn(exchange)
+
+    assert wait_s == pytest.approx(0.006)
+    assert before == []
+    assert [[type(answer) for answer in answers] for answers in seen] == [[Located, type(None)]]
+    assert goes_on is not None
+    assert over is None
+    assert [len(getattr(answer, "records", "")) for answer in exchange.answers] == [0, 56, 112]
+
+
+def test_what_arrived_while_the_caller_slept_is_not_late(side: Side) -> None:
+    """A busy engine's thread may look at its answers much later than they came."""
+    seen: list[list[Message | None]] = []
+    exchange = side.ask(1, hedge=(100.01, asks(2, seen=seen)))
+    side.answer(side.lines[0])
+    side.now += 5.0
+    exchange.turn([])  # The poll returned before the answer came.
+
+    assert seen == []
+    assert exchange.wait_s() is None
+    assert len(side.lines) == 1
+
+
+def test_a_peer_in_place_of_which_another_was_asked_has_been_silent(side: Side) -> None:
+    """Also if the other answer ends the wait: the silence counts for its breaker."""
+    exchange = side.ask(
+        1, enough=lambda answers: answers[-1] is not None, hedge=(100.01, asks(2, seen=[]))
+    )
+    side.turn(exchange, STALL_S)
+    side.answer(side.lines[1])
+    over = side.turn(exchange)
+    exchange.end()
+
+    assert over is None
+    assert side.breakers.is_open(1)
+    assert not side.breakers.is_open(2)
+    assert side.watched == []
+
+
+def test_usual_answer_times_are_those_of_kept_connections(side: Side) -> None:
+    """The first answer over a new connection includes the dial."""
+    for took_s in (3.0, 0.01):
+        exchange = side.ask(7, hedge=(200.0, asks(8, seen=[])))
+        side.now += took_s
+        side.answer(side.lines[0])
+        side.turn(exchange)
+        exchange.end()
+
+    assert side.breakers.times.hedge_s(7) == pytest.approx(2 * (0.01 + 4 * 0.005))
 
 
 def test_silence_until_the_deadline_counts_for_the_breaker() -> None:

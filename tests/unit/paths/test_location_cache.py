@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peercache.model.records import ON_DISK, RECORD, RESIDENT, Records
-from peercache.paths.lookup import HOLDERS_MAX, WAYS, LocationCache
+from peercache.paths.location_cache import HOLDERS_MAX, WAYS, LocationCache
 from tests.unit.paths.world import named
 
 

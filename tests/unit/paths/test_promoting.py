@@ -78,7 +78,7 @@ def test_copy_in_memory_is_not_given_up_for_one_on_a_nearer_disk() -> None:
     world.nodes[1].know(world.nodes[3].hold(first))
     world.nodes[2].know(world.nodes[2].keep(first))
     world.nodes[3].know(world.nodes[3].hold(second))
-    world.nodes[2].latency_s, world.nodes[3].latency_s = 0.01, 0.02
+    world.nodes[2].latency_s, world.nodes[3].latency_s = 0.002, 0.004
 
     got = world.get(first, second)
 

@@ -7,6 +7,7 @@ asker gives up. `between` and `before` run during the read of each page, as anot
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
@@ -25,7 +26,8 @@ from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
-from peercache.paths.lookup import LocationCache, Locator
+from peercache.paths.location_cache import LocationCache
+from peercache.paths.lookup import Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
 from peercache.paths.read import HolderLoad, Leading, Reader
 from peercache.paths.steps import (
@@ -74,6 +76,7 @@ class Node:
     mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
     data_mood: the same of the data port, or "refusing", which will not serve us.
     is_behind: it says that its shard lacks records.
+    is_at_work: its table shows that it was active recently.
     table:     "" is one that clients cannot open, "lost" one that they cannot read any more; "hint"
                lacks authority, "final" has it.
     """
@@ -86,6 +89,7 @@ class Node:
     data_mood: str = "up"
     is_behind: bool = False
     table: str = ""
+    is_at_work: bool = True
     latency_s: float = 0.001
     sequence: int = 1000
     taken: int = 0
@@ -293,6 +297,8 @@ class World:
         self.between: Callable[[Node, int], None] = _nothing
         self.posted: list[tuple[int, Message]] = []
         self.steps: list[Step] = []
+        self.hedged: list[int] = []
+        """Whom the Lookups went to that followed others in the same step."""
         self.nodes = {
             number: Node(_member(number, "there" if number in remote else "here"))
             for number in range(1, nodes + 1)
@@ -534,36 +540,56 @@ class World:
         reported = node.send_report(step.keys)
         asked = [step.keys[at : at + KEY_BYTES] for at in range(0, len(step.keys), KEY_BYTES)]
         places = [asked.index(key) for key in records_from_bytes(reported)["key"].tolist()]
-        return Looked(reported, np.array(places, np.uint32), node.table == "final", True)
+        return Looked(reported, np.array(places, np.uint32), node.table == "final", node.is_at_work)
 
     def _ask(self, step: Ask) -> list[Message | None]:
-        answers: list[Message | None] = [None] * len(step.questions)
-        asked_at = self.now
-        silent = []
-        by_latency = sorted(
-            enumerate(step.questions), key=lambda item: self.nodes[item[1][0]].latency_s
-        )
-        for place, (peer, message) in by_latency:
-            node = self.nodes[peer]
-            if node.mood == "away":
-                self.breakers.failed(peer, self.now)
-                continue
-            arrives_at = asked_at + node.latency_s
-            answer = None
-            if node.mood == "up" and arrives_at <= step.until:
-                answer = node.answer(message)
-            if answer is None:
-                silent.append(peer)
-                continue
-            self.now = max(self.now, arrives_at)
-            self.breakers.answered(peer)
-            answers[place] = answer
-            if step.enough is not None and step.enough(answers):
-                return answers
-        if silent:
-            self.now = max(self.now, step.until)
-            for peer in silent:
-                self.breakers.waited(peer, self.now - asked_at, self.now)
+        questions: list[tuple[int, Message]] = []
+        answers: list[Message | None] = []
+        asked_at: list[float] = []
+        arrivals: dict[int, float] = {}
+        """By the index of a question that is not answered yet; inf for a silent node."""
+        hedge_at, hedge = step.hedge or (math.inf, None)
+        is_over = is_hedged = False
+
+        def send(more: Sequence[tuple[int, Message]]) -> None:
+            for peer, message in more:
+                node = self.nodes[peer]
+                if node.mood == "away":
+                    self.breakers.failed(peer, self.now)
+                else:
+                    is_up = node.mood == "up"
+                    arrivals[len(questions)] = self.now + node.latency_s if is_up else math.inf
+                questions.append((peer, message))
+                answers.append(None)
+                asked_at.append(self.now)
+
+        send(step.questions)
+        while arrivals and not is_over:
+            place = min(arrivals, key=arrivals.__getitem__)
+            if hedge is not None and hedge_at < min(arrivals[place], step.until):
+                self.now, is_hedged = max(self.now, hedge_at), True
+                more, hedge_at = hedge(answers)
+                self.hedged += [peer for peer, _ in more]
+                send(more)
+            elif arrivals[place] > step.until:
+                self.now, is_over = max(self.now, step.until), True
+            else:
+                peer, message = questions[place]
+                answers[place] = self.nodes[peer].answer(message)
+                if answers[place] is None:
+                    arrivals[place] = math.inf
+                    continue
+                self.now = max(self.now, arrivals.pop(place))
+                self.breakers.answered(peer)
+                if hedge is not None:
+                    self.breakers.times.answered(peer, self.now - asked_at[place])
+            if step.enough and (any(answers) or is_hedged) and step.enough(answers):
+                if not is_hedged:
+                    return answers
+                is_over = True
+        for late in arrivals:
+            peer = questions[late][0]
+            self.breakers.waited(peer, self.now - asked_at[late], self.now)
         return answers
 
     def _read(self, read: PeerRead, until: float) -> Fetched:

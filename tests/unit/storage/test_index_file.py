@@ -52,7 +52,7 @@ def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
     index.put(entries_of([1, 2, 3]))
     index.drop(places(2, 3))
     index.put(entries_of([3], sequence=9))
-    index.use(places(1), 77)
+    index.use(places(1), np.array([77], np.int64))
     wait_for(index)
     assert index.close(TIMEOUT_S)
 
@@ -75,7 +75,7 @@ def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
         index.put(entries_of([4]))
         behind = [index.has_room(), index.has_room()]
         index.drop(places(2))
-        index.use(places(1), 5)
+        index.use(places(1), np.array([5], np.int64))
     wait_for(index)
     after = index.has_room()
     assert index.close(TIMEOUT_S)

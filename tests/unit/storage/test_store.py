@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,8 @@ def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
         index.execute("UPDATE slots SET used = used - 100")
     index.close()
     with Rig(tmp_path) as second:
-        second.perform(NoteUse(np.array([second.place_of(2)], np.uint64)))
+        now = np.array([int(time.time())], np.int64)
+        second.perform(NoteUse(np.array([second.place_of(2)], np.uint64), now))
 
     with Rig(tmp_path) as third:
         keys = [entry["key"].tobytes() for entry in third.opened.entries]

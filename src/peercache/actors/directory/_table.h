@@ -2,6 +2,8 @@
 #ifndef PEERCACHE_TABLE_H
 #define PEERCACHE_TABLE_H
 
+#include <unistd.h>
+
 #include "../../memory/_table_layout.h"
 
 #define LISTED_MAX 1024      /* holders of one key that a lookup looks at */
@@ -71,6 +73,17 @@ static inline struct holder *used_holder(const struct table *t, int64_t entry)
 static inline uint64_t table_rounded(uint64_t bytes)
 {
     return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+/* Pages of the kernel: on aarch64 they may have 16 or 64 KiB, and it maps no parts of one. */
+static inline uint64_t table_kernel_page(void)
+{
+    return (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static inline uint64_t table_aligned(uint64_t at)
+{
+    return (at + table_kernel_page() - 1) / table_kernel_page() * table_kernel_page();
 }
 
 /* Allocate whole pages of a part of an area. Returns whether that succeeded. */

@@ -50,7 +50,7 @@ static void *load(void *argument)
     pthread_mutex_lock(&ahead->lock);
     while (!ahead->is_ending) {
         struct range *range = ahead->rows.next < ahead->rows.end ? &ahead->rows : &ahead->index;
-        uint64_t at = range->next, bytes = range->end - at;
+        uint64_t at = range->next, bytes = range->end - at, before = at % table_kernel_page();
 
         if (at >= range->end) {
             ahead->is_waiting = 1;
@@ -60,7 +60,7 @@ static void *load(void *argument)
         bytes = bytes < LOADED_BYTES ? bytes : LOADED_BYTES;
         range->next += bytes;
         pthread_mutex_unlock(&ahead->lock);
-        if (madvise(ahead->table + at, bytes, MADV_POPULATE_WRITE) == 0)
+        if (madvise(ahead->table + at - before, before + bytes, MADV_POPULATE_WRITE) == 0)
             bytes = 0;
         pthread_mutex_lock(&ahead->lock);
         if (bytes) /* There is no memory, or the kernel is older. */

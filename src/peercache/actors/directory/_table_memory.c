@@ -17,10 +17,11 @@
  * used: a virtual machine may take 6 ms to find one, and the owner would wait for each. */
 int peercache_table_usable(struct table *t, uint64_t at, uint64_t bytes)
 {
+    uint64_t before = at % table_kernel_page();
     int done;
 
     if (t->file < 0)
-        return mprotect((char *)t + at, bytes, PROT_READ | PROT_WRITE) == 0;
+        return mprotect((char *)t + at - before, before + bytes, PROT_READ | PROT_WRITE) == 0;
     do
         done = fallocate(t->file, 0, (off_t)at, (off_t)bytes);
     while (done < 0 && errno == EINTR);
@@ -48,12 +49,14 @@ static void let_readers(const struct table *t)
 /* Release pages, as if they had never been used. Returns whether that succeeded. */
 int peercache_table_give_back(struct table *t, uint64_t at, uint64_t bytes)
 {
+    uint64_t begin = table_aligned(at), end = (at + bytes) / table_kernel_page() * table_kernel_page();
     int done;
 
     if (t->file < 0)
         /* The range is mapped again, not only emptied: a host that accounts for committed memory
-         * then no longer counts it. */
-        return mmap((char *)t + at, bytes, PROT_NONE,
+         * then no longer counts it. A page of the kernel of which only a part is released stays. */
+        return begin >= end ||
+               mmap((char *)t + begin, end - begin, PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
     if (!keep_readers_out(t))
         return 0;
@@ -86,11 +89,11 @@ struct table *peercache_table_new(const uint64_t *seed, uint64_t rows_max, uint6
     memcpy(plan.seed, seed, sizeof(plan.seed));
     plan.incarnation = incarnation;
     plan.rows_max = rows_max;
-    plan.holders_at = PAGE_BYTES;
+    plan.holders_at = table_aligned(PAGE_BYTES);
     plan.slots_max = peercache_table_slots_for(rows_max) + table_rounded(slots * 8) / 8;
-    plan.index[0].at = plan.holders_at + table_rounded(HOLDERS_MAX * sizeof(struct holder));
-    plan.index[1].at = plan.index[0].at + plan.slots_max * 8;
-    plan.rows_at = plan.index[1].at + plan.slots_max * 8;
+    plan.index[0].at = table_aligned(plan.holders_at + HOLDERS_MAX * sizeof(struct holder));
+    plan.index[1].at = table_aligned(plan.index[0].at + plan.slots_max * 8);
+    plan.rows_at = table_aligned(plan.index[1].at + plan.slots_max * 8);
     plan.bytes = plan.rows_at + table_rounded((rows_max + 1) * sizeof(struct row));
     plan.slots_min = plan.index[0].capacity = table_rounded(slots * 8) / 8;
     plan.index_ready[0] = plan.slots_min * 8;

@@ -3,8 +3,8 @@
 Owns    the records that holders publish to this node, and those of its own pool.
 Takes   Lookup and ReportStale, from readers; Put, Delete, Repair, StreamSummary and HandedOver,
         from holders; RecordsChanged, from the own pool; CommitAnswered and RemovalDone, from the
-        publisher; RemovalDone, from removal; ViewChanged, from membership; RingChanged, from the
-        ring.
+        publisher; RemovalDone, from removal; ViewChanged and HeldDead, from membership;
+        RingChanged, from the ring.
 Sends   Located or Refused, to readers; Acknowledged, SummaryMatches, SummaryDiffers,
         RequestSummary, RequestFreshSummary and VerifyRecords, to holders; Committed and Removed, to
         the client of a commit or a removal.
@@ -45,6 +45,7 @@ from peercache.actors.mailboxes import (
     TAKER,
     CommitAnswered,
     DirectoryMessage,
+    HeldDead,
     RecordsChanged,
     RemovalDone,
     RingChanged,
@@ -220,6 +221,9 @@ class DirectoryShard:
                 self.authority.turn(ring, now)
                 if self._tick_at == math.inf:
                     self._tick_at = now
+                return []
+            case HeldDead():
+                self.authority.doubt_all(now)
                 return []
             case CommitAnswered(origin, committed):
                 if origin == TAKER:

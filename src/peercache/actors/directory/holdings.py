@@ -269,7 +269,10 @@ class ShardAuthority:
         self._behind.pop(holder, None)
 
     def doubt_all(self, now: float) -> None:
-        """Ask all holders: this process was paused, and they may have given up waiting for it."""
+        """Ask all holders: they may have given up waiting for this node.
+
+        Its process was paused, or they held it dead.
+        """
         self._has_stalled = True
         for holder, held in self.held.items():
             held.is_whole = False

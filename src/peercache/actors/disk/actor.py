@@ -2,16 +2,17 @@
 
 Owns    the index of the disk and its eviction; the pages that wait to be written; the writes and
         loads in flight.
-Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld and PagesSought,
-        from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of the pool,
-        NamespaceNamed, from the node; the results of the page store (`actors.ports`).
-Sends   PagesWritten, PagesForgotten, RequestResident, RequestColdest and RequestHeld to the pool,
-        which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and DiskEnded to the
-        promote actor; RemovalDone to the pool; Write, Load, Forget and NoteUse to the page store.
+Takes   PagesStored, PagesDemoted, PagesRemoved, Resident, PageAges, PagesColdest, PagesHeld and
+        PagesSought, from the pool; RequestLoad, from the promote actor; RequestFlush and, by way of
+        the pool, NamespaceNamed, from the node; the results of the page store (`actors.ports`).
+Sends   PagesWritten, PagesForgotten, RequestResident, RequestAges, RequestColdest and RequestHeld
+        to the pool, which numbers and sends all records; PagesFound, PagesLoaded, LateEnded and
+        DiskEnded to the promote actor; RemovalDone to the pool; Write, Load, Forget and NoteUse to
+        the page store.
 Keeps   the pool is notified of each page that is added to the disk or removed from it, in that
         order. A removed page is never reported as on disk. A place that the store may still write
         to stays allocated.
-Limits  the bytes that wait to be written; those of `writes` and `open_index`.
+Limits  the bytes that wait to be written; those of `writes`, `expiry` and `open_index`.
 
 Without a disk, before it is open and after it has ended, no page is on disk.
 """
@@ -25,7 +26,9 @@ import attrs
 import numpy as np
 from typing_extensions import assert_never
 
+from peercache.actors.disk.expiry import DiskExpiry
 from peercache.actors.disk.index import DiskIndex, Gone
+from peercache.actors.disk.key_table import NO_ROW
 from peercache.actors.disk.open_index import (
     ANSWERS_MAX,
     DiskLoads,
@@ -41,6 +44,7 @@ from peercache.actors.mailboxes import (
     DiskIndexed,
     DiskMessage,
     NamespaceNamed,
+    PageAges,
     PagesColdest,
     PagesDemoted,
     PagesForgotten,
@@ -67,6 +71,7 @@ from peercache.actors.ports import (
 )
 from peercache.model.keys import KEY, KEY_BYTES, TAG, split_keys
 from peercache.model.room import QuotaRule
+from peercache.model.runs import I64
 from peercache.observability.metrics import Metrics
 from peercache.wire.messages.pool import Clear, Remove
 
@@ -74,7 +79,7 @@ REPORT_S: Final = 0.05
 """Pause between two batches of reports after opening or ending, at the rate of `report_rate`."""
 
 LOOK_S: Final = 1.0
-"""How often figures are updated, ages are checked, and retries are due."""
+"""How often figures are updated, and retries are due."""
 
 LOOK_AHEAD_S: Final = 0.1
 """How often, with `write_policy = on_evict`, the pool is asked for its eviction candidates."""
@@ -104,6 +109,8 @@ class DiskTier:
     writes_through: pages are written after their commit; else when the pool is about to evict them.
     report_rate:      records a second that are reported after opening.
     quotas:         the part of the disk that each namespace is guaranteed.
+    ttl_s:          how long after their last use pages are deleted; 0: never. A rule of `quotas`
+                    may say otherwise.
     """
 
     writes_through: bool = True
@@ -116,6 +123,7 @@ class DiskTier:
     open_index: OpenIndex = attrs.field(init=False)
     writes: DiskWrites = attrs.field(init=False)
     loads: DiskLoads = attrs.field(init=False)
+    _expiry: DiskExpiry = attrs.field(init=False)
     _flush: Flush = attrs.field(init=False)
     _usable_bytes: float = inf
     """What the file system has room for; the disk's own limit is in the index."""
@@ -136,9 +144,10 @@ class DiskTier:
 
     def __attrs_post_init__(self) -> None:
         """Start without a disk."""
-        self.open_index = OpenIndex(self.metrics, self.quotas)
+        self.open_index = OpenIndex(self.metrics, self.quotas, self.ttl_s)
         self.writes = DiskWrites(self.open_index, self.queue_bytes_max, self.write_delay_s)
         self.loads = DiskLoads(self.open_index)
+        self._expiry = DiskExpiry(self.open_index)
         self._flush = Flush(self.writes)
 
     @property
@@ -165,17 +174,19 @@ class DiskTier:
                 self.open_index.name(name)
                 return []
             case PagesStored():
-                effects = self.writes.note_stored(message)
+                effects = self.writes.note_stored(message, now)
                 self._is_behind |= not self.is_open
                 if self.writes_through or self._flush.is_final:
                     self.writes.add(message, now)
                 return effects
-            case PagesDemoted(keys):
-                return self._demoted(keys)
+            case PagesDemoted():
+                return self._demoted(message, now)
             case PagesRemoved():
                 return self._remove(message, now)
             case Resident():
                 return self.writes.begin_resident(message, now)
+            case PageAges():
+                return self._expiry.take(message, now)
             case PagesColdest():
                 self._write_ahead(message, now)
                 return []
@@ -186,9 +197,9 @@ class DiskTier:
                 self._flush.is_final = True
                 return self._flush.ask()
             case PagesSought():
-                return self._find(message)
+                return self._find(message, now)
             case RequestLoad():
-                return self.loads.begin(message)
+                return self.loads.begin(message, now)
             case WriteDone(job, outcomes):
                 return self.writes.done(job, outcomes)
             case LoadDone():
@@ -224,6 +235,7 @@ class DiskTier:
         due = min(self._report_at, self._removals.deadline())
         if not self.is_open:
             return due
+        due = min(due, self._expiry.deadline())
         return min(due, self.writes.deadline(), self._looks_at, self._ahead_at)
 
     @property
@@ -265,6 +277,7 @@ class DiskTier:
         opened, index = indexed.opened, indexed.index
         assert isinstance(index, DiskIndex), "the index is made by indexed_of"
         self.open_index.open(index, unix_s=opened.unix_s, now=now)
+        self._expiry.begin(now)
         newest = int(opened.entries["sequence"].max()) if len(opened.entries) else 0
         # A slot that was evicted and never rewritten is in no index, and may have a higher
         # sequence.
@@ -301,15 +314,23 @@ class DiskTier:
         self._report_at = now + REPORT_S if self._unreported else inf
         if self.index is None:
             return [NotifyPool(PagesForgotten(part))] if part else []
-        entries = self.index.find(part)
+        entries = self._unexpired(part, now)
         there = np.flatnonzero(entries >= 0)
         keys = np.frombuffer(part, KEY)[there].tobytes()
         return self.open_index.written(keys, self.index.lengths(entries[there]))
 
     # --- maintenance of the disk ------------------------------------------------------------------
 
+    def _unexpired(self, keys: bytes, now: float) -> I64:
+        """Return the entry of each page, -1 if it is not on disk, or there for too long."""
+        assert self.index is not None, "no page is looked for without a disk"
+        entries = self.index.find(keys)
+        there = np.flatnonzero(entries >= 0)
+        entries[there[self.open_index.have_expired(entries[there], now)]] = NO_ROW
+        return entries
+
     def _look_after(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
+        effects = self._expiry.look(now)
         if self._ahead_at <= now:
             self._ahead_at = now + LOOK_AHEAD_S
             if self.writes.is_idle:
@@ -317,7 +338,6 @@ class DiskTier:
         if self._looks_at <= now:
             self._looks_at = now + LOOK_S
             self._show()
-            effects += self._expire(now)
             effects += self._note_use(now)
             if self._reopen_at <= now and self.index is not None:
                 self._reopen_at = now + REOPEN_S
@@ -341,17 +361,6 @@ class DiskTier:
             new = PagesStored(stored.records[is_new], stored.namespace)
             self._written_ahead |= again | dict.fromkeys(self.writes.add(new, now))
 
-    def _expire(self, now: float) -> list[Effect]:
-        """Delete what is older than its time to live."""
-        if not self.ttl_s or self.index is None:
-            return []
-        old = self.index.written_before(max(0, self.open_index.unix_s(now) - int(self.ttl_s)))
-        if not len(old):
-            return []
-        gone = self.index.remove(old)
-        self.open_index.count_lost("expired", gone.count)
-        return self.open_index.forgotten(gone)
-
     def _note_use(self, now: float) -> list[Effect]:
         """Have the store record the pages used since the last time, coldest first."""
         index = self.index
@@ -361,7 +370,8 @@ class DiskTier:
         used, self._noted_clock = index.touched_since(self._noted_clock), index.clock
         if not len(used):
             return []
-        return [NoteUse(np.ascontiguousarray(index.rows(used)["place"]))]
+        rows = index.rows(used)
+        return [NoteUse(np.ascontiguousarray(rows["place"]), rows["used"].astype(np.int64))]
 
     def _show(self) -> None:
         if self.metrics is not None:
@@ -377,19 +387,20 @@ class DiskTier:
 
     # --- messages of the pool ---------------------------------------------------------------------
 
-    def _demoted(self, keys: bytes) -> list[Effect]:
+    def _demoted(self, demoted: PagesDemoted, now: float) -> list[Effect]:
         """Mark pages that left memory as hot: they were used while they were in memory."""
         if self.index is not None:
-            entries = self.index.find(keys)
-            self.index.touch(entries[entries >= 0])
+            entries = self.index.find(demoted.keys)
+            used = self.open_index.unix_s(now - demoted.age_s)
+            self.index.touch(entries[entries >= 0], used)
         return []
 
-    def _find(self, sought: PagesSought) -> list[Effect]:
+    def _find(self, sought: PagesSought, now: float) -> list[Effect]:
         """Report to the promote actor which pages are on disk."""
         count = len(sought.keys) // KEY_BYTES
         lengths, namespaces = np.zeros(count, np.int64), np.zeros(count, TAG)
         if self.index is not None:
-            entries = self.index.find(sought.keys)
+            entries = self._unexpired(sought.keys, now)
             there = entries >= 0
             rows = self.index.rows(entries[there])
             lengths[there], namespaces[there] = rows["length"], rows["namespace"]

@@ -50,7 +50,7 @@ FIELDS: Final = np.dtype(
         ("touched", "<u8"),
         ("namespace", TAG),
         ("length", "<u4"),
-        ("written", "<u4"),
+        ("used", "<u4"),
         ("state", "u1"),
         ("pins", "u1"),
     ]
@@ -437,7 +437,7 @@ class DiskIndex:
         """Return entries as rows of DISK_ENTRY (`used` is 0: age is counted in touches)."""
         rows = self._entries.rows[entries]
         found = np.zeros(len(entries), DISK_ENTRY)
-        for name in ("place", "sequence", "namespace", "length", "written"):
+        for name in ("place", "sequence", "namespace", "length", "used"):
             found[name] = rows[name]
         found["key"] = np.frombuffer(self._keys.keys_of(entries), "V16")
         found["slot"] = slot_blocks(rows["length"])
@@ -446,6 +446,11 @@ class DiskIndex:
     def rows(self, entries: I64) -> npt.NDArray[np.void]:
         """Return entries as stored (`entries.FIELDS`), in a fifth of the time of `entries`."""
         return self._entries.rows[entries]
+
+    def used(self, entries: I64) -> tuple[Tags, npt.NDArray[np.uint32]]:
+        """Return the namespaces of entries, and when each was last used, in Unix seconds."""
+        rows = self._entries.rows
+        return rows["namespace"][entries], rows["used"][entries]
 
     def lengths(self, entries: I64) -> I64:
         """Return the length of the page of each entry."""
@@ -515,17 +520,20 @@ class DiskIndex:
         are_theirs: npt.NDArray[np.bool_] = spaces == np.uint64(space_of(namespace))
         return are_theirs
 
-    def written_before(self, unix_s: int) -> I64:
-        """Return the HELD entries that were written before a moment: for a time to live."""
-        rows = self._entries.rows[: self._entries.end]
-        return np.flatnonzero((rows["state"] == HELD) & (rows["written"] < unix_s))
+    def used_before(self, unix_s: int, first: int, count: int) -> I64:
+        """Return the HELD entries among these that were last used before a moment."""
+        rows = self._entries.rows[first : min(first + count, self._entries.end)]
+        return np.flatnonzero((rows["state"] == HELD) & (rows["used"] < unix_s)) + first
 
     # --- writing ----------------------------------------------------------------------------------
 
     def begin(
-        self, keys: bytes, namespaces: Tags, lengths: U64, sequences: U64, unix_s: int
+        self, keys: bytes, namespaces: Tags, lengths: U64, sequences: U64, used: I64 | int
     ) -> Begun:
-        """Take a place for each page that is not known; the entries are WRITING and pinned."""
+        """Take a place for each page that is not known; the entries are WRITING and pinned.
+
+        used: when each page was last used, in Unix seconds.
+        """
         halves = halves_of(keys)
         entries = np.full(len(halves), NO_ROW, np.int64)
         blocks = slot_blocks(lengths)
@@ -543,7 +551,8 @@ class DiskIndex:
         new = entries[pages] = self._new(places)
         rows = self._entries.rows
         rows["sequence"][new], rows["namespace"][new] = sequences[pages], namespaces[pages]
-        rows["length"][new], rows["written"][new] = lengths[pages], unix_s
+        rows["length"][new] = lengths[pages]
+        rows["used"][new] = np.broadcast_to(np.maximum(used, 0), len(lengths))[pages]
         rows["state"][new], rows["pins"][new], rows["touched"][new] = WRITING, 1, 0
         self._slabs.put(places, new)
         self._keys.add(new, halves[pages])
@@ -588,7 +597,7 @@ class DiskIndex:
         """Load the entries of DiskOpened, coldest first, into an empty index."""
         assert not self._entries.end, "an index is loaded once, and first"
         rows = self._new(entries["place"])
-        for name in ("sequence", "namespace", "length", "written"):
+        for name in ("sequence", "namespace", "length", "used"):
             self._entries.rows[name][rows] = entries[name]
         self._entries.rows["state"][rows] = HELD
         blocks = slot_blocks(entries["length"])
@@ -600,9 +609,12 @@ class DiskIndex:
         self._charge(rows, 1)
         self.touch(rows)
 
-    def touch(self, entries: I64) -> None:
-        """Make HELD entries the hottest, the last one the hottest."""
+    def touch(self, entries: I64, unix_s: int | I64 = 0) -> None:
+        """Make HELD entries the hottest, the last one the hottest. unix_s: when they were used."""
         count = len(entries)
+        self._entries.rows["used"][entries] = np.maximum(
+            self._entries.rows["used"][entries], unix_s
+        )
         stamps = np.arange(self.clock + 1, self.clock + 1 + count, dtype=np.uint64)
         self._entries.rows["touched"][entries] = stamps
         self._eviction.note_touch(entries, stamps)

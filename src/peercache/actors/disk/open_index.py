@@ -16,6 +16,7 @@ from typing import Final, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from peercache.actors.disk.index import DiskIndex, Gone
 from peercache.actors.effects import Effect, NotifyPool, NotifyPromote
@@ -65,6 +66,8 @@ class OpenIndex:
 
     metrics: Metrics | None = None
     quotas: tuple[QuotaRule, ...] = ()
+    ttl_s: float = 0.0
+    """How long after their last use pages of namespaces expire whose rules do not say; 0: never."""
     index: DiskIndex | None = None
     _names: dict[str, None] = attrs.field(factory=dict)
     """The latest namespaces with known names."""
@@ -76,7 +79,7 @@ class OpenIndex:
         """Start with an open disk. unix_s: the wall clock's time at `now`."""
         self.index = index
         self._unix_s = unix_s - now
-        tenants = Tenants(self.quotas, whole=index.capacity_bytes, disk=True)
+        tenants = Tenants(self.quotas, whole=index.capacity_bytes, disk=True, ttl_s=self.ttl_s)
         for name in self._names:
             tenants.named(name)
         index.share_between(tenants)
@@ -96,8 +99,26 @@ class OpenIndex:
                 self._tenant_metrics.renew()
 
     def unix_s(self, now: float) -> int:
-        """Return the wall clock's time."""
-        return int(self._unix_s + now)
+        """Return the wall clock's time: as at the start, whatever steps it has made since."""
+        return max(0, int(self._unix_s + now))
+
+    @property
+    def may_expire(self) -> bool:
+        """Return whether pages on disk have a time to live."""
+        return self.index is not None and self.index.tenants.may_expire
+
+    def have_expired(self, entries: I64, now: float) -> npt.NDArray[np.bool_]:
+        """Return which entries were not used for the time to live of their namespace."""
+        index = self.index
+        assert index is not None, "no page on disk expires without a disk"
+        if not index.tenants.may_expire:
+            return np.zeros(len(entries), np.bool_)
+        namespaces, used = index.used(entries)
+        times = np.array([tenant.ttl_s for tenant in index.tenants.all()])
+        ttl_s = times[index.tenants.numbers(namespaces)]
+        unused_s = self.unix_s(now) - used.astype(np.float64)
+        expired: npt.NDArray[np.bool_] = (ttl_s > 0) & (unused_s > ttl_s)
+        return expired
 
     def next_job(self) -> int:
         """Return a number that no other job of the store has had."""
@@ -130,6 +151,12 @@ class OpenIndex:
         if gone.count and self.index is not None and self._tenant_metrics is not None:
             self._tenant_metrics.count_evicted(self.index.tenants.counted(gone.namespaces))
 
+    def count_expired(self, gone: Gone) -> None:
+        """Count pages that were not used for their time to live."""
+        self.count_lost("expired", gone.count)
+        if gone.count and self.index is not None and self._tenant_metrics is not None:
+            self._tenant_metrics.count_expired(self.index.tenants.counted(gone.namespaces))
+
     def count_lost(self, reason: str, count: int) -> None:
         """Count pages that were lost from the disk, by reason."""
         if count and self.metrics is not None:
@@ -141,6 +168,8 @@ def indexed_of(opened: DiskOpened) -> DiskIndexed:
     loop.
     """
     index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
+    # What was used in the future, by a clock that has been set back since, was used now.
+    opened.entries["used"] = np.minimum(opened.entries["used"], opened.unix_s)
     index.load(opened.entries)
     return DiskIndexed(opened, index)
 
@@ -254,13 +283,14 @@ LOST: Final = (
 @attrs.define(eq=False)
 class _Load:
     """A job of the store. positions: of its pages in the RequestLoad; outcomes: those of all
-    pages.
+    pages; unix_s: when it began.
     """
 
     wanted: int
     positions: I64
     entries: I64
     outcomes: bytearray
+    unix_s: int
     late: dict[int, None] = attrs.field(factory=dict)
 
 
@@ -276,7 +306,7 @@ class DiskLoads:
         """Return the number of loads in flight."""
         return len(self._loads)
 
-    def begin(self, wanted: RequestLoad) -> list[Effect]:
+    def begin(self, wanted: RequestLoad, now: float) -> list[Effect]:
         """Load the pages that are still on disk; answer at once if there are none."""
         count, index = len(wanted.lengths), self.open_index.index
         outcomes = bytearray((DISK_UNTRIED,)) * count
@@ -293,7 +323,8 @@ class DiskLoads:
         entries = entries[chosen]
         index.pin(entries)
         job = self.open_index.next_job()
-        self._loads[job] = _Load(wanted.job, chosen, entries, outcomes)
+        began = self.open_index.unix_s(now)
+        self._loads[job] = _Load(wanted.job, chosen, entries, outcomes, began)
         load = Load(
             job,
             np.frombuffer(wanted.keys, KEY)[chosen].tobytes(),
@@ -346,7 +377,8 @@ class DiskLoads:
     def _release(self, job: int) -> None:
         load, index = self._loads.pop(job), self.open_index.index
         if index is not None:
-            index.touch(load.entries[index.is_held(load.entries)][::-1])
+            held = load.entries[index.is_held(load.entries)]
+            index.touch(held[::-1], load.unix_s)
             index.unpin(load.entries)
 
 

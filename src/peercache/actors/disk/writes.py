@@ -130,7 +130,7 @@ class DiskWrites:
         """Start to number writes after the newest sequence on disk."""
         self._sequence = newest_sequence
 
-    def note_stored(self, stored: PagesStored) -> list[Effect]:
+    def note_stored(self, stored: PagesStored, now: float) -> list[Effect]:
         """Report to the pool which of the pages that it stored are on disk already.
 
         A page of another length is deleted from disk: the newest counts.
@@ -145,7 +145,7 @@ class DiskWrites:
         lengths = index.lengths(entries[there])
         is_same = lengths == records["length"][there]
         same = there[is_same]
-        index.touch(entries[same])
+        index.touch(entries[same], self.open_index.unix_s(now))
         effects = self.open_index.written(records["key"][same].tobytes(), lengths[is_same])
         gone = index.remove(entries[there[~is_same]])
         self.open_index.count_lost("replaced", gone.count)
@@ -174,7 +174,8 @@ class DiskWrites:
             self._questions += 1
             self._asked[self._questions] = records, tags
             keys, generations = records["key"].tobytes(), records["generation"].tobytes()
-            effects.append(NotifyPool(RequestResident(self._questions, keys, generations)))
+            asked = RequestResident(self._questions, keys, generations, self.open_index.may_expire)
+            effects.append(NotifyPool(asked))
         return effects
 
     def deadline(self) -> float:
@@ -191,7 +192,8 @@ class DiskWrites:
             return []
         here = np.frombuffer(answer.resident, np.bool_)
         self._drop("changed", len(records) - int(here.sum()))
-        return self._begin(records[here], tags[here], now) if here.any() else []
+        used = (self.open_index.unix_s(now) - answer.ages[here]).astype(np.int64)
+        return self._begin(records[here], tags[here], now, used) if here.any() else []
 
     def done(self, number: int, outcomes: bytes) -> list[Effect]:
         """Take the outcome of a job."""
@@ -262,13 +264,13 @@ class DiskWrites:
                 break
         return np.concatenate(parts), tags_of(namespaces)
 
-    def _begin(self, records: Records, tags: Tags, now: float) -> list[Effect]:
+    def _begin(self, records: Records, tags: Tags, now: float, used: I64) -> list[Effect]:
         shared = self.open_index
         assert shared.index is not None, "a question outlived the index"
         sequences = np.arange(1, len(records) + 1, dtype=np.uint64) + np.uint64(self._sequence)
         self._sequence += len(records)
         keys, lengths = records["key"].tobytes(), records["length"].astype(np.uint64)
-        begun = shared.index.begin(keys, tags, lengths, sequences, shared.unix_s(now))
+        begun = shared.index.begin(keys, tags, lengths, sequences, used)
         effects = shared.forgotten(begun.gone)
         shared.count_evicted(begun.gone)
         chosen = np.flatnonzero(begun.entries >= 0)

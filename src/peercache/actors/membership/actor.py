@@ -5,7 +5,7 @@ Takes   Join, Heartbeat, HeartbeatSeen, ShareView, RequestView, RequestViewChang
         PeerAnswered and AddressesFound from the node; a tick four times a heartbeat.
 Sends   Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
         ShareView in answer, CompareView to peers with a different view, ShareView to candidates;
-        ViewChanged to ring and directory, Republish to the publisher.
+        ViewChanged to ring and directory, Republish to the publisher, HeldDead to the directory.
 Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that states
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
         each by its own clock. A member that has sent a message recently is not dead, whatever other
@@ -29,8 +29,14 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, NotifyPublisher, Send, SendTo
-from peercache.actors.mailboxes import AddressesFound, MembershipMessage, PeerAnswered, Republish
+from peercache.actors.effects import Effect, NotifyDirectory, NotifyPublisher, Send, SendTo
+from peercache.actors.mailboxes import (
+    AddressesFound,
+    HeldDead,
+    MembershipMessage,
+    PeerAnswered,
+    Republish,
+)
 from peercache.actors.membership.candidates import Candidates, Places, Reconnect
 from peercache.actors.membership.gossip import (
     COUNTER_JUMP_MAX,
@@ -413,8 +419,8 @@ class Membership:
         if of_me is not None and is_live(of_me):
             self._held_at = now
         refuted = self._refute(of_me)
-        self._note_end(of_me)
-        effects = self._merge([*judged.merged, self._me], now)
+        ended = self._note_end(of_me)
+        effects = [*ended, *self._merge([*judged.merged, self._me], now)]
         self._note_message(sender.identity, now)
         for entry in judged.doubted:
             # The member refutes, and the sender corrects the entry. This node cannot refute it.
@@ -450,16 +456,17 @@ class Membership:
         self._me = attrs.evolve(self._me, counter=entry.counter + 1)
         return True
 
-    def _note_end(self, entry: Member | None) -> None:
+    def _note_end(self, entry: Member | None) -> list[Effect]:
         """Publish all again: nodes that held this node dead have dropped its records.
 
-        Their notice may arrive after it has refuted, if it had to refute a suspicion in the
-        meantime.
+        Nor did they wait for its shard when pages were stored. Their notice may arrive after it has
+        refuted, if it had to refute a suspicion in the meantime.
         """
         if entry is None or is_live(entry) or not self._dead_at < entry.counter < self._me.counter:
-            return
+            return []
         self._dead_at = entry.counter
         self._republish_owed = True
+        return [NotifyDirectory(HeldDead())]
 
     # --- time -----------------------------------------------------------------------------------
 

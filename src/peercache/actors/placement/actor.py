@@ -180,7 +180,7 @@ class Placement:
         match message:
             case OfferPages() | OfferSpill():
                 member = self._members.get(sender.identity)
-                return self.takings.offered(sender, message, member, self._refusal(message))
+                return self.takings.offered(sender, message, member, self._refusal(message), now)
             case ReportDrainState():
                 return self.takings.drain_state(sender.identity, message)
             case PagesTaken():

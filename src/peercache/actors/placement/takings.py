@@ -90,6 +90,7 @@ class Taking:
     namespace: int
     records: Records
     member: Member
+    arrived_at: float
     ages: npt.NDArray[np.float64] | None = None
     is_copy: bool = False
     is_due: bool = False
@@ -127,7 +128,8 @@ class Takings:
         origin: Origin,
         message: OfferPages | OfferSpill,
         member: Member | None,
-        refusal: str = "",
+        refusal: str,
+        now: float,
     ) -> list[Effect]:
         """Begin with an offer; of OfferPages, ask the offerer whether it drains.
 
@@ -148,7 +150,7 @@ class Takings:
         self._drop([t for t in self._waiting.values() if t.source == (origin.identity, is_copy)])
         self._last += 1
         namespace = space_of(message.namespace)
-        taking = Taking(origin, message.number, namespace, records, member, ages, is_copy)
+        taking = Taking(origin, message.number, namespace, records, member, now, ages, is_copy)
         self._waiting[self._last] = taking
         taking.is_due = taking.spilled
         return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
@@ -247,7 +249,7 @@ class Takings:
                     # Of a copy its node loses nothing, and what goes for it may have to be copied.
                     times = COPY_COLDER_FACTOR if taking.is_copy else 1.0
                     spilled = SpilledPages(taking.ages, self.min_age_s, times)
-                effects.append(NotifyPool(TakeOver(reserve, spilled)))
+                effects.append(NotifyPool(TakeOver(reserve, spilled, taking.arrived_at)))
         return effects
 
     def _answer(self, sequence: int, states: bytes) -> list[Effect]:

@@ -5,17 +5,17 @@ Owns    the page memory of one node: its slots, the generation words, the pages 
 Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove, Clear, Retain,
         Demote; RequestRoom, from members; ClientGone, PoolGrew, NamespaceNamed, and
         ReserveAhead from the publisher. From the disk actor: PagesWritten, PagesForgotten,
-        RequestResident, RequestColdest, RequestHeld, RemovalDone. From the promote actor:
-        PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node. From the
-        placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill, PagesGiven,
-        RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
+        RequestResident, RequestAges, RequestColdest, RequestHeld, RemovalDone. From the promote
+        actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
+        From the placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill,
+        PagesGiven, RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
-        PagesStored, PagesDemoted, PagesRemoved, Resident, PagesColdest, PagesHeld, PagesSought to
-        the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted to readers.
-        Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it commits the
-        publisher has answered. ReportRoom, CopiesEvicted and Retain to members.
+        PagesStored, PagesDemoted, PagesRemoved, Resident, PageAges, PagesColdest, PagesHeld,
+        PagesSought to the disk actor; Granted, Committed, PoolGrew to the promote actor; Promoted
+        to readers. Granted, PagesToGive, ColdPages and PagesToCopy to the placement actor; what it
+        commits the publisher has answered. ReportRoom, CopiesEvicted and Retain to members.
 Keeps   a record's word never moves; a byte under a committed record changes only after its word is
         odd; a word never again holds an even value it had. A slot that may be written to is
         never evicted, never freed by time or by a lost connection, and its word is odd. A page
@@ -34,7 +34,6 @@ to ON_DISK, where the page is on disk), then the slots are granted.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from math import inf
@@ -63,9 +62,11 @@ from peercache.actors.mailboxes import (
     DrainChanged,
     HoldersChanged,
     NamespaceNamed,
+    PageAges,
     PagesColdest,
     PagesForgotten,
     PagesGiven,
+    PagesHeld,
     PagesRemoved,
     PagesSought,
     PagesStored,
@@ -75,6 +76,7 @@ from peercache.actors.mailboxes import (
     PromoteAnswered,
     RecordsChanged,
     RemovalDone,
+    RequestAges,
     RequestColdest,
     RequestCopies,
     RequestGive,
@@ -83,7 +85,6 @@ from peercache.actors.mailboxes import (
     RequestSpill,
     ReserveAhead,
     Resident,
-    SpilledPages,
     TakenOver,
     TakeOver,
 )  # fmt: skip
@@ -92,6 +93,7 @@ from peercache.actors.pool.answers import (
     NO_DROPS,
     NO_RECORDS,
     GivingOrder,
+    ages_of,
     changed,
     committed,
     demoted,
@@ -107,22 +109,24 @@ from peercache.actors.pool.answers import (
     unchanged,
 )
 from peercache.actors.pool.copies import Copies
+from peercache.actors.pool.expiry import Expiry, owners_of
 from peercache.actors.pool.page_table import Page, PageTable, Retention
 from peercache.actors.pool.reservations import (
+    Copied,
     Mirrors,
     Reservation,
     Reservations,
     Shares,
+    Terms,
     coldest_pages,
     commit_pages,
     granules_of,
     held_pages,
     problem_of,
     states_ahead,
-    take_colder,
     take_slots,
 )
-from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
+from peercache.actors.pool.size_classes import NEVER_TOUCHED
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.pool.spill_order import SpillOrder
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
@@ -210,6 +214,7 @@ class Pool:
         )
         self.copies = self._copies = Copies(self._pages, self._slots, is_wanted=copies > 1)
         self._retention = Retention(self._slots)
+        self._expiry = Expiry(self.tenants)
         self.reuse = ReuseSample(reach=MEMORY[-1] * page_bytes)
         """Of the pages that clients read here, and set here."""
         self._reservations = Reservations()
@@ -241,10 +246,8 @@ class Pool:
                 return self._commit(sender, message, now)
             case Abort(sequence):
                 return self._free([self._reservations.end(sender.identity, sequence)])
-            case LiveReservations(newest, sequences):
-                return self._free(
-                    self._reservations.end_unlisted(sender.identity, newest, sequences)
-                )
+            case LiveReservations(newest, live):
+                return self._free(self._reservations.end_unlisted(sender.identity, newest, live))
             case Touched(drops):
                 return self._touch(sender, drops, now)
             case Remove(_, namespace, keys):
@@ -270,14 +273,9 @@ class Pool:
             case PagesWritten():
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
-                return self._forgotten(keys)
-            case RequestResident(number):
-                return [NotifyDisk(Resident(number, unchanged(self._pages, message)))]
-            case RequestColdest(full_part):
-                groups = coldest_pages(self._slots, self._pages, full_part)
-                return [NotifyDisk(PagesColdest(tuple(groups)))]
-            case RequestHeld():
-                return [NotifyDisk(held_pages(self._slots, self._pages))]
+                return forgotten(self._pages, keys)
+            case RequestResident() | RequestAges() | RequestColdest() | RequestHeld():
+                return [NotifyDisk(self._reported(message, now))]
             case PagesSought(number, keys):
                 return [NotifyDisk(PagesSought(number, keys, residents(self._pages, keys)))]
             case PromoteAnswered():
@@ -300,15 +298,16 @@ class Pool:
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Reserve what was asked for ahead, and let retained pages go whose time is over."""
+        """Reserve what was asked for ahead; let pages go that are retained or kept no longer."""
         self._retention.lapse(now)
-        effects = self._copies.on_tick(now)
+        effects = [*self._expire(now), *self._copies.on_tick(now)]
         asked, self._asked_ahead, self._due = self._asked_ahead, [], inf
         return effects + [effect for one in asked for effect in self._reserve_ahead(one)]
 
     def deadline(self) -> float:
-        """Return when what was asked for ahead is reserved, or a retained page is let go."""
-        return min(self._due, self._retention.deadline(), self._copies.deadline())
+        """Return when what was asked for ahead is reserved, or pages are let go."""
+        ends = min(self._retention.deadline(), self._expiry.deadline())
+        return min(self._due, ends, self._copies.deadline())
 
     def check(self) -> None:
         """Assert that pages, slots and reservations add up, in constant time."""
@@ -346,14 +345,10 @@ class Pool:
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        mirrored_at: float | None = None,
-        limits: Sequence[int] = (),
+        self, origin: Origin, reserve: Reserve, copied: Copied | None = None
     ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
-        if detail := problem_of(reserve, is_mirror=mirrored_at is not None):
+        if detail := problem_of(reserve, is_mirror=copied is not None):
             return refused(origin, reserve.request, "malformed", detail)
         if self._reservations.is_gone(client):
             return refused(origin, reserve.request, "gone", "the process of this client has exited")
@@ -369,25 +364,29 @@ class Pool:
         if self._is_draining and origin != PROMOTER:
             # Pages on disk still come back for readers.
             return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
-        return self._grant(origin, reserve, mirrored_at, limits)
+        return self._grant(origin, reserve, copied)
 
-    def _take_over(
-        self, reserve: Reserve, spilled: SpilledPages | None, now: float
-    ) -> list[Effect]:
+    def _take_over(self, message: TakeOver, now: float) -> list[Effect]:
         """Reserve room for pages that another node offers."""
-        if self._mirrors.is_void(reserve.namespace, now):
-            # A removal is under way, or may be: nothing of it could be committed.
+        reserve, spilled = message.reserve, message.spilled
+        offered_at = min(message.offered_at, now)
+        if self._mirrors.is_void(reserve.namespace, offered_at):
+            # A removal is under way, or came while the offer waited: nothing could be committed.
             full = bytes((REFUSED_FULL,)) * (len(reserve.lengths) // 8)
             return [granted(TAKER, reserve, full, bytes(len(reserve.lengths)))]
         if spilled is None:
-            return self._reserve_copies(TAKER, reserve, now)
+            return self._reserve_copies(TAKER, reserve, offered_at)
+        ttl_s = self.tenants.of(reserve.namespace).ttl_s or inf
         limits = [
             self._slots.ages.clock_at(now - max(age * spilled.times, spilled.min_age_s))
             if age >= 0
             else -1
             for age in spilled.ages.tolist()
         ]
-        return self._reserve_copies(TAKER, reserve, now, limits)
+        # What has expired by this node's own setting is not taken.
+        expired = (np.abs(spilled.ages) >= ttl_s).tolist()
+        limits = [-2 if is_over else limit for limit, is_over in zip(limits, expired, strict=True)]
+        return self._reserve_copies(TAKER, reserve, offered_at, limits)
 
     def _reserve_copies(
         self, origin: Origin, reserve: Reserve, now: float, limits: Sequence[int] = ()
@@ -399,19 +398,10 @@ class Pool:
         here.
         """
         reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
-        return self._reserve(origin, reserve, now, limits)
+        return self._reserve(origin, reserve, Copied(now, limits))
 
-    def _grant(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        mirrored_at: float | None = None,
-        limits: Sequence[int] = (),
-    ) -> list[Effect]:
-        """Begin a reservation: evict what must go, and only then grant.
-
-        limits: the last touch of a page that may be evicted, for each page of an offer.
-        """
+    def _grant(self, origin: Origin, reserve: Reserve, copied: Copied | None) -> list[Effect]:
+        """Begin a reservation: evict what must go, and only then grant."""
         lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
         # What this batch finds here is touched first, so that its own evictions spare it.
         untouched_since = self._slots.clock
@@ -420,10 +410,10 @@ class Pool:
         if reserve.keys:
             states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
             for page in reversed(here):
-                if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
+                if page.slot.is_mirror and (copied is None or origin == TAKER):
                     self._slots.adopt(page.slot)
                     self._copies.adopted(page)
-                elif not limits:
+                elif copied is None or not copied.limits:
                     self._slots.touch(page.slot)
                 else:
                     # No use of it, but the offerer evicts its own: this one is not given meanwhile.
@@ -432,9 +422,8 @@ class Pool:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
-        slots, evicted = self._take(
-            origin, reserve, states, granules, untouched_since, mirrored_at, limits
-        )
+        terms = self._terms(origin, reserve, copied, untouched_since)
+        slots, evicted = take_slots(self._slots, states, granules, terms)
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")
         if firsts:
@@ -448,64 +437,33 @@ class Pool:
             offsets.tobytes(),
             tuple(slots),
             self._slots.reserved_granules - before,
-            mirrored_at,
+            copied and copied.asked_at,
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
-        if mirrored_at is None and reserve.keys:
+        if copied is None and reserve.keys:
             self._spill.demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
         if self._metrics is not None and evicted:
             self._metrics.pages_evicted.inc(len(evicted))
             if self.tenants.are_several:
-                owners = Counter(slot.extent.size_class.tenant for slot in evicted)
-                self._tenant_metrics.count_evicted(owners)
+                self._tenant_metrics.count_evicted(owners_of(evicted))
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 
-    def _take(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        states: bytearray,
-        granules: list[int],
-        untouched_since: int,
-        mirrored_at: float | None,
-        limits: Sequence[int],
-    ) -> tuple[list[Slot | None], list[Slot]]:
-        """Take a slot for each page that is RESERVED; return them, and the slots evicted for it."""
+    def _terms(
+        self, origin: Origin, reserve: Reserve, copied: Copied | None, untouched_since: int
+    ) -> Terms:
+        """Return what a Reserve may have."""
         own = self._reservations.granules_of(origin.identity)
-        tenant = self.tenants.of(reserve.namespace)
-        if mirrored_at is not None and origin != TAKER:
-            return self._mirrors.take_slots(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares,
-                untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
-                tenant=tenant,
-            )
-        if limits:
-            return take_colder(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares,
-                limits=limits,
-                tenant=tenant,
-            )
-        return take_slots(
-            self._slots,
-            states,
-            granules,
-            own=own,
-            shares=self._shares if reserve.keys else None,
+        tenant, shares = self.tenants.of(reserve.namespace), self._shares
+        if copied is None:
+            return Terms(own, tenant, shares if reserve.keys else None, untouched_since)
+        if origin == TAKER:
             # What another node hands over takes free room only.
-            untouched_since=-1 if origin == TAKER else untouched_since,
-            tenant=tenant,
-        )
+            return Terms(own, tenant, shares, limits=copied.limits)
+        since = self._mirrors.begin(copied.asked_at, untouched_since)
+        return Terms(own, tenant, shares, since, mirrors_max=self._mirrors.granules_max)
 
     def _reserve_ahead(self, asked: ReserveAhead) -> list[Effect]:
         """Reserve the slots ahead that a Commit requested; that of the next may report them."""
@@ -562,28 +520,31 @@ class Pool:
         if origin == PROMOTER:
             commit = self._without_removed(commit, reservation)
         asked_at = reservation.mirrored_at
-        if asked_at is not None:
-            if self._mirrors.is_void(reservation.namespace, asked_at):
-                commit = attrs.evolve(commit, written=bytes(len(commit.written)))
-            if origin != TAKER:
-                return self._commit_mirrored(origin, commit, reservation)
+        is_mirrored = asked_at is not None and origin != TAKER
+        if asked_at is not None and self._mirrors.is_void(reservation.namespace, asked_at):
+            commit = attrs.evolve(commit, written=bytes(len(commit.written)))
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
-        ahead = self._reservations.next_held_back(origin.identity)
-        then = requested_ahead(origin, commit, reservation)
-        here = self._pages.records_in_state(reservation.keys, states, (HERE,))
-        if made is None:
-            return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
-        if not is_copy:
-            self._copies.stored(split_keys(made.keys))
-        records, words = self._pages.publish(made)
-        changes = RecordsChanged(records, NO_DROPS)
-        answer = committed(origin, commit, states, records, here, ahead, then)
-        effects: list[Effect] = [words, NotifyDirectory(changes)]
-        if origin == PROMOTER:
-            effects.append(NotifyPublisher(changes))
-        effects.append(answer)
-        if self._has_disk:
+        effects, records = list[Effect](), NO_RECORDS
+        if made is not None:
+            if not is_copy and not is_mirrored:
+                self._copies.stored(split_keys(made.keys))
+            records, words = self._pages.publish(made)
+            changes = RecordsChanged(records, NO_DROPS)
+            effects += [words, NotifyDirectory(changes)]
+            if is_mirrored or origin == PROMOTER:
+                effects.append(NotifyPublisher(changes))
+        if is_mirrored:
+            # No client waits until directory owners know these pages.
+            here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
+            request, sequence = commit.request, commit.sequence
+            effects.append(Send(origin, Committed(request, sequence, states, here.tobytes(), 0)))
+        else:
+            here = self._pages.records_in_state(reservation.keys, states, (HERE,))
+            ahead = self._reservations.next_held_back(origin.identity)
+            then = requested_ahead(origin, commit, reservation)
+            effects.append(committed(origin, commit, states, records, here, ahead, then))
+        if made is not None and self._has_disk:
             effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
         return effects
 
@@ -602,13 +563,28 @@ class Pool:
                     self._slots.move_in(slot, max(self._slots.ages.clock_at(now - age), 0))
         return effects
 
+    def _reported(
+        self, message: RequestResident | RequestAges | RequestColdest | RequestHeld, now: float
+    ) -> Resident | PageAges | PagesColdest | PagesHeld:
+        """Return what the disk actor asks about the pages in memory."""
+        match message:
+            case RequestResident():
+                return unchanged(self._pages, message, self._slots, now)
+            case RequestAges(keys):
+                return ages_of(self._pages, self._slots, keys, now)
+            case RequestColdest(full_part):
+                return PagesColdest(tuple(coldest_pages(self._slots, self._pages, full_part)))
+            case RequestHeld():
+                return held_pages(self._slots, self._pages)
+        assert_never(message)
+
     def _place(
         self, message: TakeOver | TakenOver | RequestGive | RequestSpill | PagesGiven, now: float
     ) -> list[Effect]:
         """Do what the placement actor says about pages that move between nodes."""
         match message:
-            case TakeOver(reserve, offered):
-                return [*self._copies.report(now), *self._take_over(reserve, offered, now)]
+            case TakeOver():
+                return [*self._copies.report(now), *self._take_over(message, now)]
             case TakenOver(commit, ages, is_copy):
                 return self._taken_over(commit, ages, now, is_copy=is_copy)
             case RequestGive(again):
@@ -653,7 +629,7 @@ class Pool:
         ends: dict[tuple[Tag, float], list[bytes]] = {}
         for page in self._pages.of_keys(made.drops["key"].tolist()):
             until = page.slot.retained_until
-            if until > now and page.copy_at == made.node:
+            if until > now and page.slot.copy_at == made.node:
                 ends.setdefault((page.namespace, until), []).append(page.key)
         return [
             Send(made.node, Retain(0, namespace, b"".join(keys), until - now))
@@ -672,29 +648,24 @@ class Pool:
             self._slots.release(page.slot)
         return effects
 
+    def _expire(self, now: float) -> list[Effect]:
+        """Evict pages whose time to live is over."""
+        expired = self._expiry.expired(self._slots, now)
+        if not expired:
+            return []
+        effects = self._end(self._pages.in_slots(expired), [])
+        if self._metrics is not None:
+            self._tenant_metrics.count_expired(owners_of(expired))
+        for slot in expired:
+            self._slots.release(slot)
+        return effects
+
     def _room(self, asked: RequestRoom, now: float) -> ReportRoom:
         """Return what another node may hope for here."""
         if self._is_draining:
             return ReportRoom(asked.number, 0, 0.0)
         spare, age_s = self._spill.room(now, is_copy=asked.is_copy)
         return ReportRoom(asked.number, spare * self._granule, age_s)
-
-    def _commit_mirrored(
-        self, origin: Origin, commit: Commit, reservation: Reservation
-    ) -> list[Effect]:
-        """Make mirrored pages readable; no client waits until directory owners know them."""
-        states, made = commit_pages(self._slots, self._pages, reservation, commit)
-        self._reservations.end(origin.identity, commit.sequence, states)
-        here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
-        answer = Committed(commit.request, commit.sequence, states, here.tobytes(), 0)
-        if made is None:
-            return [Send(origin, answer)]
-        records, words = self._pages.publish(made)
-        changes = RecordsChanged(records, NO_DROPS)
-        effects: list[Effect] = [words, NotifyDirectory(changes), NotifyPublisher(changes)]
-        if self._has_disk:
-            effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
-        return [*effects, Send(origin, answer)]
 
     def _without_removed(self, commit: Commit, reservation: Reservation) -> Commit:
         """Return a Commit of the promote actor without the pages that were removed meanwhile."""
@@ -783,9 +754,6 @@ class Pool:
                 noted = self._removed_in_promotes.setdefault(sequence, {})
                 noted.update(dict.fromkeys(removed))
 
-    def _forgotten(self, keys: bytes) -> list[Effect]:
-        return forgotten(self._pages, keys)
-
     def _end(
         self, pages: list[Page], reserved: list[int], *, is_removed: bool = False
     ) -> list[Effect]:
@@ -803,5 +771,5 @@ class Pool:
         if is_removed:
             effects += changed(NO_RECORDS, drops)
         elif pages:
-            effects += demoted(self._pages, pages, drops)
+            effects += demoted(self._pages, pages, drops, self._slots)
         return effects

@@ -3,7 +3,7 @@
 A page has one record. It is RESIDENT while the page is in memory, else ON_DISK while the page is on
 disk. The pool alone numbers records, so the disk actor sends it the facts (`PagesWritten`,
 `PagesForgotten`) and the pool decides what follows. Of pages in memory it notes under which length
-they are on disk (`Page.disk_length`), because eviction must know; of pages on disk only it keeps
+they are on disk (`Slot.disk_length`), because eviction must know; of pages on disk only it keeps
 nothing, as the next fact of the disk actor says all that is needed.
 """
 
@@ -28,6 +28,7 @@ from peercache.actors.effects import (
 from peercache.actors.mailboxes import (
     PROMOTER,
     TAKER,
+    PageAges,
     PagesCommitted,
     PagesDemoted,
     PagesStored,
@@ -37,13 +38,14 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
     RequestResident,
     ReserveAhead,
+    Resident,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.reservations import Reservation, Reservations
 from peercache.actors.pool.size_classes import HELD, Slot
 from peercache.actors.pool.slots import SlotAllocator
-from peercache.model.keys import split_keys
+from peercache.model.keys import KEY_BYTES, split_keys
 from peercache.model.records import DROP, RECORD, Records
 from peercache.model.reuse import MEMORY_NAMES
 from peercache.observability.metrics import Metrics
@@ -136,7 +138,7 @@ def spilled(pages: PageTable, fact: PagesWritten) -> list[Effect]:
             keys.append(key)
             lengths.append(length)
         else:
-            page.disk_length = length
+            page.slot.disk_length = length
     return changed(pages.on_disk_records(keys, lengths), NO_DROPS)
 
 
@@ -148,20 +150,24 @@ def forgotten(pages: PageTable, packed: bytes) -> list[Effect]:
         if page is None:
             gone.append(key)
         else:
-            page.disk_length = 0
+            page.slot.disk_length = 0
     return changed(NO_RECORDS, pages.drops_of(gone))
 
 
-def demoted(pages: PageTable, evicted: list[Page], drops: Records) -> list[Effect]:
+def demoted(
+    pages: PageTable, evicted: list[Page], drops: Records, slots: SlotAllocator
+) -> list[Effect]:
     """Return the records of an eviction: ON_DISK for each page on disk, a drop for the others."""
-    kept = [page for page in evicted if page.disk_length]
+    kept = [page for page in evicted if page.slot.disk_length]
     if not kept:
         return changed(NO_RECORDS, drops)
-    lost = np.array([not page.disk_length for page in evicted], np.bool_)
+    lost = np.array([not page.slot.disk_length for page in evicted], np.bool_)
     keys = [page.key for page in kept]
-    records = pages.on_disk_records(keys, [page.disk_length for page in kept])
+    records = pages.on_disk_records(keys, [page.slot.disk_length for page in kept])
     effects = changed(records, drops[lost])
-    return [*effects, NotifyDisk(PagesDemoted(b"".join(keys)))]
+    # What goes at once was used at about the same time: one look instead of one for each.
+    age_s = slots.ages.age(max(page.slot.touched for page in kept), slots.now)
+    return [*effects, NotifyDisk(PagesDemoted(b"".join(keys), age_s))]
 
 
 def residents(pages: PageTable, packed: bytes) -> bytes:
@@ -170,14 +176,31 @@ def residents(pages: PageTable, packed: bytes) -> bytes:
     return bytes(find(key) is not None for key in split_keys(packed))
 
 
-def unchanged(pages: PageTable, asked: RequestResident) -> bytes:
-    """Return one byte a page: 1 where it is in memory under the generation that is asked for."""
-    find = pages.find
+def unchanged(
+    pages: PageTable, asked: RequestResident, slots: SlotAllocator, now: float
+) -> Resident:
+    """Return which pages are in memory under the generations that are asked for."""
+    states = bytearray(len(asked.generations) // 8)
+    ages = np.zeros(len(states))
     generations = np.frombuffer(asked.generations, "<u8").tolist()
-    return bytes(
-        (page := find(key)) is not None and page.generation == generation
-        for key, generation in zip(split_keys(asked.keys), generations, strict=True)
-    )
+    for at, key in enumerate(split_keys(asked.keys)):
+        page = pages.find(key)
+        if page is not None and page.generation == generations[at]:
+            states[at] = 1
+            if asked.with_ages:
+                ages[at] = slots.ages.age(page.slot.touched, now)
+    return Resident(asked.number, bytes(states), ages)
+
+
+def ages_of(pages: PageTable, slots: SlotAllocator, keys: bytes, now: float) -> PageAges:
+    """Return how long ago pages were used; a retained page counts as used now."""
+    ages = np.full(len(keys) // KEY_BYTES, np.inf)
+    for at, key in enumerate(split_keys(keys)):
+        page = pages.find(key)
+        if page is not None:
+            is_retained = page.slot.retained_until > now
+            ages[at] = 0.0 if is_retained else slots.ages.age(page.slot.touched, now)
+    return PageAges(keys, ages)
 
 
 def promote_answer(pages: PageTable, asked: PromoteAnswered) -> Send:

@@ -1,7 +1,7 @@
 """Copies: which pages of a pool have a copy on another node, and which have none.
 
 A page and its copy are equals: both are read, both are evicted in their turn, and each of the two
-nodes knows of the other (`Page.copy_at`). A node that evicts its page reports that to the other
+nodes knows of the other (`Slot.copy_at`). A node that evicts its page reports that to the other
 one, whose page then has no copy: it is named to the placement actor, which offers it. So is each
 page whose other node is dead, and each page that a client stores.
 
@@ -101,7 +101,7 @@ class Copies:
 
         It may have a copy already: it was mirrored while it was taken as one.
         """
-        if not page.copy_at:
+        if not page.slot.copy_at:
             self._alone(page, is_urgent=True)
 
     def ended(self, pages: Sequence[Page], *, is_removed: bool) -> None:
@@ -111,13 +111,13 @@ class Copies:
         for page in pages:
             more = self._more.pop(page.key, ())
             self._no_longer_single(page.key)
-            is_lost = not is_removed and not page.disk_length
+            is_lost = not is_removed and not page.slot.disk_length
             if is_lost:
                 for node in more:
                     self._report(node, page.key)
-            if page.copy_at:
+            if page.slot.copy_at:
                 if is_lost:
-                    self._report(page.copy_at, page.key)
+                    self._report(page.slot.copy_at, page.key)
                 self._part(page)
 
     def named(self, newer_than: int, now: float, *, again: bool) -> PagesToCopy:
@@ -160,19 +160,19 @@ class Copies:
                 if made.node:
                     self._report(made.node, key)
             elif not made.node:
-                if not page.copy_at:
+                if not page.slot.copy_at:
                     self._alone(page, is_urgent=True)
             elif not made.is_sure:
                 self._more.setdefault(key, set()).add(made.node)
-                if not page.copy_at and key in self._waiting:
+                if not page.slot.copy_at and key in self._waiting:
                     # The next one may answer.
                     del self._waiting[key]
                     self._urgent[key] = 0
-            elif page.copy_at not in (0, made.node):
+            elif page.slot.copy_at not in (0, made.node):
                 self._more.setdefault(key, set()).add(made.node)
-            elif not page.copy_at:
+            elif not page.slot.copy_at:
                 self._forget_more(key, made.node)
-                page.copy_at = made.node
+                page.slot.copy_at = made.node
                 self._counts[made.node] += 1
                 self._no_longer_single(key)
 
@@ -184,7 +184,7 @@ class Copies:
         self._received[node] = report.number
         for page in self.pages.of_keys(split_keys(report.keys)):
             self._forget_more(page.key, node)
-            if page.copy_at == node:
+            if page.slot.copy_at == node:
                 # Most likely it was cold there too, and has no place anywhere.
                 self._alone(page)
 
@@ -195,7 +195,7 @@ class Copies:
         self._more = {key: known for key, known in more.items() if known}
         if gone:
             for page in self.pages.all():
-                if page.copy_at in gone:
+                if page.slot.copy_at in gone:
                     self._alone(page, is_urgent=True)
         for known in (self._evicted, self._sent, self._repeat_at, self._received, self._doubted):
             for node in known.keys() - nodes:
@@ -231,7 +231,7 @@ class Copies:
             del self._doubted[node]
             self._looked_at[node] = now
             for page in self.pages.all():
-                if page.copy_at == node:
+                if page.slot.copy_at == node:
                     # It may have the copy, and then relies on the page here.
                     self._more.setdefault(page.key, set()).add(node)
                     self._alone(page, node)
@@ -265,7 +265,7 @@ class Copies:
 
     def _alone(self, page: Page, near: int = 0, *, is_urgent: bool = False) -> None:
         """Note that no node is known to have a copy of a page. near: one that may have."""
-        if page.copy_at:
+        if page.slot.copy_at:
             self._part(page)
         if not self.is_wanted or page.key in self._withheld:
             return
@@ -282,7 +282,7 @@ class Copies:
             known.pop(key, None)
 
     def _part(self, page: Page) -> None:
-        self._counts[page.copy_at] -= 1
-        if not self._counts[page.copy_at]:
-            del self._counts[page.copy_at]
-        page.copy_at = 0
+        self._counts[page.slot.copy_at] -= 1
+        if not self._counts[page.slot.copy_at]:
+            del self._counts[page.slot.copy_at]
+        page.slot.copy_at = 0

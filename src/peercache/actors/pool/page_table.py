@@ -87,9 +87,8 @@ class PackedPages:
 class Page:
     """One committed page.
 
-    disk_length: its length on this node's disk; 0: not there. named_at: when it was named for
-    spilling, in the actors' time; named_touched: when it had been touched last by then. copy_at:
-    the node that has a copy; 0: none is known.
+    named_at: when it was named for spilling, in the actors' time; named_touched: when it had been
+    touched last by then.
     """
 
     key: bytes
@@ -98,10 +97,8 @@ class Page:
     generation: int
     namespace: int
     checksum: int
-    disk_length: int = 0
     named_at: float = -math.inf
     named_touched: int = NEVER_TOUCHED
-    copy_at: int = 0
 
 
 @final

@@ -6,6 +6,7 @@ A slot may hold a mirrored page, a retained one, or one that came from another n
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, merge
@@ -28,6 +29,74 @@ FREE, RESERVED, HELD = 0, 1, 2
 
 NEVER_TOUCHED: Final = -1
 
+_NOT_YET: Final = 2**62
+
+
+HISTORY_S: Final = 4096
+"""Seconds of the past, one mark each: pages of other nodes that are older when a node starts are of
+one age."""
+
+AGE_DIVISOR: Final = 256
+"""Of what is longer ago, the distance of two marks is 1/256 of their age: a year has 2,300."""
+
+
+@final
+@attrs.define(eq=False)
+class Ages:
+    """What the clock of touches showed at each second of the past: marks, both lists rising.
+
+    The clock advances once a second at least, so that a second that had no touch has a place in the
+    order of eviction too: a page that comes from another node may have been touched in it.
+    """
+
+    _moments: list[float] = attrs.field(factory=list)
+    _clocks: list[int] = attrs.field(factory=list)
+
+    def mark(self, before: float, now: float, clock: int) -> int:
+        """Mark the seconds up to now; return what the clock shows then.
+
+        before: when anything was touched last; -inf: there is no past yet, so it is made up.
+        """
+        seconds = int(min(max(now - before, 1.0), HISTORY_S))
+        begin = max(before, now - seconds)
+        for second in range(seconds):
+            self._moments.append(begin + second)
+            self._clocks.append(clock + second)
+        if len(self._moments) > 2 * HISTORY_S:
+            self._thin_out(now)
+        return clock + seconds
+
+    def _thin_out(self, now: float) -> None:
+        """Forget marks of what is long ago, but never the first."""
+        kept: list[int] = []
+        for at, moment in enumerate(self._moments):
+            age = now - moment
+            is_lately = age <= HISTORY_S
+            if is_lately or not kept or moment - self._moments[kept[-1]] >= age / AGE_DIVISOR:
+                kept.append(at)
+        self._moments = [self._moments[at] for at in kept]
+        self._clocks = [self._clocks[at] for at in kept]
+
+    def age(self, touched: int, now: float) -> float:
+        """Return how long ago (s) the clock showed this: up to the distance of two marks less."""
+        at = bisect_left(self._clocks, touched)
+        return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
+
+    def began(self, touched: int) -> int:
+        """Return what the clock showed before the second of a touch."""
+        at = bisect_left(self._clocks, touched)
+        return self._clocks[at - 1] if at else NEVER_TOUCHED
+
+    def ended(self, touched: int) -> int:
+        """Return what the clock showed after the second of a touch; _NOT_YET: it is not over."""
+        at = bisect_left(self._clocks, touched)
+        return self._clocks[at] if at < len(self._clocks) else _NOT_YET
+
+    def clock_at(self, moment: float) -> int:
+        """Return the last touch that was before a moment for certain."""
+        at = bisect_right(self._moments, moment)
+        return self._clocks[at - 1] if at else NEVER_TOUCHED
+
 
 @final
 @attrs.define(eq=False)
@@ -36,6 +105,8 @@ class Slot:
 
     retained_until: 0 while its page is retained no longer than others.
     batch: the number of the batch that stored its page.
+    disk_length: of its page on this node's disk; 0: not there. copy_at: the node that has a copy of
+    its page; 0: none is known.
     """
 
     first: int
@@ -45,6 +116,8 @@ class Slot:
     is_mirror: bool = False
     retained_until: float = 0.0
     batch: int = 0
+    disk_length: int = 0
+    copy_at: int = 0
 
 
 @final
@@ -75,6 +148,7 @@ class SizeClass:
 
     granules: int
     tenant: Tenant
+    ages: Ages
     extents: dict[int, Extent] = attrs.field(factory=dict)
     free: deque[Slot] = attrs.field(factory=deque)
     """Freed slots, oldest first. Those of extents that are gone are skipped when met."""
@@ -97,11 +171,14 @@ class SizeClass:
     """(touched, number of the entry, slot) of what is or was in `moved`: a heap, in which entries
     that are stale are skipped."""
     _entries: int = 0
+    _copies_first_upto: int = NEVER_TOUCHED
+    """Up to this touch, those slots of each second go first whose page has a copy."""
 
     def coldest(self, clock: int, untouched_since: int) -> Slot | None:
         """Return the held slot to evict first, None if all were touched after `untouched_since`.
 
-        The least recently touched; mirrored pages count as older than they are.
+        The least recently touched; mirrored pages count as older than they are, and go before
+        others of their second.
         """
         own = self.coldest_own()
         if own is not None and own.touched > untouched_since:
@@ -111,8 +188,10 @@ class SizeClass:
         mirror = next(iter(self.mirrors.values()))
         if mirror.touched > untouched_since:
             return own
-        is_older = own is None or (
-            (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
+        is_older = (
+            own is None
+            or own.touched > self.ages.began(mirror.touched)
+            or (clock - mirror.touched) * MIRROR_AGE_FACTOR >= clock - own.touched
         )
         return mirror if is_older else own
 
@@ -135,21 +214,43 @@ class SizeClass:
         """Take out the slots to evict first, without mirrors and without what is recent."""
         popped: list[Slot] = []
         if not self.moved:
-            # What nearly every pool has: one queue, in order.
+            # What nearly every pool has: one queue, in order. Of one second at a time.
+            self.copies_first()
+            last = min(untouched_since, self._copies_first_upto)
             for slot in islice(self.held.values(), most):
-                if slot.touched > untouched_since:
+                if slot.touched > last:
                     break
                 popped.append(slot)
             for _ in popped:
                 self.held.popitem(last=False)
             return popped
         while len(popped) < most and (self.held or self.moved):
+            self.copies_first()
             coldest = self.coldest_own()
             if coldest is None or coldest.touched > untouched_since or coldest.first in self.recent:
                 break
             del self.held_as(coldest)[coldest.first]
             popped.append(coldest)
         return popped
+
+    def expired(self, upto: int, most: int) -> list[Slot]:
+        """Return the slots that were last touched when the clock showed `upto`, or before.
+
+        Not those of retained pages. The caller frees all of them at once.
+        """
+        found: list[Slot] = []
+        for queue in (self.held, self.mirrors):
+            for slot in islice(queue.values(), most - len(found)):
+                if slot.touched > upto:
+                    break
+                found.append(slot)
+        while len(found) < most and self.moved:
+            moved = self._coldest_moved()
+            if moved is None or moved.touched > upto:
+                break
+            heappop(self._moved_order)
+            found.append(moved)
+        return found
 
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a slot be one that was last touched then, on another node."""
@@ -169,6 +270,7 @@ class SizeClass:
 
         It counts as touched when the one that was next was: nothing else of the order changes.
         """
+        self.copies_first()
         del self.held_as(slot)[slot.first]
         queue = self.mirrors if slot.is_mirror else self.held
         others = [next(iter(queue.values()))] if queue else []
@@ -196,11 +298,33 @@ class SizeClass:
         They share their times of touch among themselves, so that those rise from slot to slot.
         """
         settled = _in_order([slot for slot in self.recent.values() if slot.touched <= upto])
-        for slot, touched in zip(settled, sorted([s.touched for s in settled]), strict=True):
-            slot.touched = touched
-            slot.extent.touched = max(slot.extent.touched, touched)
+        _share_touches(settled)
+        for slot in settled:
             del self.recent[slot.first]
             self.held[slot.first] = slot
+
+    def copies_first(self) -> None:
+        """Of the held slots that go next, of one second, let those go first whose page has a copy.
+
+        Once for each second, when the first of its slots goes: until then most pages are written to
+        disk, and a prompt that is there as a whole loses its deepest pages first.
+        """
+        coldest = next(iter(self.held.values()), None)
+        if coldest is None or coldest.touched <= self._copies_first_upto:
+            return
+        end = self.ages.ended(coldest.touched)
+        second: list[Slot] = []
+        for slot in self.held.values():
+            if slot.touched > end:
+                break
+            second.append(slot)
+        self._copies_first_upto = second[-1].touched
+        # Its page is not lost with its place here.
+        copies = [slot for slot in second if slot.disk_length or slot.copy_at]
+        if 0 < len(copies) < len(second):
+            for slot in reversed(copies):
+                self.held.move_to_end(slot.first, last=False)
+            _share_touches(list(islice(self.held.values(), len(second))))
 
     def in_order(self) -> Iterator[Slot]:
         """Iterate over the slots that may be evicted, the next one first, without mirrors."""
@@ -211,6 +335,13 @@ class SizeClass:
 
 def touch_of(slot: Slot) -> int:
     return slot.touched
+
+
+def _share_touches(slots: list[Slot]) -> None:
+    """Let the times of touch of these slots rise from slot to slot."""
+    for slot, touched in zip(slots, sorted([slot.touched for slot in slots]), strict=True):
+        slot.touched = touched
+        slot.extent.touched = max(slot.extent.touched, touched)
 
 
 def _in_order(touched_at_once: Iterable[Slot]) -> list[Slot]:

@@ -18,8 +18,10 @@ A *retained* page is not evicted before its time, and blocks its extent for othe
 (`page_table` says for how long, and `actors.tenants` how much of it there may be).
 
 Pages are evicted least recently touched first, but what was touched within one second counts as
-touched at once: of it the pages stored last go first (ADR 0036). So a prompt loses its deepest
-pages first, however many batches it came in: they are useless without those before them.
+touched at once: of it pages go first whose bytes are elsewhere too, on this node's disk or on
+another node, and of these, or else of the others, the pages stored last (ADR 0036). So a prompt
+loses its deepest pages first, however many batches it came in: they are useless without those
+before them.
 
 A *demoted* page is the next of its size to be evicted, until it is touched again.
 
@@ -33,12 +35,10 @@ clock showed when.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import merge
 from typing import Final, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +47,7 @@ from peercache.actors.pool.size_classes import (
     HELD,
     NEVER_TOUCHED,
     RESERVED,
+    Ages,
     Extent,
     SizeClass,
     Slot,
@@ -67,54 +68,8 @@ WASTE_DIVISOR: Final = 8
 SECOND_S: Final = 1.0
 """How long what is touched counts as touched at once. A prompt is read, or reported as read, within
 about a second; by public traces (ADR 0036) up to five seconds are as good."""
-HISTORY_S: Final = 4096
-"""Seconds of the past, one mark each: pages of other nodes that are older are of one age."""
 
 _BLOCKED: Final = 2**62
-
-
-@final
-@attrs.define(eq=False)
-class Ages:
-    """What the clock of touches showed at each second of the past: marks, both lists rising.
-
-    The clock advances once a second at least, so that a second that had no touch has a place in the
-    order of eviction too: a page that comes from another node may have been touched in it.
-    """
-
-    _moments: list[float] = attrs.field(factory=list)
-    _clocks: list[int] = attrs.field(factory=list)
-
-    def mark(self, before: float, now: float, clock: int) -> int:
-        """Mark the seconds up to now; return what the clock shows then.
-
-        before: when anything was touched last; -inf: there is no past yet, so it is made up.
-        """
-        seconds = int(min(max(now - before, 1.0), HISTORY_S))
-        begin = max(before, now - seconds)
-        for second in range(seconds):
-            self._moments.append(begin + second)
-            self._clocks.append(clock + second)
-        if len(self._moments) > 2 * HISTORY_S:
-            # Of what is long ago every second mark is kept.
-            del self._moments[:HISTORY_S:2], self._clocks[:HISTORY_S:2]
-        return clock + seconds
-
-    def age(self, touched: int, now: float) -> float:
-        """Return how long ago (s) the clock showed this: up to the distance of two marks less."""
-        at = bisect_left(self._clocks, touched)
-        return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
-
-    def second(self, touched: int) -> tuple[int, int]:
-        """Return what the clock showed before and after the second of a touch."""
-        at = bisect_left(self._clocks, touched)
-        before = self._clocks[at - 1] if at else NEVER_TOUCHED
-        return before, self._clocks[at] if at < len(self._clocks) else touched
-
-    def clock_at(self, moment: float) -> int:
-        """Return the last touch that was before a moment for certain."""
-        at = bisect_right(self._moments, moment)
-        return self._clocks[at - 1] if at else NEVER_TOUCHED
 
 
 @final
@@ -202,7 +157,7 @@ class SlotAllocator:
         tenant = tenant or self.tenants.others
         size_class = self._classes.get((tenant, granules))
         if size_class is None:
-            size_class = self._classes[tenant, granules] = SizeClass(granules, tenant)
+            size_class = self._classes[tenant, granules] = SizeClass(granules, tenant, self.ages)
         slot = self._free_slot(size_class)
         if slot is None:
             slot = self._make_room(size_class, untouched_since, evicted)
@@ -388,6 +343,7 @@ class SlotAllocator:
             clock += 1
             slot.touched = extent.touched = clock
             slot.batch = batch
+            slot.disk_length = slot.copy_at = 0
             granules += size_class.granules
             (size_class.mirrors if slot.is_mirror else size_class.recent)[slot.first] = slot
         self.clock = clock
@@ -420,6 +376,16 @@ class SlotAllocator:
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a page that was stored just now be as old as another node says."""
         slot.extent.size_class.move_in(slot, touched)
+
+    def expired(self, now: float, most: int) -> list[Slot]:
+        """Return up to so many slots whose tenant's time to live is over; free all of them."""
+        self.pass_time(now)
+        found: list[Slot] = []
+        for size_class in self._classes.values():
+            if size_class.tenant.ttl_s and len(found) < most:
+                upto = self.ages.clock_at(now - size_class.tenant.ttl_s)
+                found += size_class.expired(upto, most - len(found))
+        return found
 
     def coldest_touched(self) -> int | None:
         """Return when the page that goes next was touched; None: no page may go."""
@@ -504,6 +470,7 @@ class SlotAllocator:
             return self._free_slot(size_class)
         if not size_class.held:
             size_class.settle(untouched_since)
+        size_class.copies_first()
         own = size_class.coldest(self.clock, untouched_since)
         if own is None:
             # This size has nothing that can go: without a donor it could fail forever.

@@ -84,8 +84,8 @@ class SpillOrder:
     demand: Demand = attrs.field(factory=Demand)
     after: int = 0
     """Pages with no greater generation are not named."""
-    _begun: tuple[int, int] | None = None
-    """What the clock of touches showed before and after the second whose pages are being named."""
+    _begun: int | None = None
+    """What the clock of touches showed before the second whose pages are being named."""
     _is_taken: bool = False
     """Whether any of the pages that were named last have another home now."""
 
@@ -158,16 +158,18 @@ class SpillOrder:
         return found
 
     def _named(
-        self, lacking: int, begun: tuple[int, int] | None, coldest_age_s: float, now: float
+        self, lacking: int, begun: int | None, coldest_age_s: float, now: float
     ) -> list[Page]:
         """Name pages, the youngest first: the rest of a second that was begun, then the next."""
         ages, named = self.slots.ages, list[Page]()
         looked = list(islice(self.slots.coldest_held(), SPILL_LOOK))
-        newest = begun[1] if begun else ages.clock_at(now - coldest_age_s * SPILL_AGE)
+        newest = ages.clock_at(now - coldest_age_s * SPILL_AGE)
+        if begun is not None:
+            newest = ages.ended(begun + 1)
         room = max(SPILL_BYTES // self.granule, 1)
         for slot in reversed(looked[: bisect_right(looked, newest, key=touch_of)]):
-            if begun is None or slot.touched <= begun[0]:
-                begun = ages.second(slot.touched) if lacking > 0 else None
+            if begun is None or slot.touched <= begun:
+                begun = ages.began(slot.touched) if lacking > 0 else None
             if begun is None:
                 break
             if room <= 0 or len(named) >= SPILL_PAGES:
@@ -176,7 +178,7 @@ class SpillOrder:
             lacking -= granules
             (page,) = self.pages.in_slots([slot])
             # What has a copy elsewhere is not lost with its place here.
-            is_single = not page.copy_at
+            is_single = not page.slot.copy_at
             if is_single and page.generation > self.after and page.named_at + SPILL_AGAIN_S <= now:
                 page.named_at, page.named_touched = now, slot.touched
                 named.append(page)
@@ -188,6 +190,6 @@ class SpillOrder:
 
     def _ages(self, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
         ages = np.array([self.slots.ages.age(page.slot.touched, now) for page in pages])
-        on_disk = np.array([page.disk_length > 0 for page in pages])
+        on_disk = np.array([page.slot.disk_length > 0 for page in pages])
         # What is on disk is not lost with its place in memory: nothing is evicted for it.
         return np.where(on_disk, -np.maximum(ages, 0.001), ages)

@@ -131,6 +131,9 @@ class Publisher:
     _ring: HashRing = attrs.field(init=False)
     _former_until: float = attrs.field(default=-math.inf, init=False)
     """The time until which former owners keep their records and are sent new ones."""
+    _recent: list[HashRing] = attrs.field(factory=list, init=False)
+    """The last former rings of that time. Not those of `RingHandover`, which has none if no row
+    moves, or if too many rings have changed: an owner may still have one of them."""
     _is_leaving: bool = attrs.field(default=False, init=False)
     """Whether records must be withdrawn from former owners when that time is over."""
     _is_complete: bool = attrs.field(default=False, init=False)
@@ -305,7 +308,7 @@ class Publisher:
 
     def _former(self, now: float) -> list[HashRing]:
         """Return the recent former rings whose owners are sent new records."""
-        return [] if now >= self._former_until else (self._turning.former or [])[-FORMER_RINGS_MAX:]
+        return [] if now >= self._former_until else self._recent
 
     def _owners(self, rows: Rows, now: float) -> list[npt.NDArray[np.uint64]]:
         """Return the owners of new rows, on this ring and on the recent former ones."""
@@ -384,11 +387,12 @@ class Publisher:
         self._is_complete = False
         if len(before):
             if self._former_until <= now:
-                self._former_until = now + self.former_s
+                self._former_until, self._recent = now + self.former_s, []
             least_until = now + min(self.former_s, FORMER_MIN_S)
             self._former_until = max(self._former_until, least_until)
             self._is_leaving = self.former_s > 0
-        self._turning.begin(before)
+            self._recent = [*self._recent, before][-FORMER_RINGS_MAX:]
+        self._turning.begin(before, self._recent)
         return [*effects, *self._go_on(now)]
 
     def _new_stream(self, owner: int, now: float) -> OutgoingStream:

@@ -557,9 +557,10 @@ class RingHandover:
         """Whether no row waits, checked or not."""
         return not (self.is_looking or self._count)
 
-    def begin(self, before: HashRing | None) -> None:
+    def begin(self, before: HashRing | None, recent: Sequence[HashRing] = ()) -> None:
         """Check all rows after the ring has changed from `before`; None: from an unknown ring.
 
+        recent: former rings, `before` included, by which new rows are sent too.
         A change during a hand-over checks all rows again: the records are then of several rings.
         """
         if before is None or self.is_looking or self._count:
@@ -567,7 +568,7 @@ class RingHandover:
         else:
             self._before = before
             if not self.table.moving.any():
-                self.former = []
+                self.former = [ring for ring in recent if ring is not before]
         if before is not None and self.former is not None:
             self.former = [*self.former, before] if len(self.former) < RINGS_MAX else None
         self._is_moving_only = False
