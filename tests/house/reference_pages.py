@@ -27,6 +27,7 @@ from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import MISS_REASONS
 from peercache.wire.envelope import MESSAGES
 from peercache.wire.messages.declared import Receiver, Role
+from sims import swept
 from tests.house import alerts, board
 from tests.system.endurance import picture as soak_report
 
@@ -282,6 +283,7 @@ MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "log-events.md": (log_events,),
     "../explanation/architecture.md": (folders,),
     "../explanation/comparison.md": (compared_with_mooncake, compared_under_faults),
+    "../explanation/simulation.md": (swept.shown,),
     "../explanation/testing.md": (lambda: soak_report.shown(soak_report.measured()),),
     "../explanation/performance.md": (
         compared_in_short,
