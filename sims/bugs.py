@@ -381,14 +381,14 @@ EVICTION_NOT_PUBLISHED: Patches = ((pool.Pool, "_end", _stays_known),)
 
 
 def _is_not_notified(_: Any) -> Any:
-    def forgotten(self: Any, keys: bytes) -> Any:
-        del self, keys
+    def forgotten(pages: PageTable, keys: bytes) -> Any:
+        del pages, keys
         return []
 
     return forgotten
 
 
-DISK_DELETION_NOT_PUBLISHED: Patches = ((pool.Pool, "_forgotten", _is_not_notified),)
+DISK_DELETION_NOT_PUBLISHED: Patches = ((pool, "forgotten", _is_not_notified),)
 
 
 def _unverified_too(right: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peercache.actors.pool.reservations import Mirrors, Shares
+from peercache.actors.pool.reservations import Shares, Terms, take_slots
 from peercache.actors.pool.size_classes import HELD, MIRROR_AGE_FACTOR, Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant
@@ -204,10 +204,8 @@ def test_a_mirror_takes_room_of_its_namespaces_tenant() -> None:
     assert tenant is not tenants.others
     slots = SlotAllocator(granules=8, usable=8, tenants=tenants)
 
-    (slot,), _ = Mirrors(8).take_slots(
-        slots, bytearray((RESERVED,)), [1], own=0, shares=Shares.of(granules=8, client_max=8),
-        untouched_since=0, tenant=tenant,
-    )  # fmt: skip
+    terms = Terms(0, tenant, Shares.of(granules=8, client_max=8), 0, mirrors_max=8)
+    (slot,), _ = take_slots(slots, bytearray((RESERVED,)), [1], terms)
 
     assert slot is not None
     assert slot.extent.size_class.tenant is tenant

@@ -109,20 +109,21 @@ from peercache.actors.pool.answers import (
 from peercache.actors.pool.copies import Copies
 from peercache.actors.pool.page_table import Page, PageTable, Retention
 from peercache.actors.pool.reservations import (
+    FromOther,
     Mirrors,
     Reservation,
     Reservations,
     Shares,
+    Terms,
     coldest_pages,
     commit_pages,
     granules_of,
     held_pages,
     problem_of,
     states_ahead,
-    take_colder,
     take_slots,
 )
-from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
+from peercache.actors.pool.size_classes import NEVER_TOUCHED
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.pool.spill_order import SpillOrder
 from peercache.actors.tenants import Tenant, TenantMetrics, Tenants
@@ -270,7 +271,7 @@ class Pool:
             case PagesWritten():
                 return spilled(self._pages, message)
             case PagesForgotten(keys):
-                return self._forgotten(keys)
+                return forgotten(self._pages, keys)
             case RequestResident(number):
                 return [NotifyDisk(Resident(number, unchanged(self._pages, message)))]
             case RequestColdest(full_part):
@@ -346,14 +347,10 @@ class Pool:
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        mirrored_at: float | None = None,
-        limits: Sequence[int] = (),
+        self, origin: Origin, reserve: Reserve, copied: FromOther | None = None
     ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
-        if detail := problem_of(reserve, is_mirror=mirrored_at is not None):
+        if detail := problem_of(reserve, is_mirror=copied is not None):
             return refused(origin, reserve.request, "malformed", detail)
         if self._reservations.is_gone(client):
             return refused(origin, reserve.request, "gone", "the process of this client has exited")
@@ -369,7 +366,7 @@ class Pool:
         if self._is_draining and origin != PROMOTER:
             # Pages on disk still come back for readers.
             return [granted(origin, reserve, bytes((REFUSED_DRAINING,)) * count, bytes(8 * count))]
-        return self._grant(origin, reserve, mirrored_at, limits)
+        return self._grant(origin, reserve, copied)
 
     def _take_over(
         self, reserve: Reserve, spilled: SpilledPages | None, now: float
@@ -399,19 +396,10 @@ class Pool:
         here.
         """
         reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
-        return self._reserve(origin, reserve, now, limits)
+        return self._reserve(origin, reserve, FromOther(now, limits))
 
-    def _grant(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        mirrored_at: float | None = None,
-        limits: Sequence[int] = (),
-    ) -> list[Effect]:
-        """Begin a reservation: evict what must go, and only then grant.
-
-        limits: the last touch of a page that may be evicted, for each page of an offer.
-        """
+    def _grant(self, origin: Origin, reserve: Reserve, copied: FromOther | None) -> list[Effect]:
+        """Begin a reservation: evict what must go, and only then grant."""
         lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
         # What this batch finds here is touched first, so that its own evictions spare it.
         untouched_since = self._slots.clock
@@ -420,10 +408,10 @@ class Pool:
         if reserve.keys:
             states, here = self._pages.judge(split_keys(reserve.keys), lengths, bytes_max)
             for page in reversed(here):
-                if page.slot.is_mirror and (mirrored_at is None or origin == TAKER):
+                if page.slot.is_mirror and (copied is None or origin == TAKER):
                     self._slots.adopt(page.slot)
                     self._copies.adopted(page)
-                elif not limits:
+                elif copied is None or not copied.limits:
                     self._slots.touch(page.slot)
                 else:
                     # No use of it, but the offerer evicts its own: this one is not given meanwhile.
@@ -432,9 +420,8 @@ class Pool:
             wanted = self._reservations.ahead_granules + sum(granules)
             states = states_ahead(lengths, bytes_max, granules=wanted, usable=self._slots.usable)
         before = self._slots.reserved_granules
-        slots, evicted = self._take(
-            origin, reserve, states, granules, untouched_since, mirrored_at, limits
-        )
+        terms = self._terms(origin, reserve, copied, untouched_since)
+        slots, evicted = take_slots(self._slots, states, granules, terms)
         firsts = [slot.first for slot in slots if slot is not None]
         offsets = np.zeros(len(states), "<u8")
         if firsts:
@@ -448,10 +435,10 @@ class Pool:
             offsets.tobytes(),
             tuple(slots),
             self._slots.reserved_granules - before,
-            mirrored_at,
+            copied and copied.asked_at,
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
-        if mirrored_at is None and reserve.keys:
+        if copied is None and reserve.keys:
             self._spill.demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
@@ -463,49 +450,19 @@ class Pool:
         effects.append(granted(origin, reserve, reservation.states, reservation.offsets))
         return effects
 
-    def _take(
-        self,
-        origin: Origin,
-        reserve: Reserve,
-        states: bytearray,
-        granules: list[int],
-        untouched_since: int,
-        mirrored_at: float | None,
-        limits: Sequence[int],
-    ) -> tuple[list[Slot | None], list[Slot]]:
-        """Take a slot for each page that is RESERVED; return them, and the slots evicted for it."""
+    def _terms(
+        self, origin: Origin, reserve: Reserve, copied: FromOther | None, untouched_since: int
+    ) -> Terms:
+        """Return what a Reserve may have."""
         own = self._reservations.granules_of(origin.identity)
-        tenant = self.tenants.of(reserve.namespace)
-        if mirrored_at is not None and origin != TAKER:
-            return self._mirrors.take_slots(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares,
-                untouched_since=self._mirrors.begin(mirrored_at, untouched_since),
-                tenant=tenant,
-            )
-        if limits:
-            return take_colder(
-                self._slots,
-                states,
-                granules,
-                own=own,
-                shares=self._shares,
-                limits=limits,
-                tenant=tenant,
-            )
-        return take_slots(
-            self._slots,
-            states,
-            granules,
-            own=own,
-            shares=self._shares if reserve.keys else None,
+        tenant, shares = self.tenants.of(reserve.namespace), self._shares
+        if copied is None:
+            return Terms(own, tenant, shares if reserve.keys else None, untouched_since)
+        if origin == TAKER:
             # What another node hands over takes free room only.
-            untouched_since=-1 if origin == TAKER else untouched_since,
-            tenant=tenant,
-        )
+            return Terms(own, tenant, shares, limits=copied.limits)
+        since = self._mirrors.begin(copied.asked_at, untouched_since)
+        return Terms(own, tenant, shares, since, mirrors_max=self._mirrors.granules_max)
 
     def _reserve_ahead(self, asked: ReserveAhead) -> list[Effect]:
         """Reserve the slots ahead that a Commit requested; that of the next may report them."""
@@ -562,28 +519,31 @@ class Pool:
         if origin == PROMOTER:
             commit = self._without_removed(commit, reservation)
         asked_at = reservation.mirrored_at
-        if asked_at is not None:
-            if self._mirrors.is_void(reservation.namespace, asked_at):
-                commit = attrs.evolve(commit, written=bytes(len(commit.written)))
-            if origin != TAKER:
-                return self._commit_mirrored(origin, commit, reservation)
+        is_mirrored = asked_at is not None and origin != TAKER
+        if asked_at is not None and self._mirrors.is_void(reservation.namespace, asked_at):
+            commit = attrs.evolve(commit, written=bytes(len(commit.written)))
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
-        ahead = self._reservations.next_held_back(origin.identity)
-        then = requested_ahead(origin, commit, reservation)
-        here = self._pages.records_in_state(reservation.keys, states, (HERE,))
-        if made is None:
-            return [committed(origin, commit, states, NO_RECORDS, here, ahead, then)]
-        if not is_copy:
-            self._copies.stored(split_keys(made.keys))
-        records, words = self._pages.publish(made)
-        changes = RecordsChanged(records, NO_DROPS)
-        answer = committed(origin, commit, states, records, here, ahead, then)
-        effects: list[Effect] = [words, NotifyDirectory(changes)]
-        if origin == PROMOTER:
-            effects.append(NotifyPublisher(changes))
-        effects.append(answer)
-        if self._has_disk:
+        effects, records = list[Effect](), NO_RECORDS
+        if made is not None:
+            if not is_copy and not is_mirrored:
+                self._copies.stored(split_keys(made.keys))
+            records, words = self._pages.publish(made)
+            changes = RecordsChanged(records, NO_DROPS)
+            effects += [words, NotifyDirectory(changes)]
+            if is_mirrored or origin == PROMOTER:
+                effects.append(NotifyPublisher(changes))
+        if is_mirrored:
+            # No client waits until directory owners know these pages.
+            here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
+            request, sequence = commit.request, commit.sequence
+            effects.append(Send(origin, Committed(request, sequence, states, here.tobytes(), 0)))
+        else:
+            here = self._pages.records_in_state(reservation.keys, states, (HERE,))
+            ahead = self._reservations.next_held_back(origin.identity)
+            then = requested_ahead(origin, commit, reservation)
+            effects.append(committed(origin, commit, states, records, here, ahead, then))
+        if made is not None and self._has_disk:
             effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
         return effects
 
@@ -679,23 +639,6 @@ class Pool:
         spare, age_s = self._spill.room(now, is_copy=asked.is_copy)
         return ReportRoom(asked.number, spare * self._granule, age_s)
 
-    def _commit_mirrored(
-        self, origin: Origin, commit: Commit, reservation: Reservation
-    ) -> list[Effect]:
-        """Make mirrored pages readable; no client waits until directory owners know them."""
-        states, made = commit_pages(self._slots, self._pages, reservation, commit)
-        self._reservations.end(origin.identity, commit.sequence, states)
-        here = self._pages.records_in_state(reservation.keys, states, (HERE, COMMITTED))
-        answer = Committed(commit.request, commit.sequence, states, here.tobytes(), 0)
-        if made is None:
-            return [Send(origin, answer)]
-        records, words = self._pages.publish(made)
-        changes = RecordsChanged(records, NO_DROPS)
-        effects: list[Effect] = [words, NotifyDirectory(changes), NotifyPublisher(changes)]
-        if self._has_disk:
-            effects.append(NotifyDisk(PagesStored(records, reservation.namespace)))
-        return [*effects, Send(origin, answer)]
-
     def _without_removed(self, commit: Commit, reservation: Reservation) -> Commit:
         """Return a Commit of the promote actor without the pages that were removed meanwhile."""
         removed = self._removed_in_promotes.pop(commit.sequence, None)
@@ -782,9 +725,6 @@ class Pool:
             if removed:
                 noted = self._removed_in_promotes.setdefault(sequence, {})
                 noted.update(dict.fromkeys(removed))
-
-    def _forgotten(self, keys: bytes) -> list[Effect]:
-        return forgotten(self._pages, keys)
 
     def _end(
         self, pages: list[Page], reserved: list[int], *, is_removed: bool = False

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Final, final
 
@@ -28,7 +29,7 @@ import numpy.typing as npt
 
 from peercache.actors.mailboxes import PagesHeld, PagesStored
 from peercache.actors.pool.page_table import PackedPages, Page, PageTable
-from peercache.actors.pool.size_classes import Slot
+from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
 from peercache.actors.pool.slots import SlotAllocator
 from peercache.actors.tenants import Tenant
 from peercache.model.keys import COPIES, KEY, KEY_BYTES, space_of, split_keys
@@ -84,6 +85,19 @@ class Reservation:
         if self.is_ahead:
             return 0 < count <= len(self.slots) and len(keys) == count * KEY_BYTES
         return count == len(self.slots) and not keys
+
+
+@final
+@attrs.frozen(eq=False)
+class FromOther:
+    """What is known of pages that come from another node.
+
+    asked_at: when slots for them were asked for. limits: of pages that another node evicts, the
+    last touch of a page here that may be evicted for each; () for others.
+    """
+
+    asked_at: float
+    limits: Sequence[int] = ()
 
 
 @final
@@ -377,84 +391,64 @@ def _one_size(states: bytearray, granules: list[int]) -> int:
     return granules[0] if is_plain and granules.count(granules[0]) == len(granules) else 0
 
 
+@final
+@attrs.frozen(eq=False)
+class Terms:
+    """What a Reserve may have.
+
+    own:         granules that its client has reserved already.
+    shares:      None for slots ahead, which have a bound of their own.
+    limit:       the last touch of a page that may be evicted for it; -1: none may.
+    limits:      the same for each page of an offer, instead.
+    mirrors_max: granules that mirrored pages may have; None: its pages are not mirrored.
+    """
+
+    own: int
+    tenant: Tenant
+    shares: Shares | None
+    limit: int = NEVER_TOUCHED
+    limits: Sequence[int] = ()
+    mirrors_max: int | None = None
+
+
 def take_slots(
-    slots: SlotAllocator,
-    states: bytearray,
-    granules: list[int],
-    *,
-    own: int,
-    shares: Shares | None,
-    untouched_since: int,
-    tenant: Tenant,
+    slots: SlotAllocator, states: bytearray, granules: list[int], terms: Terms
 ) -> tuple[list[Slot | None], list[Slot]]:
     """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
 
-    granules: of each page; own: granules that this client has reserved already.
-    shares:   None for slots ahead, which have a bound of their own.
+    granules: of each page.
     """
     taken: list[Slot | None] = [None] * len(states)
     evicted: list[Slot] = []
-    if (size := _one_size(states, granules)) and (
+    own, shares, most, tenant = terms.own, terms.shares, terms.mirrors_max, terms.tenant
+    is_plain = most is None and not terms.limits
+    if (size := _one_size(states, granules) if is_plain else 0) and (
         shares is None or shares.allow_all(size, len(states), own, slots.reserved_granules)
     ):
         # What nearly every batch is.
         many = slots.take_many(
-            size, len(states), untouched_since=untouched_since, evicted=evicted, tenant=tenant
+            size, len(states), untouched_since=terms.limit, evicted=evicted, tenant=tenant
         )
         taken[: len(many)] = many
         states[len(many) :] = bytes((REFUSED_FULL,)) * (len(states) - len(many))
         return taken, evicted
-    full: dict[int, None] = {}
-    take = slots.take
-    for index, state in enumerate(states):
-        if state != RESERVED:
-            continue
-        size = granules[index]
-        # A size without room stays so for the rest of the batch: looking again is slow.
-        slot = None
-        if size not in full and (
-            shares is None or shares.allow(size, own=own, together=slots.reserved_granules)
-        ):
-            slot = take(size, untouched_since=untouched_since, evicted=evicted, tenant=tenant)
-        if slot is None:
-            states[index] = REFUSED_FULL
-            full[size] = None
-        else:
-            taken[index] = slot
-            own += size
-    return taken, evicted
-
-
-def take_colder(
-    slots: SlotAllocator,
-    states: bytearray,
-    granules: list[int],
-    *,
-    own: int,
-    shares: Shares,
-    limits: Sequence[int],
-    tenant: Tenant,
-) -> tuple[list[Slot | None], list[Slot]]:
-    """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted slots.
-
-    limits: the last touch of a page that may be evicted for each of them; -1: none may.
-    """
-    taken: list[Slot | None] = [None] * len(states)
-    evicted: list[Slot] = []
+    take = slots.take if most is None else partial(slots.take_mirror, most=most)
+    limits = terms.limits or [terms.limit] * len(states)
     refused: dict[int, int] = {}
+    places = range(len(states))
     # Pages are offered coldest first: of a prompt that has no room as a whole, its begin is taken.
-    for index in range(len(states) - 1, -1, -1):
+    for index in reversed(places) if terms.limits else places:
         if states[index] != RESERVED:
             continue
         size, limit, slot = granules[index], limits[index], None
-        # What found no room finds none with a lower limit, and to look is slow.
-        if limit > refused.get(size, -2) and shares.allow(
-            size, own=own, together=slots.reserved_granules
+        # What found no room finds none with the same or a lower limit, and to look is slow.
+        if limit > refused.get(size, NEVER_TOUCHED - 1) and (
+            shares is None or shares.allow(size, own=own, together=slots.reserved_granules)
         ):
-            slot = slots.take(size, untouched_since=limit, evicted=evicted, tenant=tenant)
+            slot = take(size, untouched_since=limit, evicted=evicted, tenant=tenant)
         if slot is None:
             states[index] = REFUSED_FULL
-            refused[size] = max(limit, refused.get(size, -2))
+            refused[size] = max(limit, refused.get(size, limit))
         else:
             taken[index] = slot
             own += size
@@ -582,45 +576,6 @@ class Mirrors:
             self._looks.popleft()
         at, touches = self._looks[0]
         return touches if at + self.lately_s <= now else -1
-
-    def take_slots(
-        self,
-        slots: SlotAllocator,
-        states: bytearray,
-        granules: list[int],
-        *,
-        own: int,
-        shares: Shares,
-        untouched_since: int,
-        tenant: Tenant,
-    ) -> tuple[list[Slot | None], list[Slot]]:
-        """Return a slot for each page that is RESERVED, or make it REFUSED_FULL; and the evicted.
-
-        granules: of each page; own: granules that this client has reserved already.
-        untouched_since: no page that was touched later goes.
-        """
-        taken: list[Slot | None] = [None] * len(states)
-        evicted: list[Slot] = []
-        full: dict[int, None] = {}
-        for index, state in enumerate(states):
-            if state != RESERVED:
-                continue
-            size, slot = granules[index], None
-            if size not in full and shares.allow(size, own=own, together=slots.reserved_granules):
-                slot = slots.take_mirror(
-                    size,
-                    most=self.granules_max,
-                    untouched_since=untouched_since,
-                    evicted=evicted,
-                    tenant=tenant,
-                )
-            if slot is None:
-                states[index] = REFUSED_FULL
-                full[size] = None
-            else:
-                taken[index] = slot
-                own += size
-        return taken, evicted
 
 
 def commit_pages(
