@@ -15,7 +15,7 @@ from peercache.actors.effects import Send
 from peercache.actors.placement import takings
 from peercache.actors.placement.takings import Takings
 from peercache.actors.pool.actor import Pool
-from peercache.actors.pool.reservations import CopyTerms
+from peercache.actors.pool.reservations import FromOther
 from peercache.wire.messages.membership import PagesTaken
 from peercache.wire.messages.pool import ABORTED, COMMITTED, RESERVED
 from sims.canary import Canary
@@ -26,7 +26,7 @@ Patches = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
 def _under_their_tag(_: Any) -> Any:
     def reserve(self: Any, origin: Any, reserve: Any, now: float, limits: Any = ()) -> Any:
-        return self._reserve(origin, reserve, CopyTerms(now, limits))
+        return self._reserve(origin, reserve, FromOther(now, limits))
 
     return reserve
 

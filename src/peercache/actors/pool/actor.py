@@ -112,7 +112,7 @@ from peercache.actors.pool.copies import Copies
 from peercache.actors.pool.expiry import Expiry, owners_of
 from peercache.actors.pool.page_table import Page, PageTable, Retention
 from peercache.actors.pool.reservations import (
-    CopyTerms,
+    FromOther,
     Mirrors,
     Reservation,
     Reservations,
@@ -345,7 +345,7 @@ class Pool:
     # --- Reserve -------------------------------------------------------------------------------
 
     def _reserve(
-        self, origin: Origin, reserve: Reserve, copied: CopyTerms | None = None
+        self, origin: Origin, reserve: Reserve, copied: FromOther | None = None
     ) -> list[Effect]:
         count, client = len(reserve.lengths) // 8, origin.identity
         if detail := problem_of(reserve, is_mirror=copied is not None):
@@ -398,9 +398,9 @@ class Pool:
         here.
         """
         reserve = attrs.evolve(reserve, namespace=space_of(reserve.namespace))
-        return self._reserve(origin, reserve, CopyTerms(now, limits))
+        return self._reserve(origin, reserve, FromOther(now, limits))
 
-    def _grant(self, origin: Origin, reserve: Reserve, copied: CopyTerms | None) -> list[Effect]:
+    def _grant(self, origin: Origin, reserve: Reserve, copied: FromOther | None) -> list[Effect]:
         """Begin a reservation: evict what must go, and only then grant."""
         lengths: list[int] = np.frombuffer(reserve.lengths, "<u8").tolist()
         # What this batch finds here is touched first, so that its own evictions spare it.
@@ -452,7 +452,7 @@ class Pool:
         return effects
 
     def _terms(
-        self, origin: Origin, reserve: Reserve, copied: CopyTerms | None, untouched_since: int
+        self, origin: Origin, reserve: Reserve, copied: FromOther | None, untouched_since: int
     ) -> Terms:
         """Return what a Reserve may have."""
         own = self._reservations.granules_of(origin.identity)

@@ -89,7 +89,7 @@ class Reservation:
 
 @final
 @attrs.frozen(eq=False)
-class CopyTerms:
+class FromOther:
     """What is known of pages that come from another node.
 
     asked_at: when slots for them were asked for. limits: of pages that another node evicts, the
