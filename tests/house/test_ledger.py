@@ -45,6 +45,7 @@ LIMITS = {
     "run-with-sglang.md#configuration-keys",
     "share-between-tenants.md#",
     "share-between-tenants.md#choose-quotas",
+    "simulation.md#bugs-found-by-simulation",
     "simulation.md#canaries",
     "simulation.md#faults",
     "size-and-check-the-disk.md#choose-disk_size",

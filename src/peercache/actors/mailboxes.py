@@ -195,7 +195,10 @@ class RemovalDone:
 
 @attrs.frozen
 class HeldDead:
-    """membership → directory: others held this node dead, and may have stored pages without it."""
+    """membership → directory, pool: others held this node dead.
+
+    They may have stored pages without its shard, and have forgotten that it relies on their copies.
+    """
 
 
 DirectoryMessage: TypeAlias = (
@@ -483,7 +486,7 @@ PoolMessage: TypeAlias = (
     | PagesWritten | PagesForgotten | RequestResident | RequestColdest | RequestHeld
     | PagesSought | PromoteAnswered | TakeOver | TakenOver | DrainChanged | RequestGive
     | RequestSpill | PagesGiven | RequestRoom | RemovalDone | RequestAges
-    | RequestCopies | CopiesMade | HoldersChanged | CopiesLost
+    | RequestCopies | CopiesMade | HoldersChanged | CopiesLost | HeldDead
 )  # fmt: skip
 
 

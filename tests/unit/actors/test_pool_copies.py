@@ -14,6 +14,7 @@ from peercache.actors.effects import NotifyPlacement, Send
 from peercache.actors.mailboxes import (
     CopiesLost,
     CopiesMade,
+    HeldDead,
     HoldersChanged,
     PagesForgotten,
     PagesToCopy,
@@ -362,6 +363,21 @@ def test_after_a_lost_report_all_pages_of_that_node_are_offered_to_it_again() ->
         assert sorted(n for each in named if each.node == ONE for n in numbers_in(each)) == [
             n for n in (1, 2) if n not in pages
         ]
+
+
+def test_a_node_that_others_held_dead_offers_its_pages_with_a_copy_again() -> None:
+    """They have forgotten that it relies on their pages, and report no eviction of those."""
+    rig = Copier()
+    rig.store(1, 2, 3)
+    rig.copied(1, 2, to=ONE)
+    rig.copied(3, to=TWO)
+    assert rig.named() == []
+
+    rig.say(HeldDead(), INSIDE)
+    rig.wait(rig.now)
+
+    named = {each.node: sorted(numbers_in(each)) for each in (rig.ask(), rig.ask())}
+    assert named == {ONE: [1, 2], TWO: [3]}
 
 
 def test_a_node_in_doubt_still_learns_what_is_evicted_here() -> None:

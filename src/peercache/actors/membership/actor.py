@@ -5,7 +5,8 @@ Takes   Join, Heartbeat, HeartbeatSeen, ShareView, RequestView, RequestViewChang
         PeerAnswered and AddressesFound from the node; a tick four times a heartbeat.
 Sends   Join to discovery addresses and to lost members, Heartbeat to the masters, HeartbeatSeen and
         ShareView in answer, CompareView to peers with a different view, ShareView to candidates;
-        ViewChanged to ring and directory, Republish to the publisher, HeldDead to the directory.
+        ViewChanged to ring and directory, Republish to the publisher, HeldDead to directory and
+        pool.
 Keeps   its own entry is in its view, and alive until `leave`; it refutes every entry that states
         otherwise by a higher counter. Masters judge all members, other nodes judge the masters,
         each by its own clock. A member that has sent a message recently is not dead, whatever other
@@ -29,7 +30,14 @@ from typing import final
 import attrs
 from typing_extensions import assert_never
 
-from peercache.actors.effects import Effect, NotifyDirectory, NotifyPublisher, Send, SendTo
+from peercache.actors.effects import (
+    Effect,
+    NotifyDirectory,
+    NotifyPool,
+    NotifyPublisher,
+    Send,
+    SendTo,
+)
 from peercache.actors.mailboxes import (
     AddressesFound,
     HeldDead,
@@ -459,14 +467,15 @@ class Membership:
     def _note_end(self, entry: Member | None) -> list[Effect]:
         """Publish all again: nodes that held this node dead have dropped its records.
 
-        Nor did they wait for its shard when pages were stored. Their notice may arrive after it has
+        Nor did they wait for its shard when pages were stored, and they have forgotten which of
+        their pages it relies on as copies. Their notice may arrive after it has
         refuted, if it had to refute a suspicion in the meantime.
         """
         if entry is None or is_live(entry) or not self._dead_at < entry.counter < self._me.counter:
             return []
         self._dead_at = entry.counter
         self._republish_owed = True
-        return [NotifyDirectory(HeldDead())]
+        return [NotifyDirectory(HeldDead()), NotifyPool(HeldDead())]
 
     # --- time -----------------------------------------------------------------------------------
 

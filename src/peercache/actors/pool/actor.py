@@ -8,7 +8,8 @@ Takes   Reserve, ReserveMirror, Commit, Abort, LiveReservations, Touched, Remove
         RequestResident, RequestAges, RequestColdest, RequestHeld, RemovalDone. From the promote
         actor: PagesSought, PromoteAnswered, and Reserve and Commit, as a client of its own node.
         From the placement actor: TakeOver, TakenOver, DrainChanged, RequestGive, RequestSpill,
-        PagesGiven, RequestCopies, CopiesMade, CopiesLost, HoldersChanged.
+        PagesGiven, RequestCopies, CopiesMade, CopiesLost, HoldersChanged. HeldDead, from
+        membership.
 Sends   Granted, Retained, Refused to the client that asked; Committed for mirrored pages;
         StoreWords; RecordsChanged to directory and publisher; PagesCommitted and RemovalDone to the
         publisher, which has the Commit or the removal answered. With a disk tier:
@@ -60,6 +61,7 @@ from peercache.actors.mailboxes import (
     CopiesLost,
     CopiesMade,
     DrainChanged,
+    HeldDead,
     HoldersChanged,
     NamespaceNamed,
     PageAges,
@@ -282,7 +284,7 @@ class Pool:
                 return [promote_answer(self._pages, message)]
             case TakeOver() | TakenOver() | RequestGive() | RequestSpill() | PagesGiven():
                 return self._place(message, now)
-            case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesLost():
+            case RequestCopies() | CopiesMade() | HoldersChanged() | CopiesLost() | HeldDead():
                 return self._copy(message, now)
             case RemovalDone():
                 return [NotifyPublisher(message)]
@@ -599,7 +601,9 @@ class Pool:
         assert_never(message)
 
     def _copy(
-        self, message: RequestCopies | CopiesMade | HoldersChanged | CopiesLost, now: float
+        self,
+        message: RequestCopies | CopiesMade | HoldersChanged | CopiesLost | HeldDead,
+        now: float,
     ) -> list[Effect]:
         """Note where copies are, or name pages without one."""
         match message:
@@ -615,6 +619,8 @@ class Pool:
                 self._copies.changed(frozenset(nodes))
             case CopiesLost(node, report):
                 self._copies.lost(node, report, now)
+            case HeldDead():
+                self._copies.doubt_all(now)
             case _:
                 assert_never(message)
         return []

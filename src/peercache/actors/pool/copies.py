@@ -7,7 +7,8 @@ page whose other node is dead, and each page that a client stores.
 
 Reports may be lost, so they are numbered, and the last one is repeated. A node that misses one
 offers all pages of which that node had a copy to that node again: of those that are still there it
-learns so, without a byte being read.
+learns so, without a byte being read. A node that others have held dead does so with all of them:
+they have forgotten that it relies on their pages.
 """
 
 from __future__ import annotations
@@ -180,13 +181,18 @@ class Copies:
         """Take the report of a node that it has pages no more of which this node has copies."""
         expected = self._received.get(node, 0) + (1 if report.keys else 0)
         if report.number != expected:
-            self._doubted.setdefault(node, max(now, self._looked_at.get(node, -inf) + DOUBT_S))
+            self._doubt(node, now)
         self._received[node] = report.number
         for page in self.pages.of_keys(split_keys(report.keys)):
             self._forget_more(page.key, node)
             if page.slot.copy_at == node:
                 # Most likely it was cold there too, and has no place anywhere.
                 self._alone(page)
+
+    def doubt_all(self, now: float) -> None:
+        """Doubt every copy: nodes that held this one dead no longer report what they evict."""
+        for node in self._counts:
+            self._doubt(node, now)
 
     def changed(self, nodes: frozenset[int]) -> None:
         """Note which other nodes there are: copies elsewhere are lost. A pass over all pages."""
@@ -255,6 +261,9 @@ class Copies:
     def _report(self, node: int, key: bytes) -> None:
         self._evicted.setdefault(node, []).append(key)
         self._report_at = min(self._report_at, self.slots.now + REPORT_S)
+
+    def _doubt(self, node: int, now: float) -> None:
+        self._doubted.setdefault(node, max(now, self._looked_at.get(node, -inf) + DOUBT_S))
 
     def _forget_more(self, key: bytes, node: int) -> None:
         more = self._more.get(key)
