@@ -78,7 +78,7 @@ def test_bench_disk_prints_every_figure(tmp_path: Path) -> None:
 
     wanted = {
         "raw_write_gb_s", "raw_read_gb_s", "write_gb_s", "load_gb_s", "write_ratio", "load_ratio",
-        "load_one_ms",
+        "load_one_ms", "scattered_1_ratio", "scattered_8_ratio", "scattered_64_ratio",
     }  # fmt: skip
     assert all(figures[name] > 0 for name in wanted)
     assert list(tmp_path.iterdir()) == []

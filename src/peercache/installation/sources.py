@@ -28,6 +28,7 @@ SOURCES = (
     "fabric/tcp/_holding.c",
     "fabric/tcp/_responding.c",
     "fabric/tcp/_serving.c",
+    "storage/_reads.c",
 )
 """The sources of the library that every installation has, below the package's folder."""
 

@@ -15,6 +15,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any, Final
 
 import attrs
@@ -61,6 +62,24 @@ class PoolMemory:
     pages: npt.NDArray[np.uint8]
     words: U64
     granule: int
+
+
+@attrs.frozen(eq=False)
+class _Loading:
+    """The pages of a unit that is read: where each is on disk, and in memory."""
+
+    unit: Unit
+    effect: Load
+    places: list[int]
+    lengths: list[int]
+    blocks: list[memoryview]
+    """Of each page, memory for its header."""
+    views: list[memoryview]
+    """Of each page, its slot in the pool, in whole blocks."""
+
+    def buffers_of(self, some: list[int]) -> list[memoryview]:
+        """Return the memory of pages with consecutive slots, in the order of their bytes."""
+        return [part for index in some for part in (self.blocks[index], self.views[index])]
 
 
 class PageMover:
@@ -167,42 +186,51 @@ class PageMover:
         lengths: list[int] = effect.lengths[begin:end].tolist()
         offsets: list[int] = effect.offsets[begin:end].tolist()
         views = [self._memory[at : at + _padded(n)] for at, n in zip(offsets, lengths, strict=True)]
-        for run in _runs(list(range(len(places))), places, lengths):
-            if unit.is_over:
-                return
-            found: dict[int, int] = {}
-            replaced: set[int] = set()
+        memory = self._headers()
+        blocks = [memory[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in range(len(places))]
+        loading = _Loading(unit, effect, places, lengths, blocks, views)
+        runs = list(_runs(list(range(len(places))), places, lengths))
+        reads = self._files.read_all([(places[run[0]], loading.buffers_of(run)) for run in runs])
+        with closing(reads):
+            for number, result in reads:
+                if unit.is_over:
+                    return
+                self._load_run(loading, runs[number], result)
 
-            def read(
-                some: list[int], found: dict[int, int] = found, replaced: set[int] = replaced
-            ) -> None:
-                memory = self._headers()
-                buffers: list[memoryview] = []
-                for number, index in enumerate(some):
-                    buffers += (memory[number * BLOCK_BYTES :][:BLOCK_BYTES], views[index])
-                count = self._files.read(places[some[0]], buffers)
-                if len(some) > 1 and count < sum(map(len, buffers)):
-                    # A read ends before a bad block without an error; the blocks after it are good.
-                    raise OSError(errno.EIO, f"read {count} bytes")
-                for number, index in enumerate(some):
-                    header = parse_slot(buffers[2 * number], places[index])
-                    page = begin + index
-                    problem = _problem(header, effect, page, count, views[index][: lengths[index]])
-                    count -= BLOCK_BYTES + len(views[index])
-                    found[index] = header.checksum if header is not None and not problem else -1
-                    if problem == ANOTHER_PAGE:
-                        # Not damaged: a kill has left the row of the page that was here before.
-                        replaced.add(index)
-                    elif problem:
-                        self._note_damage(places[index], problem)
+    def _load_run(self, loading: _Loading, run: list[int], result: Callable[[], int]) -> None:
+        """Verify the pages of a run that was read. result: returns the bytes, or raises OSError."""
+        unit, places, begin = loading.unit, loading.places, loading.unit.pages.start
+        found: dict[int, int] = {}
+        replaced: set[int] = set()
+        results = [result]
 
-            verdicts = self._attempt(unit, run, places, read)
-            for index, checksum in found.items():
-                if checksum < 0:
-                    verdicts[index] = DISK_REPLACED if index in replaced else DISK_DAMAGED
-                elif verdicts[index] == DISK_DONE:
-                    unit.job.checksums[begin + index] = checksum
-            _note_verdicts(unit, verdicts)
+        def read(some: list[int]) -> None:
+            buffers = loading.buffers_of(some)
+            # Pages of a run that failed are read one by one.
+            count = results.pop()() if results else self._files.read(places[some[0]], buffers)
+            if len(some) > 1 and count < sum(map(len, buffers)):
+                # A read ends before a bad block without an error; the blocks after it are good.
+                raise OSError(errno.EIO, f"read {count} bytes")
+            for index in some:
+                header = parse_slot(loading.blocks[index], places[index])
+                view = loading.views[index]
+                page = view[: loading.lengths[index]]
+                problem = _problem(header, loading.effect, begin + index, count, page)
+                count -= BLOCK_BYTES + len(view)
+                found[index] = header.checksum if header is not None and not problem else -1
+                if problem == ANOTHER_PAGE:
+                    # Not damaged: a kill has left the row of the page that was here before.
+                    replaced.add(index)
+                elif problem:
+                    self._note_damage(places[index], problem)
+
+        verdicts = self._attempt(unit, run, places, read)
+        for index, checksum in found.items():
+            if checksum < 0:
+                verdicts[index] = DISK_REPLACED if index in replaced else DISK_DAMAGED
+            elif verdicts[index] == DISK_DONE:
+                unit.job.checksums[begin + index] = checksum
+        _note_verdicts(unit, verdicts)
 
     def _note_damage(self, place: int, problem: str) -> None:
         file = self._files.name_of(place)

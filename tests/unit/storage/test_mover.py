@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,12 @@ class Files:
     def write(self, place: int, buffers: Sequence[memoryview]) -> None:
         self._wait_at(place)
         self.written.append((place, bytes(buffers[0][:6])))
+
+    def read_all(
+        self, reads: Sequence[tuple[int, Sequence[memoryview]]]
+    ) -> Generator[tuple[int, Callable[[], int]]]:
+        for index, (place, buffers) in enumerate(reads):
+            yield index, partial(self.read, place, buffers)
 
     def read(self, place: int, buffers: Sequence[memoryview]) -> int:
         if len(buffers) > 2:

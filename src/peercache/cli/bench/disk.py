@@ -1,5 +1,8 @@
 """`peercache bench disk`: the page store compared with the raw device.
 
+Pages are written and read in the order of their places, and then read one by one in a random order
+with several reads in flight.
+
 The raw rate is measured in the same folder, in turn with the store, by as many threads, with calls
 of the same size past the page cache: the difference is what the store costs.
 """
@@ -47,6 +50,9 @@ JOBS_AT_ONCE: Final = 4
 """So many keep every thread busy while the last job of a batch ends."""
 
 SINGLE_LOADS: Final = 200
+
+IN_FLIGHT: Final = (1, 8, 64)
+"""Reads of single pages at random places that are in flight at once."""
 
 GRANULE: Final = 16 * 2**10
 
@@ -122,6 +128,33 @@ class Bench:
             raise ConfigError("folder", f"{wrong} pages were not written or read as they should")
         return self.work.total_bytes / (time.perf_counter() - started) / 1e9
 
+    def scattered_gb_s(self, in_flight: int) -> float:
+        """Return the rate of loads of pages in a random order, so many of them in flight."""
+        jobs = min(in_flight, JOBS_AT_ONCE)
+        size = in_flight // jobs
+        chosen = np.random.default_rng(3).permutation(self.work.pages)
+        begins = range(0, self.work.pages - size + 1, size)
+        wrong = 0
+        started = time.perf_counter()
+        for number, begin in enumerate(begins):
+            if number >= jobs:
+                wrong += self._await_done()
+            self._load(chosen[begin : begin + size])
+        for _ in range(min(jobs, len(begins))):
+            wrong += self._await_done()
+        if wrong:
+            raise ConfigError("folder", f"{wrong} pages were not read as they should")
+        return len(begins) * size * self.work.page_bytes / (time.perf_counter() - started) / 1e9
+
+    def raw_scattered_gb_s(self, in_flight: int) -> float:
+        """Return the device's own rate of such reads, each by a thread."""
+        page_bytes = -(-self.work.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        memory = self.pages.data
+        count = len(self.pages) // page_bytes
+        order = np.random.default_rng(3).permutation(count).tolist()
+        places = [(at * page_bytes, memory[at * page_bytes :][:page_bytes]) for at in order]
+        return self._move_raw(places, in_flight, os.preadv)
+
     def one_page_ms(self) -> list[float]:
         """Return how long loads of single pages take, one after the other."""
         chosen = np.random.default_rng(2).integers(0, self.work.pages, SINGLE_LOADS).tolist()
@@ -135,27 +168,8 @@ class Bench:
 
     def raw_gb_s(self, *, write: bool) -> float:
         """Return the device's own rate, with as many threads and calls of the same size."""
-        pending = queue.SimpleQueue[tuple[int, memoryview]]()
-        for call in self.calls:
-            pending.put(call)
         move = os.pwritev if write else os.preadv
-
-        def work() -> None:
-            while True:
-                try:
-                    offset, memory = pending.get_nowait()
-                except queue.Empty:
-                    return
-                move(self._raw, [memory], offset)
-
-        threads = [threading.Thread(target=work) for _ in range(self.plan.threads)]
-        started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        moved = sum(len(memory) for _, memory in self.calls)
-        return moved / (time.perf_counter() - started) / 1e9
+        return self._move_raw(self.calls, self.plan.threads, move)
 
     def wrong_bytes(self) -> int:
         """Load every page into cleared memory; return how many bytes are not what was written."""
@@ -169,6 +183,33 @@ class Bench:
         """Close both."""
         self.store.close()
         os.close(self._raw)
+
+    def _move_raw(
+        self,
+        calls: list[tuple[int, memoryview]],
+        threads: int,
+        move: Callable[[int, list[memoryview], int], int],
+    ) -> float:
+        """Return the rate of plain calls of so many threads, in GB/s."""
+        pending = queue.SimpleQueue[tuple[int, memoryview]]()
+        for call in calls:
+            pending.put(call)
+
+        def work() -> None:
+            while True:
+                try:
+                    offset, memory = pending.get_nowait()
+                except queue.Empty:
+                    return
+                move(self._raw, [memory], offset)
+
+        running = [threading.Thread(target=work) for _ in range(threads)]
+        started = time.perf_counter()
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        return sum(len(memory) for _, memory in calls) / (time.perf_counter() - started) / 1e9
 
     def _content(self) -> npt.NDArray[np.uint8]:
         return np.random.default_rng(1).integers(0, 256, len(self.pages), np.uint8)
@@ -189,20 +230,26 @@ class Bench:
         return self.store.is_direct
 
     def _submit(self, pages: slice, *, write: bool) -> None:
+        if not write:
+            self._load(np.arange(self.work.pages)[pages])
+            return
         self.jobs += 1
-        until = time.monotonic() + TIMEOUT_S
-        effect: Write | Load = (
+        self.store.perform(
             Write(
                 self.jobs, self.records[pages], self.namespaces[pages], self.places[pages],
-                self.ones[pages], until,
-            )
-            if write
-            else Load(
-                self.jobs, b"".join(self.keys[pages]), self.namespaces[pages], self.lengths[pages],
-                self.places[pages], self.offsets[pages], until,
+                self.ones[pages], time.monotonic() + TIMEOUT_S,
             )
         )  # fmt: skip
-        self.store.perform(effect)
+
+    def _load(self, pages: npt.NDArray[np.intp]) -> None:
+        self.jobs += 1
+        keys = b"".join(self.keys[page] for page in pages.tolist())
+        self.store.perform(
+            Load(
+                self.jobs, keys, self.namespaces[pages], self.lengths[pages],
+                self.places[pages], self.offsets[pages], time.monotonic() + TIMEOUT_S,
+            )
+        )  # fmt: skip
 
     def _await_done(self) -> int:
         fact = self._take()
@@ -237,13 +284,18 @@ def _measured(bench: Bench, progress: Callable[[str], None]) -> dict[str, float]
             "raw_read_gb_s": bench.raw_gb_s(write=False),
             "load_gb_s": bench.store_gb_s(write=False),
         }
+        for count in IN_FLIGHT:
+            measured[f"raw_scattered_{count}_gb_s"] = bench.raw_scattered_gb_s(count)
+            measured[f"scattered_{count}_gb_s"] = bench.scattered_gb_s(count)
         for name, figure in measured.items() if number else ():
             samples.setdefault(name, []).append(figure)
     times = bench.one_page_ms()
     figures = {name: statistics.median(values) for name, values in samples.items()}
+    scattered = [f"scattered_{count}" for count in IN_FLIGHT]
     for ratio, ours, raw in (
         ("write_ratio", "write_gb_s", "raw_write_gb_s"),
         ("load_ratio", "load_gb_s", "raw_read_gb_s"),
+        *((f"{name}_ratio", f"{name}_gb_s", f"raw_{name}_gb_s") for name in scattered),
     ):
         # Ratios are of one round each: the rate of a shared disk changes between rounds.
         rounds = zip(samples[ours], samples[raw], strict=True)

@@ -21,6 +21,9 @@ _DRIVE_ROWS = (
 _DISK_ROWS = (
     ("write-through", "write_gb_s", "GB/s", "write_ratio"),
     ("load", "load_gb_s", "GB/s", "load_ratio"),
+    ("load in random order, 1 in flight", "scattered_1_gb_s", "GB/s", "scattered_1_ratio"),
+    ("load in random order, 8 in flight", "scattered_8_gb_s", "GB/s", "scattered_8_ratio"),
+    ("load in random order, 64 in flight", "scattered_64_gb_s", "GB/s", "scattered_64_ratio"),
     ("load of one page", "load_one_ms", "ms", ""),
     ("load of one page, p99", "load_one_p99_ms", "ms", ""),
     ("device: write", "raw_write_gb_s", "GB/s", ""),
