@@ -34,7 +34,7 @@ LAYERS: dict[str, str] = {
     "actors.rdma": "wire.messages actors",
     # One foreign library or kernel facility each.
     "memory": "trust model observability installation",
-    "storage": "trust model observability actors actors.disk",
+    "storage": "trust model observability installation actors actors.disk",
     "net": "trust model config observability installation wire wire.messages",
     # The read and write paths, without I/O: of `net` they know the circuit breakers.
     "paths": "model config observability installation wire wire.messages net",

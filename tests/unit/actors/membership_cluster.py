@@ -20,6 +20,7 @@ from peercache.actors.effects import (
     Effect,
     NotifyDirectory,
     NotifyPlacement,
+    NotifyPool,
     NotifyPublisher,
     NotifyRemoval,
     NotifyRing,
@@ -39,6 +40,9 @@ SUSPECT_S = 3.0
 DEAD_S = 6.0
 HEAL_S = 10.0
 """Within this time of a healed partition all views are equal."""
+
+TO_OTHERS = (NotifyDirectory, NotifyPool, NotifyPublisher, NotifyRemoval, NotifyPlacement)
+"""What other actors of the same node are notified of."""
 
 
 def member(incarnation: int, control: str = "", **fields: Any) -> Member:
@@ -260,7 +264,8 @@ class Cluster:
                 process.views.append(effect.fact)
                 continue
             if isinstance(
-                effect, (NotifyDirectory, NotifyPublisher, NotifyRemoval, NotifyPlacement)
+                effect,
+                (NotifyDirectory, NotifyPool, NotifyPublisher, NotifyRemoval, NotifyPlacement),
             ):
                 process.republished += isinstance(effect.fact, Republish)
                 continue
