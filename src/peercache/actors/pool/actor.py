@@ -527,7 +527,8 @@ class Pool:
             commit = attrs.evolve(commit, written=bytes(len(commit.written)))
         states, made = commit_pages(self._slots, self._pages, reservation, commit)
         self._reservations.end(origin.identity, commit.sequence, states)
-        effects, records = list[Effect](), NO_RECORDS
+        effects: list[Effect] = []
+        records: Records = NO_RECORDS
         if made is not None:
             if not is_copy and not is_mirrored:
                 self._copies.stored(split_keys(made.keys))
