@@ -242,7 +242,7 @@ def test_codes_of_mooncake_are_answers_and_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A code that is an error is no miss like another: reasons are kept with the history."""
-    joined = SimpleNamespace(_store=Coded(codes))
+    joined = SimpleNamespace(store=Coded(codes))
     monkeypatch.setattr(peers_engine, "Mooncake", lambda *_: joined)
     store = peers_stores.Mooncake({}, peers_stores.Memory(PAGE_BYTES))
     pages = store.buffers(PAGE_BYTES)[0][:3]
