@@ -68,8 +68,9 @@ FAULTS = ("stopped", "killed")
 NO_FAULT = "running"
 """The same calls with three nodes that run: what the times with a failed node are compared with."""
 
-POOL_MIN_BYTES = 64 * MIB
-"""Mooncake refuses segments that are much smaller."""
+POOL_MIN_BYTES = 2048 * MIB
+"""Room for slots ahead of two batches of 32 MiB, as in the pool of an engine. Mooncake refuses
+segments below 64 MiB."""
 
 
 @attrs.frozen
@@ -205,8 +206,8 @@ class Measuring:
         return self.stores[first:] + self.stores[:first]
 
     def _start(self, store: str, size: Size, more_bytes: int = 0) -> Cluster | None:
-        # Nine batches of 128 MiB: slots ahead take more than an eighth of a smaller pool.
-        pool_bytes = max(POOL_MIN_BYTES, size.total_bytes * 9 // 2 + more_bytes)
+        # Engines have larger pools. In smaller ones, few slots are reserved ahead.
+        pool_bytes = max(POOL_MIN_BYTES, size.total_bytes * 2 + more_bytes)
         try:
             return start(store, size, pool_bytes, self.folder)
         except (StoreFailed, OSError, NotInstalled) as error:

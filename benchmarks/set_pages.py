@@ -39,11 +39,10 @@ KIB, MIB = 2**10, 2**20
 SIZES = (WorkingSet(MIB, 256, 128), WorkingSet(MIB, 64, 32), WorkingSet(64 * KIB, 256, 128))
 """Two batches each: SGLang's batch, a smaller one, and small pages."""
 
-FRESH_BYTES = FULL_BYTES = 9 * 128 * MIB
+FRESH_BYTES = FULL_BYTES = 2048 * MIB
 SMALL_BYTES = 16 * MIB
-"""Pool sizes: of nodes that are set into, and of nodes that only own records. An eighth of a pool
-may be reserved ahead: smaller ones have no room for the portions of two large batches, and larger
-ones, as engines have, are no faster."""
+"""Pool sizes: of nodes that are set into, and of nodes that only own records. A 32nd of a pool may
+be reserved ahead: two batches of 32 MiB. Larger pools, as engines have, are hardly faster."""
 
 SETTLED_S = 2.5
 """Time until a new client has populated its page tables."""

@@ -483,7 +483,7 @@ def test_a_drained_pool_takes_no_pages() -> None:
 
 def test_slots_ahead_store_nothing_in_a_drained_pool() -> None:
     """A client that has them from before learns it from its Commit; a set under way is stored."""
-    rig = Taker()
+    rig = Taker(pages=32)
     lengths = np.full(1, GRANULE, "<u8").tobytes()
     rig.say(Reserve(5, 50, 1, b"", lengths))
     rig.say(Reserve(5, 51, 1, key(1), lengths))

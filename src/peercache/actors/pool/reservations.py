@@ -331,8 +331,8 @@ def _outcome(reservation: Reservation, states: bytes) -> Ended:
 BATCH_PAGES_MAX = 2048
 """Pages of one Reserve: the Committed that ends it has 65 bytes a page, 130 KiB."""
 
-AHEAD_DIVISOR = 8
-"""Slots may be reserved ahead in at most 1/8 of the pool, by all clients together: they are in use
+AHEAD_DIVISOR = 32
+"""Slots may be reserved ahead in at most 1/32 of the pool, by all clients together: they are in use
 in the next moments, or come back within three seconds."""
 
 COLDEST_MAX = 1024
