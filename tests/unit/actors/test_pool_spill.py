@@ -30,7 +30,8 @@ from peercache.actors.mailboxes import (
     TakeOver,
 )
 from peercache.actors.pool.size_classes import STALE_MIN
-from peercache.actors.pool.spill_order import SPILL_AGAIN_S, SPILL_PAGES
+from peercache.actors.pool.slots import PERIOD_S
+from peercache.actors.pool.spill_order import LIFETIME_SHARE, SPILL_AGAIN_S, SPILL_PAGES
 from peercache.config.entries import parse_quotas
 from peercache.model.keys import Namespace, space_of, tag_of
 from peercache.model.records import DROP
@@ -390,7 +391,7 @@ def test_a_page_that_is_on_disk_too_has_a_negative_age() -> None:
 
 
 def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
-    """A pool that is drained has none."""
+    """No page counts as older than one gets that nothing reads. A drained pool has no room."""
     rig = Spiller(pages=4)
     assert rig.room() == (4 * GRANULE, 0.0)
     rig.store_over_time(1, 2, 3)
@@ -399,9 +400,22 @@ def test_a_pool_reports_its_room_and_the_age_of_its_coldest_page() -> None:
     rig.take({90: 100.0})
 
     assert rig.room()[0] == 0
-    assert rig.room()[1] == pytest.approx(100.0, abs=1.0)
+    assert rig.room()[1] == pytest.approx(40.0, abs=1.0), "a page each 10 s, room for four"
     rig.say(DrainChanged(is_draining=True), INSIDE)
     assert rig.room() == (0, 0.0)
+
+
+def test_the_age_that_others_must_exceed_hangs_on_how_long_pages_last() -> None:
+    """Else two equal nodes swap pages, when one of them has evicted more than the other."""
+    rig = Spiller(pages=8)
+    rig.store_over_time(*range(8))
+    rig.touch(*range(8))
+    rig.now += PERIOD_S
+
+    (told,) = rig.say(RequestSpill(only_new=False), INSIDE)
+
+    assert told.fact.groups
+    assert told.fact.coldest_age_s == pytest.approx(LIFETIME_SHARE * 80.0, abs=2.0)
 
 
 # --- what a hostile node may offer ----------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import islice
-from math import ceil, inf
+from math import ceil, exp, expm1, inf
 from typing import Final, final
 
 import attrs
@@ -34,6 +34,14 @@ DEMAND_DECAY: Final = 0.97
 ROOMY_DIVISOR: Final = 4
 """Where clients store, room is offered to others while 1/4 of the pool is free."""
 
+LATELY_S: Final = 1800.0
+"""What clients stored so long ago counts 1/e of what they store now."""
+
+LIFETIME_SHARE: Final = 0.3
+"""A node that offers pages counts its coldest page as at least so old, compared with how long a
+page lasts there. For a moment one of two equal nodes has older pages than the other: to move pages
+then only scatters prompts (ADR 0037)."""
+
 SPILL_AGE: Final = 0.75
 """How old a page is when it is offered, compared with the coldest one. In a pool with more than
 SPILL_LOOK pages that are so old it may be older."""
@@ -54,16 +62,32 @@ SPILL_AGAIN_S: Final = 2.0
 @final
 @attrs.define(eq=False)
 class Demand:
-    """How much clients store within a second at most, in granules; what is long ago counts less."""
+    """How much clients store, in granules: within a second at most, and on average.
+
+    What is long ago counts less.
+    """
 
     _second: float = -inf
     _sum: int = 0
     _peak: float = 0.0
+    _lately: float = 0.0
+    _began_at: float = inf
+    _noted_at: float = 0.0
 
     def note(self, granules: int, now: float) -> None:
         """Count what a client stores."""
         self.peak(now)
         self._sum += granules
+        self._began_at = min(self._began_at, now)
+        self._lately *= exp((self._noted_at - now) / LATELY_S)
+        self._lately, self._noted_at = self._lately + granules, now
+
+    def rate(self, now: float) -> float:
+        """Return how much is stored in a second, on the average of the last half hour or so."""
+        if self._began_at >= now:
+            return 0.0
+        lately = self._lately * exp((self._noted_at - now) / LATELY_S)
+        return lately / LATELY_S / -expm1((self._began_at - now) / LATELY_S)
 
     def peak(self, now: float) -> int:
         """Return the most that was stored within a second lately."""
@@ -97,7 +121,8 @@ class SpillOrder:
         For second copies that is all, and the coldest page. For pages that the other node evicts
         it is less. Where clients store, free room counts only while there is much of it: to move it
         from node to node helps none of them. And the page is the last one to go when they store as
-        much again as lately: what comes here should outlive that.
+        much again as lately: what comes here should outlive that. Nor is it older than a page gets
+        here that nothing reads: what comes here lasts no longer.
         """
         spare, demand = max(self.spare(now), 0), 0 if is_copy else self.demand.peak(now)
         if demand and self.slots.free_granules * ROOMY_DIVISOR < self.slots.usable:
@@ -111,7 +136,12 @@ class SpillOrder:
                 if below <= 0:
                     break
         age_s = 0.0 if coldest is None else self.slots.ages.age(coldest, now)
-        return spare, age_s
+        return spare, age_s if is_copy else min(age_s, self._lifetime_s(now))
+
+    def _lifetime_s(self, now: float) -> float:
+        """Return how long a page lasts that nothing reads: until clients have stored a pool."""
+        rate = self.demand.rate(now)
+        return self.slots.usable / rate if rate else inf
 
     def next(self, now: float, *, only_new: bool = False) -> ColdPages:
         """Return pages to offer now, coldest first.
@@ -131,7 +161,7 @@ class SpillOrder:
         records = self.pages.records
         return ColdPages(
             tuple((tag, records(some), self._ages(some, now)) for tag, some in groups.items()),
-            coldest_age_s,
+            max(coldest_age_s, self._lifetime_s(now) * LIFETIME_SHARE),
         )
 
     def withhold(self) -> None:
