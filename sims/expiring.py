@@ -23,11 +23,11 @@ from sims.watch import held_generation
 from sims.world import WALL_LIMIT_S, World
 
 PAGES = 24
-ROUNDS = 3
-TTL_S, DISK_TTL_S = 3.0, 8.0
-LATE_S = 3.0
+ROUNDS = 2
+TTL_S, DISK_TTL_S = 20.0, 40.0
+LATE_S = 12.0
 """After so long beyond its time no page is left: a look is due every second, and a pool counts what
-is touched within one second as touched at once. A disk stamps whole seconds."""
+is touched within five seconds as touched at once. A disk stamps whole seconds."""
 
 PAUSE_MAX_S = 1.5
 READ_MAX_S = 0.5

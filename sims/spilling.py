@@ -58,7 +58,7 @@ ROUNDS = 9
 PAGES = 4
 """Pages of a round; each round has its own."""
 
-COLD_S = 1.5
+COLD_S = 6.5
 """After this time pages are no longer among those that were touched just now."""
 
 AGE_S = 100.0
@@ -230,13 +230,14 @@ class Round:
             if step:
                 self.seen.append(step)
             if isinstance(effect, Send) and isinstance(effect.message, (RequestRoom, OfferSpill)):
-                self.taker = self._name_of(effect.to)
+                self.taker = self._name_of(effect.to) or self.taker
             if step == self.step:
                 self.reached.set()
 
     def _name_of(self, incarnation: object) -> str:
+        """Return the name of a node; "" for one that is gone, which its peers may not know yet."""
         nodes = self.world.nodes.items()
-        return next(name for name, node in nodes if node.incarnation == incarnation)
+        return next((name for name, node in nodes if node.incarnation == incarnation), "")
 
     def _offer(self, name: str, only_to: str = "") -> None:
         """Let a node offer the pages, as if its pool had named them."""

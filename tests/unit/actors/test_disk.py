@@ -310,7 +310,7 @@ def test_coldest_pages_are_written_before_they_must_go() -> None:
     """With `write_policy = on_evict` nothing is written while there is room."""
     world = DiskWorld(on_evict=True)
     world.set(*range(6))
-    world.wait(1.0)
+    world.wait(10.0)
     roomy = not world.working
 
     world.set(6, 7)

@@ -55,14 +55,14 @@ def test_a_page_in_memory_expires_after_its_last_use() -> None:
     assert world.count("namespace_pages_evicted_total", **expired) == 0
 
 
-def test_a_page_expires_within_two_seconds_of_its_time() -> None:
-    """A look is due every second, and each notes what was touched within a second."""
+def test_a_page_expires_within_ten_seconds_of_its_time() -> None:
+    """What is touched within five seconds counts as touched at once."""
     world = chatting(is_open=False)
     world.set(1, namespace=CHAT)
 
     world.wait(59.0)
     before = world.where(1)
-    world.wait(3.0)
+    world.wait(11.0)
 
     assert (before, world.where(1)) == ("memory", "")
 
@@ -217,7 +217,7 @@ def test_with_on_evict_a_page_is_as_old_on_disk_as_it_was_in_memory() -> None:
     world.set(*range(20, 24))
     evicted = [number for number in range(5) if world.where(number) == "disk"]
 
-    world.wait(15.0)
+    world.wait(20.0)
 
     assert evicted
     assert world.places(*evicted) == [""] * len(evicted)

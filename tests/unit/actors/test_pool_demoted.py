@@ -38,7 +38,7 @@ def filled(**options: float) -> Rig:
     rig = Rig(pages=PAGES, **options)
     for number in range(PAGES):
         rig.store(number)
-        rig.now += 2.0
+        rig.now += 10.0
     return rig
 
 

@@ -131,12 +131,12 @@ def test_least_recently_touched_page_is_evicted() -> None:
     """What readers tell decides who goes."""
     world = World(granules=16)
     for number in range(4):
-        world.now = 2.0 * number
+        world.now = 10.0 * number
         world.store(ALICE, [number], PAGE)
-    world.now = 8.0
+    world.now = 40.0
     world.touch(0)
 
-    world.now = 10.0
+    world.now = 50.0
     world.store(ALICE, [10], PAGE)
 
     assert world.holds(0, 1, 2, 3, 10) == [True, False, True, True, True]
@@ -146,9 +146,9 @@ def test_touch_under_an_old_generation_counts_for_nothing() -> None:
     """A touch of the previous page does not count for the page that is there now."""
     world = World(granules=16)
     for number in range(4):
-        world.now = 2.0 * number
+        world.now = 10.0 * number
         world.store(ALICE, [number], PAGE)
-    world.now = 8.0
+    world.now = 40.0
     world.touch(0, stale=True)
 
     world.store(ALICE, [10], PAGE)
@@ -160,7 +160,7 @@ def test_chain_loses_its_tail_first_after_commit() -> None:
     """The first key of a batch is its hottest page."""
     world = World(granules=16)
     world.store(ALICE, [1, 2], PAGE)
-    world.now = 2.0
+    world.now = 10.0
     world.store(ALICE, [3, 4], PAGE)
 
     world.store(BOB, [10], PAGE)
@@ -169,10 +169,10 @@ def test_chain_loses_its_tail_first_after_commit() -> None:
 
 
 def test_prompt_loses_its_deepest_pages_first_however_many_batches_it_came_in() -> None:
-    """What comes within a second is one prompt: pages are useless without those before them."""
+    """What comes within some seconds is one prompt: pages are useless without those before them."""
     world = World(granules=24)
     for first in (1, 3, 5):
-        world.now += 0.2
+        world.now += 2.0
         world.store(ALICE, [first, first + 1], PAGE)
 
     world.now += 0.2
@@ -201,7 +201,7 @@ def test_pages_of_a_later_second_outlive_those_of_an_earlier_one() -> None:
     """Whatever was stored first."""
     world = World(granules=16)
     world.store(ALICE, [1, 2], PAGE)
-    world.now = 2.0
+    world.now = 10.0
     world.store(ALICE, [3, 4], PAGE)
     world.now = 4.0
     world.touch(2, 1)

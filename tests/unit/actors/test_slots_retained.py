@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peercache.actors.pool.reservations import Shares, Terms, take_slots
 from peercache.actors.pool.size_classes import HELD, MIRROR_AGE_FACTOR, Slot
-from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.pool.slots import PERIOD_S, SlotAllocator
 from peercache.actors.tenants import Tenant
 from peercache.wire.messages.pool import RESERVED
 from tests.examples import examples
@@ -78,13 +78,13 @@ def test_a_mirrored_page_goes_before_pages_of_its_age_and_after_much_older_ones(
     copy = mirror(slots)
     assert copy is not None
     _, coldest, *_, hottest = put_own(slots, 7)
-    slots.pass_time(1.0)
+    slots.pass_time(PERIOD_S)
     slots.touch(copy)
     evicted: list[Slot] = []
     slots.take(1, untouched_since=slots.clock, evicted=evicted)
     assert evicted[0] is not copy, "it was just read"
 
-    for _ in range(3):
+    for _ in range(5):
         slots.touch(hottest)
     assert slots.clock - copy.touched < slots.clock - coldest.touched
     assert (slots.clock - copy.touched) * MIRROR_AGE_FACTOR > slots.clock - coldest.touched

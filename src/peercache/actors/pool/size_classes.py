@@ -1,7 +1,7 @@
 """Size classes: the slots of one size that one tenant has, and the order in which they are evicted.
 
 A slot may hold a mirrored page, a retained one, or one that came from another node with its age
-(moved); the others are held, or recent for a second.
+(moved); the others are held, or recent for a period of some seconds.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ AGE_DIVISOR: Final = 256
 @final
 @attrs.define(eq=False)
 class Ages:
-    """What the clock of touches showed at each second of the past: marks, both lists rising.
+    """What the clock of touches showed in each period of the past: marks, both lists rising.
 
-    The clock advances once a second at least, so that a second that had no touch has a place in the
+    The clock advances once a period at least, so that a period that had no touch has a place in the
     order of eviction too: a page that comes from another node may have been touched in it.
     """
 
@@ -83,12 +83,12 @@ class Ages:
         return max(0.0, now - self._moments[at]) if at < len(self._moments) else 0.0
 
     def began(self, touched: int) -> int:
-        """Return what the clock showed before the second of a touch."""
+        """Return what the clock showed before the period of a touch."""
         at = bisect_left(self._clocks, touched)
         return self._clocks[at - 1] if at else NEVER_TOUCHED
 
     def ended(self, touched: int) -> int:
-        """Return what the clock showed after the second of a touch; _NOT_YET: it is not over."""
+        """Return what the clock showed after the period of a touch; _NOT_YET: it is not over."""
         at = bisect_left(self._clocks, touched)
         return self._clocks[at] if at < len(self._clocks) else _NOT_YET
 
@@ -155,7 +155,7 @@ class SizeClass:
     held: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
     """By first granule, the next to be evicted first: without those of the next three."""
     recent: dict[int, Slot] = attrs.field(factory=dict)
-    """Those that were touched since the second began; all are hotter than `held`."""
+    """Those that were touched since the period began; all are hotter than `held`."""
     moved: dict[int, Slot] = attrs.field(factory=dict)
     """Of pages that came from another node and were not touched here; `_moved_order` is a heap."""
     mirrors: OrderedDict[int, Slot] = attrs.field(factory=OrderedDict)
@@ -172,13 +172,13 @@ class SizeClass:
     that are stale are skipped."""
     _entries: int = 0
     _copies_first_upto: int = NEVER_TOUCHED
-    """Up to this touch, those slots of each second go first whose page has a copy."""
+    """Up to this touch, those slots of each period go first whose page has a copy."""
 
     def coldest(self, clock: int, untouched_since: int) -> Slot | None:
         """Return the held slot to evict first, None if all were touched after `untouched_since`.
 
         The least recently touched; mirrored pages count as older than they are, and go before
-        others of their second.
+        others of their period.
         """
         own = self.coldest_own()
         if own is not None and own.touched > untouched_since:
@@ -214,7 +214,7 @@ class SizeClass:
         """Take out the slots to evict first, without mirrors and without what is recent."""
         popped: list[Slot] = []
         if not self.moved:
-            # What nearly every pool has: one queue, in order. Of one second at a time.
+            # What nearly every pool has: one queue, in order. Of one period at a time.
             self.copies_first()
             last = min(untouched_since, self._copies_first_upto)
             for slot in islice(self.held.values(), most):
@@ -304,27 +304,27 @@ class SizeClass:
             self.held[slot.first] = slot
 
     def copies_first(self) -> None:
-        """Of the held slots that go next, of one second, let those go first whose page has a copy.
+        """Of the held slots that go next, of one period, let those go first whose page has a copy.
 
-        Once for each second, when the first of its slots goes: until then most pages are written to
+        Once for each period, when the first of its slots goes: until then most pages are written to
         disk, and a prompt that is there as a whole loses its deepest pages first.
         """
         coldest = next(iter(self.held.values()), None)
         if coldest is None or coldest.touched <= self._copies_first_upto:
             return
         end = self.ages.ended(coldest.touched)
-        second: list[Slot] = []
+        period: list[Slot] = []
         for slot in self.held.values():
             if slot.touched > end:
                 break
-            second.append(slot)
-        self._copies_first_upto = second[-1].touched
+            period.append(slot)
+        self._copies_first_upto = period[-1].touched
         # Its page is not lost with its place here.
-        copies = [slot for slot in second if slot.disk_length or slot.copy_at]
-        if 0 < len(copies) < len(second):
+        copies = [slot for slot in period if slot.disk_length or slot.copy_at]
+        if 0 < len(copies) < len(period):
             for slot in reversed(copies):
                 self.held.move_to_end(slot.first, last=False)
-            _share_touches(list(islice(self.held.values(), len(second))))
+            _share_touches(list(islice(self.held.values(), len(period))))
 
     def in_order(self) -> Iterator[Slot]:
         """Iterate over the slots that may be evicted, the next one first, without mirrors."""
@@ -345,7 +345,7 @@ def _share_touches(slots: list[Slot]) -> None:
 
 
 def _in_order(touched_at_once: Iterable[Slot]) -> list[Slot]:
-    """Return slots that were touched within one second: the batch stored last, its last page."""
+    """Return slots that were touched within one period: the batch stored last, its last page."""
     return sorted(touched_at_once, key=lambda slot: (-slot.batch, slot.touched))
 
 

@@ -17,11 +17,11 @@ than a share of the pool, never the place of what was touched lately, and age fa
 A *retained* page is not evicted before its time, and blocks its extent for other sizes and tenants
 (`page_table` says for how long, and `actors.tenants` how much of it there may be).
 
-Pages are evicted least recently touched first, but what was touched within one second counts as
-touched at once: of it pages go first whose bytes are elsewhere too, on this node's disk or on
-another node, and of these, or else of the others, the pages stored last (ADR 0036). So a prompt
-loses its deepest pages first, however many batches it came in: they are useless without those
-before them.
+Pages are evicted least recently touched first, but what was touched within a *period* of some
+seconds counts as touched at once: of it pages go first whose bytes are elsewhere too, on this
+node's disk or on another node, and of these, or else of the others, the pages stored last
+(ADR 0036). So a prompt loses its deepest pages first, however many batches it came in: they are
+useless without those before them.
 
 A *demoted* page is the next of its size to be evicted, until it is touched again.
 
@@ -65,9 +65,9 @@ UNITS_ABOUT: Final = 256
 WASTE_DIVISOR: Final = 8
 """An extent grows until at most 1/8 of it is left over; 8 slots always suffice for that."""
 
-SECOND_S: Final = 1.0
-"""How long what is touched counts as touched at once. A prompt is read, or reported as read, within
-about a second; by public traces (ADR 0036) up to five seconds are as good."""
+PERIOD_S: Final = 5.0
+"""How long what is touched counts as touched at once: an engine computes and stores a long prompt
+within some seconds. By public traces (ADR 0036) a longer period loses hits."""
 
 _BLOCKED: Final = 2**62
 
@@ -108,7 +108,8 @@ class SlotAllocator:
         self._classes: dict[tuple[Tenant, int], SizeClass] = {}
         self._units: list[Extent | None] = []
         self._batch = 0
-        self._second_ends = self.now = -math.inf
+        self._period_ends = self.now = -math.inf
+        self._is_period_empty = True
         self._freed: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """By unit: when it became unassigned, _BLOCKED while a class has it."""
         self._unassigned = 0
@@ -276,10 +277,10 @@ class SlotAllocator:
         return coldest
 
     def pass_time(self, now: float) -> None:
-        """Note what time it is (s): a second that is over settles the order of what it touched."""
+        """Note what time it is (s): a period that is over settles the order of what it touched."""
         before, self.now = self.now, now
-        if now >= self._second_ends:
-            self._second_ends = now + SECOND_S
+        if now >= self._period_ends:
+            self._period_ends, self._is_period_empty = now + PERIOD_S, True
             # What was touched last was touched by the message before this one.
             upto, self.clock = self.clock, self.ages.mark(before, now, self.clock)
             for size_class in self._classes.values():
@@ -364,6 +365,9 @@ class SlotAllocator:
         elif slot.first not in size_class.recent:
             del size_class.held_as(slot)[slot.first]
             size_class.recent[slot.first] = slot
+            if self._is_period_empty:
+                # It begins now, so that no period ends while the batches of a prompt follow.
+                self._period_ends, self._is_period_empty = self.now + PERIOD_S, False
 
     def demote(self, slot: Slot) -> bool:
         """Let a held slot be the next of its size to be evicted; return False if it is retained."""
