@@ -209,7 +209,7 @@ class Placement:
             case PullDone():
                 return self.takings.pulled(message)
             case Committed():
-                return self.takings.committed(message)
+                return self.takings.committed(message, self._others)
         assert_never(message)
 
     def _follow(self, members: Sequence[Member], now: float) -> list[Effect]:
@@ -220,8 +220,9 @@ class Placement:
         effects = self.giving.follow(members, self.incarnation, now)
         there = {m.incarnation for m in members if m.state in (ALIVE, SUSPECT)}
         others = frozenset(there - {self.incarnation})
-        if others != self._others:
-            self._others = others
+        lost, self._others = self._others - others, others
+        if lost:
+            # A node that joins holds no copy yet: the pool need not look at its pages.
             effects.append(NotifyPool(HoldersChanged(tuple(sorted(others)))))
         return effects
 

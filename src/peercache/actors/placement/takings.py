@@ -212,15 +212,19 @@ class Takings:
         commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
         return [NotifyPool(TakenOver(commit, taking.ages, taking.is_copy))]
 
-    def committed(self, committed: Committed) -> list[Effect]:
-        """Report to the offerer which pages this node holds now."""
+    def committed(self, committed: Committed, others: Collection[int]) -> list[Effect]:
+        """Report to the offerer which pages this node holds now. others: the other members."""
         taking = self._open[committed.sequence]
         is_new = np.frombuffer(committed.states, np.uint8) == COMMITTED
         self.figures.took(taking.member, int(is_new.sum()), bytes_of(taking.records[is_new]))
         states = _kept(taking, committed) if taking.spilled else committed.states
         # What the owners of the records may not know of is here all the same.
         self._count_rest(np.frombuffer(states, np.uint8)[~is_new].tobytes())
-        noted: list[Effect] = _noted(taking, committed, states) if taking.is_copy else []
+        holder = taking.origin.identity
+        noted: list[Effect] = []
+        if taking.is_copy:
+            # It may have died in the meantime, and the pool have noted that before these pages.
+            noted = _noted(taking, committed, states, holder if holder in others else 0)
         return [*noted, *self._answer(committed.sequence, states)]
 
     def check(self) -> None:
@@ -289,13 +293,16 @@ def _kept(taking: Taking, committed: Committed) -> bytes:
     return states.tobytes()
 
 
-def _noted(taking: Taking, committed: Committed, states: bytes) -> list[Effect]:
-    """Notify the pool which pages the offerer keeps too: those that it learns to be here."""
+def _noted(taking: Taking, committed: Committed, states: bytes, holder: int) -> list[Effect]:
+    """Notify the pool which pages the offerer keeps too: those that it learns to be here.
+
+    holder: the offerer; 0 if it is no member any more.
+    """
     given = np.frombuffer(states, np.uint8)
     kept = taking.records["key"][(given == COMMITTED) | (given == HERE)]
     records = np.frombuffer(committed.records, RECORD)
     both = np.isin(records["key"], kept)
     return [
-        NotifyPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
+        NotifyPool(CopiesMade(drops_of(records[both]), holder)),
         NotifyPool(CopiesMade(drops_of(records[~both]), 0)),
     ]
