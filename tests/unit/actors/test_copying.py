@@ -25,8 +25,7 @@ from peercache.actors.mailboxes import (
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import Placement
-from peercache.actors.placement.drain import OFFER_S
-from peercache.actors.placement.offers import LOOK_S, REFUSED_S, OfferProgress, Offers
+from peercache.actors.placement.offers import LOOK_S, OFFER_S, REFUSED_S, OfferProgress, Offers
 from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
 from peercache.wire.messages.membership import (
     CopiesEvicted,

@@ -26,7 +26,7 @@ from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import (
     Placement,
 )
-from peercache.actors.placement.drain import (
+from peercache.actors.placement.offers import (
     AGAIN_S,
     FULL_MAX,
     FULL_S,

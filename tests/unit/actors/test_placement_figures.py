@@ -7,9 +7,8 @@ import pytest
 
 from peercache.actors.mailboxes import DrainBegan, PagesStored, PagesToGive, PullDone
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import OFFER_S
-from peercache.actors.placement.figures import PEERS_MAX, PlacementFigures, reasons_of
-from peercache.actors.placement.offers import LOOK_S
+from peercache.actors.placement.offers import LOOK_S, OFFER_S, reasons_of
+from peercache.actors.placement.takings import PEERS_MAX, PlacementFigures
 from peercache.model.keys import tag_of
 from peercache.model.status import MovedPages
 from peercache.observability.metrics import Metrics

@@ -26,13 +26,11 @@ from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import (
     Placement,
 )
-from peercache.actors.placement.drain import (
-    OFFER_S,
-)
 from peercache.actors.placement.offers import (
     HALT_S,
     LOOK_S,
     LOST_S,
+    OFFER_S,
     REFUSED_S,
     ROOM_S,
     SETTLE_S,

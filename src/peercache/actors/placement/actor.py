@@ -52,19 +52,15 @@ from peercache.actors.mailboxes import (
     ViewChanged,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import (
-    SERVING,
-    Giving,
-)
-from peercache.actors.placement.figures import (
-    PlacementFigures,
-)
 from peercache.actors.placement.offers import (
     COPY_NUMBERS,
+    SERVING,
     SPILL_NUMBERS,
+    Giving,
     Offers,
 )
 from peercache.actors.placement.takings import (
+    PlacementFigures,
     Takings,
 )
 from peercache.model.keys import space_of

@@ -111,8 +111,7 @@ from peercache.actors.pool.answers import (
     unchanged,
 )
 from peercache.actors.pool.copies import Copies
-from peercache.actors.pool.expiry import Expiry, owners_of
-from peercache.actors.pool.page_table import Page, PageTable, Retention
+from peercache.actors.pool.page_table import Expiry, Page, PageTable, Retention, owners_of
 from peercache.actors.pool.reservations import (
     FromOther,
     Mirrors,
