@@ -7,7 +7,6 @@ certificate, which `Gate` checks on each new connection.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ import attrs
 import pynng
 from pynng._nng import ffi, lib
 
-from peercache.config.quantities import format_address
+from peercache.config.quantities import format_address, plain_ip
 from peercache.errors import Rejected
 from peercache.observability.reasons import EXPIRED
 from peercache.trust.identity import SHARED_NAME, CertificateRole, Identity, until_among
@@ -220,13 +219,11 @@ def _host_and_port(found: Any) -> Address | None:
     """Return an address of a tcp connection; None for one of another kind."""
     # nng keeps ports and addresses in network byte order.
     if found.s_family == lib.NNG_AF_INET:
-        host = str(
-            ipaddress.IPv4Address(bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4)))
-        )
-        return host, socket.ntohs(found.s_in.sa_port)
+        raw = bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4))
+        return str(plain_ip(raw)), socket.ntohs(found.s_in.sa_port)
     if found.s_family == lib.NNG_AF_INET6:
-        address = ipaddress.IPv6Address(bytes(ffi.buffer(found.s_in6.sa_addr, 16)))
-        return str(address.ipv4_mapped or address), socket.ntohs(found.s_in6.sa_port)
+        raw = bytes(ffi.buffer(found.s_in6.sa_addr, 16))
+        return str(plain_ip(raw)), socket.ntohs(found.s_in6.sa_port)
     return None
 
 

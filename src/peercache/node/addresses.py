@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from fcntl import ioctl
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -27,7 +27,7 @@ from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.config.entries import heads_of
 from peercache.config.home import default_home
-from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address
+from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address, plain_ip
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError, Rejected
 from peercache.fabric.tcp.sockets import open_listeners
@@ -163,11 +163,9 @@ def _interface_hosts() -> list[str]:
 
 def _numeric(host: str) -> _Host | None:
     try:
-        found = ip_address(host)
+        return plain_ip(host)
     except ValueError:
         return None
-    mapped = getattr(found, "ipv4_mapped", None)
-    return found if mapped is None else mapped
 
 
 def _is_for_others(host: str) -> bool:
