@@ -554,16 +554,6 @@ def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
     assert node.state(NINE) == DEAD
 
 
-def test_goodbye_is_believed_at_once() -> None:
-    """Only the member itself says that it has left, so it does not matter when it was seen last."""
-    node = Node(ONE).knows(TWO, NINE)
-    node.take(NINE, Heartbeat(member(NINE), b""))
-
-    node.reported_by(TWO, member(NINE, state=LEFT, counter=1))
-
-    assert node.state(NINE) == LEFT
-
-
 def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
     """One process binds an address: who comes with it took it over, at once."""
     node = Node(ONE).knows(NINE, TEN)
