@@ -371,7 +371,7 @@ def test_a_digest_that_comes_back_is_left_where_it_was_left_last() -> None:
 
 
 def test_a_log_is_bounded() -> None:
-    """What is forgotten is not known, never told in part."""
+    """What is forgotten is not known, never reported in part."""
     log = ViewLog(heartbeat_s=1.0)
     for at in range(3 * LOG_MAX):
         log.changed(b"%d" % at, b"%d" % (at + 1), [at], 0.0)
@@ -384,7 +384,7 @@ def test_a_log_is_bounded() -> None:
     assert log.since(b"0") is None
 
 
-def test_a_member_whose_view_this_node_had_lately_is_told_the_changes_alone() -> None:
+def test_a_member_whose_view_this_node_had_lately_receives_the_changes_alone() -> None:
     """A master answers a heartbeat with the entry that changed, and no views are compared."""
     master = Node(ONE).knows(TWO, NINE, TEN)
     plain = Node(NINE).knows(ONE, TWO, TEN)
@@ -396,8 +396,8 @@ def test_a_member_whose_view_this_node_had_lately_is_told_the_changes_alone() ->
     answered = master.take(NINE, beat)
 
     assert [type(e.message) for e in answered if isinstance(e, Send)] == [ShareView, HeartbeatSeen]
-    (told,) = sends(answered, ShareView)
-    assert told.message.view == (master.actor.me, member(TEN, counter=3, state=LEFT))
+    (share,) = sends(answered, ShareView)
+    assert share.message.view == (master.actor.me, member(TEN, counter=3, state=LEFT))
     for effect in answered:
         assert isinstance(effect, Send)
         assert sends(plain.take(ONE, effect.message), CompareView) == []
@@ -477,7 +477,7 @@ def test_changes_on_a_wrong_base_are_not_applied() -> None:
 
 
 def test_changes_bring_a_state_that_another_view_has_taken_back() -> None:
-    """A client that was told of a suspicion by another node follows its home node again."""
+    """A client that was notified of a suspicion by another node follows its home node again."""
     suspected = View.of([member(ONE), member(TWO, state=SUSPECT)])
     refuted = View.of([member(ONE), member(TWO)])
     changes = ReportViewChanges(0, suspected.digest(), refuted.digest(), (member(TWO),), ())
@@ -540,8 +540,8 @@ def test_a_large_view_is_shared_in_parts_that_each_say_whose_they_are() -> None:
 
     assert len(shares) > 1
     assert all(node.actor.me in share.message.view for share in shares)
-    told = {entry.incarnation for share in shares for entry in share.message.view}
-    assert told == {ONE, TWO, *range(100, 140)}
+    shared = {entry.incarnation for share in shares for entry in share.message.view}
+    assert shared == {ONE, TWO, *range(100, 140)}
     assert all(size_of(share.message) <= MESSAGE_BYTES_MAX for share in shares)
 
 

@@ -173,8 +173,8 @@ def test_a_drain_is_shown_in_pages_and_bytes_from_its_first_offer() -> None:
     assert drainer.status() == Draining()
     drainer.answer(DrainNode(0, 0.0))
     story.take(DrainBegan(story.now + 60.0))
-    told = PagesToGive((PagesStored(records_of(1, 2, 3), 1),), 2, 0, left_bytes=10_000)
-    ((_, number, _),) = offers(story.take(told))
+    named = PagesToGive((PagesStored(records_of(1, 2, 3), 1),), 2, 0, left_bytes=10_000)
+    ((_, number, _),) = offers(story.take(named))
     whole = 3 * 4096 + 10_000
     assert (drainer.status().bytes, drainer.status().bytes_done) == (whole, 0)
 
@@ -372,9 +372,9 @@ def offer(story: Story, *numbers: int, number: int = 5, by: int = ONE, **kwargs:
     return story.take(drains(question), Origin(by))
 
 
-def finish(story: Story, told: Any) -> list[Any]:
+def finish(story: Story, notified: Any) -> list[Any]:
     """Let the pool have no room for what it is asked for; return what follows."""
-    reserve = told.fact.reserve
+    reserve = notified.fact.reserve
     states = bytes((REFUSED_FULL,)) * (len(reserve.keys) // 16)
     return story.take(Granted(0, reserve.sequence, states, bytes(8 * len(states))))
 
@@ -383,9 +383,9 @@ def test_an_offer_is_reserved_read_and_committed() -> None:
     """In this order; its checksums go along, and each page is answered for."""
     story = Story()
     story.see(ONE)
-    (told,) = offer(story, 1, 2, 3, flags=RESIDENT | HAS_CHECKSUM)
-    assert isinstance(told.fact, TakeOver)
-    reserve = told.fact.reserve
+    (notified,) = offer(story, 1, 2, 3, flags=RESIDENT | HAS_CHECKSUM)
+    assert isinstance(notified.fact, TakeOver)
+    reserve = notified.fact.reserve
     assert (reserve.namespace, len(reserve.keys)) == (7, 48)
 
     states, offsets = bytes((RESERVED, HERE, RESERVED)), np.array([64, 0, 128], "<u8").tobytes()
@@ -394,9 +394,9 @@ def test_an_offer_is_reserved_read_and_committed() -> None:
     assert pull.member == member(ONE)
     assert (pull.offsets.tolist(), generations_of(pull.records.tobytes())) == ([64, 128], [1, 3])
 
-    (told,) = story.take(PullDone(pull.job, bytes((1, 0))))
-    assert isinstance(told.fact, TakenOver)
-    commit = told.fact.commit
+    (notified,) = story.take(PullDone(pull.job, bytes((1, 0))))
+    assert isinstance(notified.fact, TakenOver)
+    commit = notified.fact.commit
     assert commit.written == bytes((1, 0, 0))
     assert np.frombuffer(commit.checksums, "<u8").tolist() == [101, 0, 0]
 
@@ -457,7 +457,7 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     story = Story()
     many = [30 + node for node in range(TAKINGS_MAX + 2)]
     story.see(*many)
-    begun = [told for node in many for told in offer(story, 1, by=node)]
+    begun = [notified for node in many for notified in offer(story, 1, by=node)]
     assert len(begun) == TAKINGS_MAX
     assert offer(story, 2, by=many[0]) == []
 
@@ -465,8 +465,8 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     story.now += 5.0
 
     order = []
-    for told in begun[:3]:
-        answer, then = finish(story, told)
+    for notified in begun[:3]:
+        answer, then = finish(story, notified)
         assert isinstance(answer.message, PagesTaken)
         order.append(then.fact.reserve.sequence)
         assert then.fact.offered_at == arrived_at
@@ -496,8 +496,8 @@ def test_an_offer_must_be_read_at_a_rate() -> None:
     for length in (4096, OFFER_BYTES, 2**31):
         records = records_of(1, length=length).tobytes()
         (asked,) = story.take(OfferPages(5, 7, records), Origin(ONE))
-        (told,) = story.take(drains(asked.message.request), Origin(ONE))
-        sequence = told.fact.reserve.sequence
+        (notified,) = story.take(drains(asked.message.request), Origin(ONE))
+        sequence = notified.fact.reserve.sequence
         (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
         spans.append(pull.within_s)
         story.take(PullDone(pull.job, bytes(1)))

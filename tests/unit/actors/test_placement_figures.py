@@ -94,8 +94,8 @@ def test_pages_that_came_from_a_node_are_counted_as_its_pages() -> None:
     story = Story()
     counts = counted(story)
     story.see(ONE)
-    (told,) = take(story, 1, 2, 3, 4)
-    sequence = told.fact.reserve.sequence
+    (notified,) = take(story, 1, 2, 3, 4)
+    sequence = notified.fact.reserve.sequence
     states = bytes((RESERVED, RESERVED, HERE, REFUSED_FULL))
     (pull,) = story.take(Granted(0, sequence, states, bytes(32)))
     story.take(PullDone(pull.job, b"\1\0"))
@@ -114,8 +114,8 @@ def test_a_page_of_which_owners_do_not_know_yet_counts_as_taken_only() -> None:
     story = Story()
     counts = counted(story)
     story.see(ONE)
-    (told,) = take(story, 1)
-    sequence = told.fact.reserve.sequence
+    (notified,) = take(story, 1)
+    sequence = notified.fact.reserve.sequence
     (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
     story.take(PullDone(pull.job, b"\1"))
     story.take(committed(sequence, [COMMITTED], (1, 101), published=0))

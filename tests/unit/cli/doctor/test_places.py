@@ -262,9 +262,9 @@ def test_missing_compiled_part_is_a_problem_where_it_is_needed(
     monkeypatch.setattr(host, name, _broken)
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
 
-    told = CliRunner().invoke(doctor, ["--quick", "--json", *flags], standalone_mode=False)
+    done = CliRunner().invoke(doctor, ["--quick", "--json", *flags], standalone_mode=False)
 
-    findings = json.loads(told.output)["findings"]
+    findings = json.loads(done.output)["findings"]
     missing = [each for each in findings if each["topic"] == "installation"]
     assert [each["text"] for each in missing] == ["the compiled library x.so is missing"] * problems
     assert all(each["fix"] == "pip install it" for each in missing)
@@ -309,7 +309,7 @@ def test_trial_is_advised_to_become_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("lifetime", "level"), [(dt.timedelta(days=30), GOOD), (dt.timedelta(days=3), ADVICE)]
 )
-def test_certificate_is_told_with_its_days(
+def test_certificate_is_shown_with_its_days(
     certificates: Certificates, lifetime: dt.timedelta, level: str
 ) -> None:
     """Two weeks before its end it is time."""
@@ -362,7 +362,7 @@ async def test_node_of_another_authority_is_found(
 async def test_node_that_does_not_trust_this_host_is_found(
     certificates: Certificates, tmp_path: Path
 ) -> None:
-    """With TLS 1.3 that is told after the handshake."""
+    """With TLS 1.3 that is reported after the handshake."""
     other = Certificates(tmp_path / "other", "prod")
     theirs, ours = other.node("b"), certificates.node("a")
     both = tmp_path / "both.crt"
