@@ -16,13 +16,11 @@ from typing import final
 import attrs
 import trio
 
-from sims import determinism
-from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
 from sims.node import SimNode
-from sims.play import explained
-from sims.trace import Trace, Violation
-from sims.world import WALL_LIMIT_S, World
+from sims.play import staged
+from sims.trace import Violation
+from sims.world import World
 
 ROUNDS = 4
 PAGES = 4
@@ -56,7 +54,6 @@ def copy_while(fault: str, seed: int) -> str:
 
 def copied(seed: int, faults: Sequence[str] = FAULTS) -> tuple[str, str]:
     """Return the checker that has found something, "" for none, and a sentence."""
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     options = attrs.evolve(
         Crowd(readers=3, pages=OLD + ROUNDS * PAGES, seed=seed).options(),
         step_s=0.001,
@@ -68,12 +65,7 @@ def copied(seed: int, faults: Sequence[str] = FAULTS) -> tuple[str, str]:
         pool_granules=POOL_PAGES,
         verify="full",
     )
-    world = World(options, clock, Trace(clock.current_time, show=None))
-    try:
-        determinism.run(partial(_run, world, faults), seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)
-    return "", ""
+    return staged(options, partial(_run, faults=faults))
 
 
 @final

@@ -26,13 +26,10 @@ import trio
 from peercache.model.hash_ring import AUTO
 from peercache.net.breaker import STALL_S
 from peercache.paths.write import PUBLISH_TIMEOUT_S, RESEND_FRACTION
-from sims import determinism
 from sims.client import SimClient
-from sims.clock import VirtualClock
 from sims.crowd import SETTLED_S, Crowd
-from sims.play import explained
-from sims.trace import Trace
-from sims.world import WALL_LIMIT_S, World
+from sims.play import staged
+from sims.world import World
 
 ROUNDS = 8
 LOOK_S = 0.0007
@@ -65,13 +62,9 @@ RING_S = 0.3
 def doubt(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
     for act in (_lost, _stopped, _backlog, _repeated, _newcomer):
-        clock = VirtualClock(wall_s=WALL_LIMIT_S)
         options = _options(seed, ring_s=RING_S if act is _newcomer else 0.0)
-        world = World(options, clock, Trace(clock.current_time, show=None))
-        try:
-            determinism.run(partial(_run, world, act), seed=seed, clock=clock)
-        except Exception as error:
-            return explained(error)[0]
+        if found := staged(options, partial(_run, act=act))[0]:
+            return found
     return ""
 
 

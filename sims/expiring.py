@@ -13,14 +13,12 @@ import random
 import attrs
 import trio
 
-from sims import determinism
-from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
-from sims.play import explained
+from sims.play import staged
 from sims.swarm import GRANULE
-from sims.trace import Trace, Violation
+from sims.trace import Violation
 from sims.watch import held_generation
-from sims.world import WALL_LIMIT_S, World
+from sims.world import World
 
 PAGES = 24
 ROUNDS = 2
@@ -35,7 +33,6 @@ READ_MAX_S = 0.5
 
 def expire(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     options = attrs.evolve(
         Crowd(readers=2, pages=3 * PAGES, seed=seed).options(),
         lengths=(GRANULE,),
@@ -49,15 +46,7 @@ def expire(seed: int) -> str:
         disk_rot=0.0,
         bandwidth=0.0,
     )
-
-    async def main() -> None:
-        await _run(World(options, clock, Trace(clock.current_time, show=None)))
-
-    try:
-        determinism.run(main, seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)[0]
-    return ""
+    return staged(options, _run)[0]
 
 
 async def _run(world: World) -> None:

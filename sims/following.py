@@ -11,7 +11,6 @@ the clocks.
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import final
 from unittest.mock import patch
 
@@ -22,12 +21,10 @@ from peercache.actors.publisher import waiters
 from peercache.events.following import Index, NodeFollower
 from peercache.wire.messages.directory import ALL_ROWS, ReportChanges
 from peercache.wire.messages.pool import Remove
-from sims import determinism
-from sims.clock import VirtualClock
 from sims.crowd import SETTLED_S, Crowd, settled
-from sims.play import explained
-from sims.trace import Trace, Violation
-from sims.world import WALL_LIMIT_S, World, address_of
+from sims.play import staged
+from sims.trace import Violation
+from sims.world import World, address_of
 
 PAGES = 32
 POOL_PAGES = 12
@@ -49,20 +46,14 @@ DEAD_S = 2 * (TIMEOUT_S + ANSWER_S) + RETRY_S + 0.2
 
 def follow(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     options = attrs.evolve(
         Crowd(readers=1, pages=PAGES, seed=seed).options(),
         pool_granules=POOL_PAGES,
         latency_mean_s=0.0005,
     )
-    world = World(options, clock, Trace(clock.current_time, show=None))
-    try:
-        # So that there are gaps, and the pages of a node take several answers.
-        with patch.multiple(waiters, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=REPORTED_MAX):
-            determinism.run(partial(_run, world), seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)[0]
-    return ""
+    # So that there are gaps, and the pages of a node take several answers.
+    with patch.multiple(waiters, CHANGES_KEPT=KEPT, CHANGES_A_MESSAGE_MAX=REPORTED_MAX):
+        return staged(options, _run)[0]
 
 
 @final

@@ -31,7 +31,7 @@ from peercache.actors.mailboxes import (
     RecordsChanged,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import (
+from peercache.actors.placement.offers import (
     HANDED_OVER,
 )
 from peercache.actors.ports import RdmaEffect

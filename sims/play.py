@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import attrs
 import trio
@@ -138,6 +139,24 @@ def play(
         counts=made.calls.counts | {"spilled": made.truth.spilled},
         last_lines=tuple(trace.last),
     )
+
+
+def staged(
+    options: Options,
+    act: Callable[[World], Awaitable[None]],
+    *,
+    show: Callable[[str], None] | None = None,
+) -> tuple[str, str]:
+    """Play a story in a world of its own; return the checker that has found something, and a
+    sentence; "" for nothing. show: called with each line of the trace.
+    """
+    clock = VirtualClock(wall_s=WALL_LIMIT_S)
+    world = World(options, clock, Trace(clock.current_time, show=show))
+    try:
+        determinism.run(partial(act, world), seed=options.seed, clock=clock)
+    except Exception as error:
+        return explained(error)
+    return "", ""
 
 
 def explained(error: BaseException) -> tuple[str, str]:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import attrs
 import trio
 
 from peercache.model.hash_ring import AUTO
-from sims import determinism
-from sims.clock import VirtualClock
 from sims.crowd import SETTLED_S, Crowd
-from sims.play import explained
-from sims.trace import Trace, Violation
-from sims.world import WALL_LIMIT_S, World
+from sims.play import staged
+from sims.trace import Violation
+from sims.world import World
 
 ROUNDS = 12
 PAGES = 8
@@ -35,12 +32,8 @@ JOINS_IN_ROUND = ROUNDS // 2
 def queue(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
     for replicas in (2, AUTO):
-        clock = VirtualClock(wall_s=WALL_LIMIT_S)
-        world = World(_options(seed, replicas), clock, Trace(clock.current_time, show=None))
-        try:
-            determinism.run(partial(_run, world), seed=seed, clock=clock)
-        except Exception as error:
-            return explained(error)[0]
+        if found := staged(_options(seed, replicas), _run)[0]:
+            return found
     return ""
 
 

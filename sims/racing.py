@@ -19,12 +19,9 @@ from peercache.actors.mailboxes import ColdPages, DrainCancelled, PagesToCopy
 from peercache.actors.placement.offers import Offers
 from peercache.actors.runtime import SELF
 from peercache.wire.messages.pool import Remove
-from sims import determinism
-from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
-from sims.play import explained
-from sims.trace import Trace
-from sims.world import WALL_LIMIT_S, World
+from sims.play import staged
+from sims.world import World
 
 ROUNDS = 24
 STEP_S = 0.002
@@ -59,7 +56,6 @@ def race_copies(seed: int) -> str:
 
 
 def _raced(seed: int, copy: Copies) -> str:
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     crowd = Crowd(readers=2, pages=ROUNDS, pulls="all" if copy is _mirror else "off", seed=seed)
     options = attrs.evolve(
         crowd.options(),
@@ -69,12 +65,7 @@ def _raced(seed: int, copy: Copies) -> str:
         spill=copy is _spill,
         copies=2 if copy is _copy else 1,
     )
-    world = World(options, clock, Trace(clock.current_time, show=None))
-    try:
-        determinism.run(partial(_run, world, copy), seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)[0]
-    return ""
+    return staged(options, partial(_run, copy=copy))[0]
 
 
 async def _mirror(world: World, page: int, rng: random.Random) -> None:

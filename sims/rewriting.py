@@ -11,15 +11,12 @@ import random
 import attrs
 import trio
 
-from sims import determinism
 from sims.client import SimClient
-from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
 from sims.forging import Forger
-from sims.play import explained
+from sims.play import staged
 from sims.swarm import GRANULE
-from sims.trace import Trace
-from sims.world import WALL_LIMIT_S, World
+from sims.world import World
 
 PAGES = 16
 WRITERS, READERS = 3, 5
@@ -33,7 +30,6 @@ REWRITTEN_S = 1.5
 
 def rewrite(seed: int) -> str:
     """Return what a checker has found, "" for nothing."""
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     options = attrs.evolve(
         Crowd(readers=1, pages=PAGES, seed=seed).options(),
         pool_granules=PAGES // 2,
@@ -43,15 +39,7 @@ def rewrite(seed: int) -> str:
         rdma=seed % 2 == 0,
         bandwidth=0.0,
     )
-
-    async def main() -> None:
-        await _run(World(options, clock, Trace(clock.current_time, show=None)))
-
-    try:
-        determinism.run(main, seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)[0]
-    return ""
+    return staged(options, _run)[0]
 
 
 async def _run(world: World) -> None:

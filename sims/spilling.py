@@ -45,14 +45,12 @@ from peercache.model.member import ALIVE
 from peercache.node.revocations import VOID_S
 from peercache.wire.messages.membership import OfferSpill, PagesTaken, RequestRoom
 from peercache.wire.messages.pool import Clear, Granted, Remove
-from sims import determinism
 from sims.client import SimClient
-from sims.clock import VirtualClock
 from sims.crowd import Crowd, settled
 from sims.node import SimNode
-from sims.play import explained
-from sims.trace import Trace, Violation
-from sims.world import WALL_LIMIT_S, World
+from sims.play import staged
+from sims.trace import Violation
+from sims.world import World
 
 ROUNDS = 9
 PAGES = 4
@@ -120,7 +118,6 @@ def spilled(
     each line of the trace.
     """
     chosen = chosen or cases(seed)
-    clock = VirtualClock(wall_s=WALL_LIMIT_S)
     options = attrs.evolve(
         Crowd(readers=3, pages=ROUNDS * PAGES, seed=seed).options(),
         step_s=0.001,
@@ -131,12 +128,7 @@ def spilled(
         rdma=bool(seed % 2),
         verify="full",
     )
-    world = World(options, clock, Trace(clock.current_time, show=show))
-    try:
-        determinism.run(partial(_run, world, chosen), seed=seed, clock=clock)
-    except Exception as error:
-        return explained(error)
-    return "", ""
+    return staged(options, partial(_run, chosen=chosen), show=show)
 
 
 def cases(seed: int) -> tuple[tuple[str, str], ...]:

@@ -12,7 +12,6 @@ import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -113,12 +112,7 @@ class EngineProcess:
         """Return the process."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Ask it to end, then end it; show what it said in a failed test."""
         members = self._session()
         if self.process.poll() is None:

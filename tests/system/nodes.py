@@ -18,7 +18,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -207,12 +206,7 @@ class LocalCluster:
         """Return the cluster itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """End clients and processes, and show the logs of a failed test.
 
         A node that has died fails its test, whatever else the test saw.

@@ -396,7 +396,7 @@ class CopiesLost:
 
 @attrs.frozen
 class HoldersChanged:
-    """placement → pool: these other nodes may hold copies; those of all others are lost."""
+    """placement → pool: only these other nodes may hold copies now; all other copies are lost."""
 
     nodes: tuple[int, ...]
 

@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import final
 
@@ -169,17 +169,11 @@ class ClientParts:
 
     def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
         """Register memory with the fabrics that need it; return a function that ends that."""
-        ends = [
-            fabric.register("engine", address, length, owner)
-            for fabric in self._fabrics()
-            if isinstance(fabric, RegistersMemory)
-        ]
-
-        def end() -> None:
-            for each in ends:
-                each()
-
-        return end
+        ends = ExitStack()
+        for fabric in self._fabrics():
+            if isinstance(fabric, RegistersMemory):
+                ends.callback(fabric.register("engine", address, length, owner))
+        return ends.close
 
     def _mirrorer(self, pulls: str) -> Mirrorer:
         return Mirrorer(

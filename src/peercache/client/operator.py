@@ -10,7 +10,6 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TypeVar, final
 
 import attrs
@@ -202,12 +201,7 @@ class Operator:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the connection."""
         self.close()
 

@@ -113,12 +113,17 @@ def parse_networks(value: Any) -> tuple[str, ...]:
 def is_loopback(host: str) -> bool:
     """Return whether an address, or the name localhost, can be reached only from this host."""
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        return plain_ip(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
-    # An IPv6 socket shows IPv4 addresses as mapped IPv6 addresses.
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (address if mapped is None else mapped).is_loopback
+
+
+def plain_ip(written: str | bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an IP address, or raise ValueError. IPv6 sockets show IPv4 addresses as mapped ones:
+    those are returned as IPv4.
+    """
+    found = ipaddress.ip_address(written)
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def parse_users(value: Any) -> tuple[str, ...]:

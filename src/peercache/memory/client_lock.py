@@ -58,8 +58,16 @@ def make_folder(home: str, sharing: Sharing) -> None:
 
     The node makes the folder, so that the node owns it, independent of the uid of the first client.
     """
+    make_home_folder(folder_of(home), sharing)
+
+
+def make_home_folder(path: Path, sharing: Sharing, *, follow: bool = False) -> None:
+    """Make a folder for the home address; raise ConfigError for one of another uid, or OSError.
+
+    follow: whether it may be reached by way of a link.
+    """
     try:
-        os.close(_open_folder(folder_of(home), sharing))
+        os.close(_open_folder(path, sharing, follow=follow))
     except Rejected as refusal:
         raise ConfigError("home", refusal.detail) from refusal
 
@@ -70,7 +78,7 @@ def remove_folder(home: str) -> None:
         folder_of(home).rmdir()
 
 
-def _open_folder(path: Path, sharing: Sharing) -> int:
+def _open_folder(path: Path, sharing: Sharing, *, follow: bool = False) -> int:
     """Return a descriptor of the folder, made if it is missing; raise Rejected or OSError."""
     try:
         # A client may come before its node, which uses the folder above, too.
@@ -79,7 +87,7 @@ def _open_folder(path: Path, sharing: Sharing) -> int:
         is_new = True
     except FileExistsError:
         is_new = False
-    folder = sharing.open_folder(path, follow=False)
+    folder = sharing.open_folder(path, follow=follow)
     if is_new:
         try:
             sharing.open_to_group(folder, GROUP_FOLDER_MODE)

@@ -16,7 +16,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +24,7 @@ import pynng
 from pynng import _nng
 from pynng._nng import ffi, lib
 
+from peercache.config.quantities import plain_ip
 from peercache.installation.library import function
 from peercache.net.peers import Address
 from peercache.observability.reasons import (
@@ -233,5 +233,4 @@ def _open_files() -> Sequence[int]:
 
 def plain(address: Any) -> Address:
     """Return an address in normal form: without a zone, and mapped IPv4 as IPv4."""
-    host = ip_address(address[0].partition("%")[0])
-    return str(getattr(host, "ipv4_mapped", None) or host), address[1]
+    return str(plain_ip(address[0].partition("%")[0])), address[1]

@@ -7,55 +7,38 @@ certificate, which `Gate` checks on each new connection.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
-from collections.abc import Iterable
 from enum import Enum
 from math import inf
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import pynng
 from pynng._nng import ffi, lib
 
-from peercache.config.quantities import format_address
+from peercache.config.quantities import format_address, plain_ip
 from peercache.errors import Rejected
 from peercache.observability.reasons import EXPIRED
+from peercache.trust.files import LiveTls, TlsFiles
 from peercache.trust.identity import SHARED_NAME, CertificateRole, Identity, until_among
 from peercache.trust.sharing import Sharing
-
-
-class Pem(Protocol):
-    """The certificates of this process, as text (`trust.files.TlsFiles`)."""
-
-    @property
-    def ca_pem(self) -> str:
-        """The trusted authorities."""
-
-    @property
-    def cert_pem(self) -> str:
-        """The own certificate, and the chain up to an authority."""
-
-    @property
-    def key_pem(self) -> str:
-        """The key of the own certificate."""
 
 
 @final
 class ControlTls:
     """nng's settings for one process; `renew` follows new files."""
 
-    def __init__(self, files: Pem) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         """Use these certificates."""
         self.renew(files)
 
-    def renew(self, files: Pem) -> None:
+    def renew(self, files: TlsFiles) -> None:
         """Use these certificates for new connections."""
         self.server = self._settings(files, pynng.TLSConfig.MODE_SERVER)
         self.client = self._settings(files, pynng.TLSConfig.MODE_CLIENT)
 
-    def _settings(self, files: Pem, mode: int) -> Any:
+    def _settings(self, files: TlsFiles, mode: int) -> Any:
         settings = pynng.TLSConfig(
             mode,
             server_name=SHARED_NAME if mode == pynng.TLSConfig.MODE_CLIENT else None,
@@ -127,13 +110,6 @@ class Peer:
         return self.valid_until < inf and self.valid_until <= time.time()
 
 
-class JudgesCertificates(Protocol):
-    """Identifies the owner of a certificate that TLS has verified (`trust.files.LiveTls`)."""
-
-    def admit(self, common_name: str, alternative_names: Iterable[str]) -> Identity:
-        """Return the owner, or raise Rejected."""
-
-
 @final
 class Gate:
     """Checks the peer of a connection, whichever end dialled.
@@ -142,7 +118,7 @@ class Gate:
     to a user that shares it; a process of another host has no user: only `insecure` accepts those.
     """
 
-    def __init__(self, sharing: Sharing, certificates: JudgesCertificates | None) -> None:
+    def __init__(self, sharing: Sharing, certificates: LiveTls | None) -> None:
         """Check users by `sharing`, and certificates with TLS."""
         self._sharing = sharing
         self._certificates = certificates
@@ -220,13 +196,11 @@ def _host_and_port(found: Any) -> Address | None:
     """Return an address of a tcp connection; None for one of another kind."""
     # nng keeps ports and addresses in network byte order.
     if found.s_family == lib.NNG_AF_INET:
-        host = str(
-            ipaddress.IPv4Address(bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4)))
-        )
-        return host, socket.ntohs(found.s_in.sa_port)
+        raw = bytes(ffi.buffer(ffi.addressof(found.s_in, "sa_addr"), 4))
+        return str(plain_ip(raw)), socket.ntohs(found.s_in.sa_port)
     if found.s_family == lib.NNG_AF_INET6:
-        address = ipaddress.IPv6Address(bytes(ffi.buffer(found.s_in6.sa_addr, 16)))
-        return str(address.ipv4_mapped or address), socket.ntohs(found.s_in6.sa_port)
+        raw = bytes(ffi.buffer(found.s_in6.sa_addr, 16))
+        return str(plain_ip(raw)), socket.ntohs(found.s_in6.sa_port)
     return None
 
 

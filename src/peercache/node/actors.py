@@ -98,8 +98,7 @@ class NodeActors:
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
         self.removal = Remover()
         self.placement = _placement(config, me, rng, spaces)
-        if metrics is not None:
-            self.placement.show(metrics)
+        self.placement.show(metrics)
         self.mailboxes = NodeMailboxes()
         self.actors = tuple(
             [

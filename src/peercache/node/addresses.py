@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from fcntl import ioctl
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -27,19 +27,17 @@ from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.config.entries import heads_of
 from peercache.config.home import default_home
-from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address
+from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address, plain_ip
 from peercache.config.settings import Config
-from peercache.errors import AddressTaken, ConfigError, Rejected
+from peercache.errors import AddressTaken, ConfigError
 from peercache.fabric.tcp.sockets import open_listeners
-from peercache.memory.client_lock import make_folder
+from peercache.memory.client_lock import make_folder, make_home_folder
 from peercache.net.sockets import Listener, remove_dead_socket
 from peercache.trust.contexts import client_context, shake_hands
 from peercache.trust.files import LiveTls
 from peercache.trust.sharing import (
     GROUP_FILE_MODE,
-    GROUP_FOLDER_MODE,
     PRIVATE_FILE_MODE,
-    PRIVATE_FOLDER_MODE,
     Sharing,
 )
 
@@ -163,11 +161,9 @@ def _interface_hosts() -> list[str]:
 
 def _numeric(host: str) -> _Host | None:
     try:
-        found = ip_address(host)
+        return plain_ip(host)
     except ValueError:
         return None
-    mapped = getattr(found, "ipv4_mapped", None)
-    return found if mapped is None else mapped
 
 
 def _is_for_others(host: str) -> bool:
@@ -339,7 +335,8 @@ def listen_home(listener: Listener, config: Config, sharing: Sharing) -> str:
     home = config.home or default_home()
     path = Path(home.removeprefix("ipc://"))
     try:
-        _open_home_folder(path.parent, sharing, is_default=not config.home)
+        # The default may be in /tmp, where every user may create a link.
+        make_home_folder(path.parent, sharing, follow=bool(config.home))
         remove_dead_socket(home, sharing)
         listener.listen_local(home)
         # In a folder that only sharing uids may modify.
@@ -350,26 +347,6 @@ def listen_home(listener: Listener, config: Config, sharing: Sharing) -> str:
     except OSError as error:
         raise ConfigError("home", f"cannot use {path}: {error.strerror}: choose another") from error
     return home
-
-
-def _open_home_folder(folder: Path, sharing: Sharing, *, is_default: bool) -> None:
-    """Create the folder of the home socket if it is missing, and check its owner."""
-    try:
-        folder.parent.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
-        folder.mkdir(mode=PRIVATE_FOLDER_MODE)
-        is_new = True
-    except FileExistsError:
-        is_new = False
-    try:
-        # The default may be in /tmp, where every user may create a link.
-        opened = sharing.open_folder(folder, follow=not is_default)
-    except Rejected as refusal:
-        raise ConfigError("home", refusal.detail) from refusal
-    try:
-        if is_new:
-            sharing.open_to_group(opened, GROUP_FOLDER_MODE)
-    finally:
-        os.close(opened)
 
 
 def advertised_host(config: Config, bound_host: str, known: Mapping[str, set[str]]) -> str:

@@ -18,7 +18,7 @@ import trio
 
 from peercache.actors.effects import Pull
 from peercache.actors.mailboxes import DrainBegan, DrainCancelled, PullDone
-from peercache.actors.placement.drain import (
+from peercache.actors.placement.offers import (
     HANDED_OVER,
     HANDING_OVER,
     SERVING,

@@ -1,4 +1,4 @@
-"""A node's published memory: created, populated step by step, and served by the tcp server."""
+"""A node's published memory: created, and populated step by step."""
 
 from __future__ import annotations
 
@@ -136,20 +136,3 @@ async def populate(
             task_status.started()
             is_started = True
     log.info("pool.populated", usable_bytes=done)
-
-
-class Source:
-    """The published segment, as the tcp server needs it."""
-
-    def __init__(self, segment: PublishedSegment) -> None:
-        """Serve `segment`."""
-        self._segment = segment
-        self.pages = segment.pages
-        self.seals = segment.seals
-        self.granule = segment.layout.granule
-        self.page_bytes = segment.layout.page_bytes
-
-    @property
-    def usable_bytes(self) -> int:
-        """Return how much of the page memory is populated."""
-        return self._segment.usable_bytes

@@ -56,7 +56,7 @@ from peercache.node.disk import EMBEDDED_S, DiskTroubles, NodeDisk, disk_setting
 from peercache.node.drain import Drainer, Puller
 from peercache.node.hints import NodeHints
 from peercache.node.housekeeping import Housekeeping, OwnersWatch, keep
-from peercache.node.memory import Source, populate, publish, table_file
+from peercache.node.memory import populate, publish, table_file
 from peercache.node.questions import Gathering, MemberBroker, Overlaps, Scans
 from peercache.node.revocations import RevocationSpread, message_of
 from peercache.node.status import NodeStatus
@@ -565,7 +565,7 @@ class Node:
         await nursery.start(
             lambda task_status: serve_pages(
                 listeners,
-                Source(segment),
+                segment,
                 admission=admission,
                 metrics=self.metrics,
                 connections_max=shares.data,

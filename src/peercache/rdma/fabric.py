@@ -33,7 +33,7 @@ from peercache.observability.reasons import (
 from peercache.rdma.channels import Channel, Channels, ClientRail, Reserved, end_of, published_by
 from peercache.rdma.plan import ReadProgress
 from peercache.rdma.rail import Rail
-from peercache.rdma.reading import Leased, Poller, Share, Transfer, Unprepared, drive, shares_of
+from peercache.rdma.reading import Leased, Share, Transfer, Unprepared, drive, shares_of
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.session import NO_PATH, NO_RDMA, ChannelOpened, ChannelsHeld, Refused
 
@@ -121,7 +121,7 @@ class RdmaFabric:
         metrics: Metrics,
         fallback: Fabric | None = None,
         clock: Callable[[], float] = time.monotonic,
-        poller: Callable[[], Poller] = select.poll,
+        poller: Callable[[], select.poll] = select.poll,
     ) -> None:
         """Read over `rails`; `close` also closes them.
 

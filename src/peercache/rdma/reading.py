@@ -12,7 +12,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil, inf
-from typing import Protocol, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -63,16 +63,6 @@ RAIL_STALL_PORTIONS = 4
 
 _CHANGED = np.uint64(1)
 """Makes a word odd, as the node does before it changes a slot."""
-
-
-class Poller(Protocol):
-    """The interface of `select.poll()`."""
-
-    def register(self, fd: int, eventmask: int, /) -> None:
-        """Add a descriptor."""
-
-    def poll(self, timeout_ms: float, /) -> list[tuple[int, int]]:
-        """Wait for a descriptor; return those that are ready, with their events."""
 
 
 @final
@@ -251,7 +241,7 @@ def drive(
     *,
     has_spare: bool,
     leave_out: Callable[[Transfer], None],
-    poller: Poller,
+    poller: select.poll,
 ) -> None:
     """Advance the transfers until each is over; at the deadline the failure is DEADLINE.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -451,12 +451,7 @@ def _registered(client: Any, pages: HostPages | FlatPages | None) -> Callable[[]
     """Register a pool's memory with the client; return a function that ends that."""
     if pages is None:
         return lambda: None
-    ends = [
-        client.register_memory(address, length, pages.pool) for address, length in pages.memory()
-    ]
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    ends = ExitStack()
+    for address, length in pages.memory():
+        ends.callback(client.register_memory(address, length, pages.pool))
+    return ends.close

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 import attrs
 
+from peercache.config.quantities import plain_ip
 from peercache.errors import ConfigError, Rejected
 
 Address: TypeAlias = tuple[str, int]
@@ -220,7 +221,7 @@ class Sharing:
         local, remote: those of the accepted connection. A connection from another host is not
                        checked here: it has no uid.
         """
-        if not _plain(remote[0]).is_loopback:
+        if not _without_zone(remote[0]).is_loopback:
             return ""
         try:
             uid = uid_of_tcp_peer(local, remote)
@@ -257,7 +258,7 @@ def uid_of_tcp_peer(local: Address, remote: Address) -> int | None:
                    socket that its process has closed belongs to no uid.
     Raises OSError if no descriptor is free, because a lookup needs one.
     """
-    ends = (_plain(remote[0]), remote[1]), (_plain(local[0]), local[1])
+    ends = (_without_zone(remote[0]), remote[1]), (_without_zone(local[0]), local[1])
     exhausted: OSError | None = None
     for look in (_uid_by_netlink, _uid_by_table):
         try:
@@ -359,15 +360,8 @@ _OPEN_STATES = frozenset({1, 2, 4, 5, 8, 9, 11})
 request without a socket."""
 
 
-def _plain(host: str) -> _Host:
-    """Return an address; an IPv4-mapped IPv6 address as IPv4."""
-    return _plain_of(host.partition("%")[0])
-
-
-def _plain_of(written: str | bytes) -> _Host:
-    found = ipaddress.ip_address(written)
-    mapped = getattr(found, "ipv4_mapped", None)
-    return mapped if mapped is not None else found
+def _without_zone(host: str) -> _Host:
+    return plain_ip(host.partition("%")[0])
 
 
 def _uid_by_netlink(sought: _End, other: _End) -> int | None:
@@ -407,7 +401,7 @@ def _ends_of(family: int, found: bytes) -> tuple[_End, _End]:
     own_port, far_port, own, far = _PORTS.unpack_from(found)
     if family == socket.AF_INET:
         own, far = own[:_IPV4_BYTES], far[:_IPV4_BYTES]
-    return (_plain_of(own), own_port), (_plain_of(far), far_port)
+    return (plain_ip(own), own_port), (plain_ip(far), far_port)
 
 
 def _uid_by_table(sought: _End, other: _End) -> int | None:

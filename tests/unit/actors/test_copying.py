@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 
 from peercache.actors.effects import NotifyPool, Send
 from peercache.actors.mailboxes import (
@@ -20,48 +21,40 @@ from peercache.actors.mailboxes import (
     RequestSpill,
     TakenOver,
     TakeOver,
-    ViewChanged,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import Placement
-from peercache.actors.placement.drain import OFFER_S
-from peercache.actors.placement.offers import LOOK_S, REFUSED_S, OfferProgress, Offers
-from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
+from peercache.actors.placement.offers import LOOK_S, OFFER_S, REFUSED_S, OfferProgress, Offers
+from peercache.model.member import ALIVE, DEAD, SUSPECT
 from peercache.wire.messages.membership import (
     CopiesEvicted,
     OfferSpill,
     PagesTaken,
-    ReportRoom,
     RequestRoom,
 )
 from peercache.wire.messages.pool import COMMITTED, HERE, REFUSED_FULL, RESERVED, Granted
-from tests.unit.actors.test_spilling import (
-    INSIDE,
+from tests.unit.actors.placement_story import (
     ME,
     ONE,
     PAGE,
+    RATE,
     THREE,
     TWO,
-    committed,
+    Placed,
+    made_in,
+    member,
     records_of,
 )
-
-RATE = 2**30
-
-
-def member(incarnation: int, state: int = ALIVE, host: str = "") -> Member:
-    addresses = f"a:{incarnation}", f"b:{incarnation}"
-    return Member(incarnation, 1, state, 255, "h", *addresses, host or str(incarnation), "")
+from tests.unit.actors.test_spilling import committed
 
 
 @attrs.define(eq=False)
-class Story:
-    """The placement actor of a node that keeps two copies of each page, and its clock."""
+class Story(Placed):
+    """The placement actor of a node that keeps two copies of each page."""
 
+    actor: Placement = attrs.field(init=False)
     rate: int = RATE
     spill_rate: int = 0
-    now: float = 100.0
-    actor: Placement = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         copying = Offers(self.rate, 20.0, random.Random(1), is_copying=True)
@@ -72,43 +65,16 @@ class Story:
     def progress(self) -> OfferProgress:
         return self.actor.copying.progress
 
-    def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
-        effects = self.actor.on_message(sender, message, self.now)
-        self.actor.check()
-        return effects
-
-    def see(self, *members: Member) -> list[Any]:
-        return self.hear(ViewChanged((member(ME, host="mine"), *members)))
-
-    def wait(self, seconds: float) -> list[Any]:
-        effects: list[Any] = []
-        until = self.now + seconds
-        while self.actor.deadline() <= until:
-            self.now = max(self.now, self.actor.deadline())
-            effects += self.actor.on_tick(self.now)
-            self.actor.check()
-        self.now = until
-        return effects
-
     def name(self, *numbers: int, age: float = 0.5, node: int = 0, length: int = PAGE) -> list[Any]:
         """Let the pool name pages without a copy."""
         ages = np.full(len(numbers), age)
-        return self.hear(PagesToCopy(((7, records_of(*numbers, length=length), ages),), node))
-
-    def answer(self, asked: list[Any], rooms: dict[int, tuple[int, float]]) -> list[Any]:
-        """Answer for the nodes that are asked for room."""
-        effects: list[Any] = []
-        for effect in asked:
-            assert isinstance(effect.message, RequestRoom)
-            report = ReportRoom(effect.message.number, *rooms.get(effect.to, (2**30, 0.0)))
-            effects += self.hear(report, Origin(effect.to))
-        return effects
+        return self.take(PagesToCopy(((7, records_of(*numbers, length=length), ages),), node))
 
 
 def begun(**kwargs: Any) -> Story:
     """Return a story whose node has asked its pool."""
     story = Story(**kwargs)
-    story.see(member(ONE), member(TWO))
+    story.see(ONE, TWO)
     assert NotifyPool(RequestCopies()) in story.wait(LOOK_S)
     return story
 
@@ -121,25 +87,15 @@ def offer_of(effects: list[Any]) -> tuple[int, OfferSpill]:
     return offer.to, offer.message
 
 
-def made_in(effects: list[Any]) -> list[tuple[list[int], int, bool]]:
-    """Return what the pool learns: generations, node, and whether it is sure."""
-    facts = [e.fact for e in effects if isinstance(e, NotifyPool)]
-    return [
-        (fact.drops["generation"].tolist(), fact.node, fact.is_sure)
-        for fact in facts
-        if isinstance(fact, CopiesMade)
-    ]
-
-
 def test_a_page_without_a_copy_is_offered_and_stays() -> None:
     """The pool learns who has it, and is asked for the next ones at once."""
     story = begun()
 
-    to, offer = offer_of(story.answer(story.name(1, 2, 3), {TWO: (PAGE, 900.0)}))
+    to, offer = offer_of(story.answer_all(story.name(1, 2, 3), {TWO: (PAGE, 900.0)}))
 
     assert (to, offer.is_copy, np.frombuffer(offer.ages).tolist()) == (ONE, True, [0.5] * 3)
     answer = PagesTaken(offer.number, bytes((COMMITTED, HERE, REFUSED_FULL)))
-    effects = story.hear(answer, Origin(ONE))
+    effects = story.take(answer, Origin(ONE))
     assert made_in(effects) == [([2, 4], ONE, True)]
     assert story.progress == OfferProgress(moved=1, there=1, refused=1, moved_bytes=PAGE)
     assert NotifyPool(RequestCopies()) in [*effects, *story.wait(LOOK_S)]
@@ -154,13 +110,13 @@ def test_a_copy_takes_the_place_of_what_is_colder() -> None:
         (30.0, 59.0, False),
     ):
         story = begun()
-        effects = story.answer(story.name(1, age=age), {ONE: (0, colder), TWO: (0, 0.0)})
+        effects = story.answer_all(story.name(1, age=age), {ONE: (0, colder), TWO: (0, 0.0)})
         assert bool([e for e in effects if isinstance(e, Send)]) == is_offered
         if not is_offered:
             assert story.progress == OfferProgress(refused=1)
             requests: list[Any] = []
             for _ in range(12):
-                story.hear(PagesToCopy(()))
+                story.take(PagesToCopy(()))
                 requests += story.wait(LOOK_S)
             assert NotifyPool(RequestCopies()) in requests
 
@@ -168,10 +124,10 @@ def test_a_copy_takes_the_place_of_what_is_colder() -> None:
 def test_pages_that_no_node_took_hold_up_no_others() -> None:
     """Until a pause is over the pool names only pages that were not offered yet."""
     story = begun()
-    effects = story.answer(story.name(1), {ONE: (0, 0.0), TWO: (0, 0.0)})
+    effects = story.answer_all(story.name(1), {ONE: (0, 0.0), TWO: (0, 0.0)})
     assert effects == [NotifyPool(RequestCopies(again=False))]
 
-    assert story.hear(PagesToCopy(())) == []
+    assert story.take(PagesToCopy(())) == []
     requests = story.wait(REFUSED_S - 0.05)
     assert requests == [NotifyPool(RequestCopies(again=False))]
 
@@ -180,7 +136,7 @@ def test_of_two_nodes_with_room_the_one_with_more_takes_it() -> None:
     """Whatever the age of its pages."""
     story = begun()
     rooms = {ONE: (2 * PAGE, 500.0), TWO: (9 * PAGE, 1.0)}
-    assert offer_of(story.answer(story.name(1, 2), rooms))[0] == TWO
+    assert offer_of(story.answer_all(story.name(1, 2), rooms))[0] == TWO
 
 
 def test_a_node_that_may_have_the_pages_is_asked_first_and_for_no_room() -> None:
@@ -189,7 +145,7 @@ def test_a_node_that_may_have_the_pages_is_asked_first_and_for_no_room() -> None
 
     to, offer = offer_of(story.name(1, 2, node=TWO))
     assert to == TWO
-    effects = story.hear(PagesTaken(offer.number, bytes((HERE, REFUSED_FULL))), Origin(TWO))
+    effects = story.take(PagesTaken(offer.number, bytes((HERE, REFUSED_FULL))), Origin(TWO))
     assert made_in(effects) == [([2], TWO, True)]
     assert NotifyPool(RequestCopies()) in effects
 
@@ -200,7 +156,7 @@ def test_a_node_that_may_have_the_pages_is_asked_first_and_for_no_room() -> None
 def test_of_an_offer_without_an_answer_the_node_may_have_taken_pages() -> None:
     """It must learn when they are evicted here; another node is asked next."""
     story = begun()
-    to, _ = offer_of(story.answer(story.name(1), {}))
+    to, _ = offer_of(story.answer_all(story.name(1), {}))
 
     effects = story.wait(OFFER_S + LOOK_S)
 
@@ -211,7 +167,7 @@ def test_of_an_offer_without_an_answer_the_node_may_have_taken_pages() -> None:
 
 def test_a_copy_goes_to_another_host() -> None:
     """To a node of the own host only where there is no other one."""
-    near, far = member(ONE, host="mine"), member(TWO, host="other")
+    near, far = member(ONE, host=str(ME)), member(TWO)
     story = Story()
     story.see(near, far)
     story.wait(LOOK_S)
@@ -226,13 +182,13 @@ def test_a_copy_goes_to_another_host() -> None:
 def test_spill_and_copies_have_one_rate() -> None:
     """What one offers, the other waits for."""
     story = Story(rate=10 * PAGE, spill_rate=10 * PAGE)
-    story.see(member(ONE))
+    story.see(ONE)
     story.wait(LOOK_S)
-    _, offer = offer_of(story.answer(story.name(*range(1, 11)), {}))
-    story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 10), Origin(ONE))
+    _, offer = offer_of(story.answer_all(story.name(*range(1, 11)), {}))
+    story.take(PagesTaken(offer.number, bytes((COMMITTED,)) * 10), Origin(ONE))
 
     cold = ColdPages(((7, records_of(20), np.array([99.0])),), 99.0)
-    assert story.hear(cold) == []
+    assert story.take(cold) == []
     assert not [e for e in story.wait(0.9) if isinstance(e, Send)]
 
     (asked,) = [e for e in story.wait(0.2) if isinstance(e, Send)]
@@ -241,23 +197,22 @@ def test_spill_and_copies_have_one_rate() -> None:
 
 
 def test_the_pool_learns_which_nodes_may_hold_copies() -> None:
-    """A suspected one may; a dead one holds none. Nothing is said where nothing changes."""
+    """A suspected one may; a dead one holds none, nor does one that has only just joined."""
     story = Story(rate=0)
-    both = NotifyPool(HoldersChanged((ONE, TWO)))
-    assert both in story.see(member(ONE), member(TWO))
-    assert both not in story.see(member(ONE), member(TWO, SUSPECT))
-    assert NotifyPool(HoldersChanged((ONE,))) in story.see(member(ONE), member(TWO, DEAD))
+    assert story.see(ONE, TWO) == []
+    assert story.see(ONE, member(TWO, SUSPECT)) == []
+    assert NotifyPool(HoldersChanged((ONE,))) in story.see(ONE, member(TWO, DEAD))
     assert story.wait(60.0) == []
 
 
 def test_a_report_of_evicted_copies_comes_to_the_pool_after_the_answer_before_it() -> None:
     """However long both waited: by the answer the pool learns of copies that are gone by now."""
     story = begun()
-    to, offered = offer_of(story.answer(story.name(1), {}))
+    to, offered = offer_of(story.answer_all(story.name(1), {}))
     report = CopiesEvicted(1, records_of(1)["key"].tobytes())
 
-    effects = story.hear(PagesTaken(offered.number, bytes((COMMITTED,))), Origin(to))
-    effects += story.hear(report, Origin(to))
+    effects = story.take(PagesTaken(offered.number, bytes((COMMITTED,))), Origin(to))
+    effects += story.take(report, Origin(to))
 
     facts = [effect.fact for effect in effects if isinstance(effect, NotifyPool)]
     made = next(at for at, fact in enumerate(facts) if isinstance(fact, CopiesMade))
@@ -270,44 +225,49 @@ def test_a_report_of_evicted_copies_comes_to_the_pool_after_the_answer_before_it
 def offer(story: Story, number: int, *numbers: int, is_copy: bool) -> list[Any]:
     ages = np.full(len(numbers), 50.0).tobytes()
     records = records_of(*numbers, holder=ONE).tobytes()
-    return story.hear(OfferSpill(number, 7, records, ages, is_copy), Origin(ONE))
+    return story.take(OfferSpill(number, 7, records, ages, is_copy), Origin(ONE))
 
 
-def test_of_a_copy_the_pool_learns_who_has_the_other() -> None:
-    """Of what is answered as kept; what the owners may not know has no copy, as it seems."""
+@pytest.mark.parametrize(("offerer", "holder"), [(ALIVE, ONE), (DEAD, 0)])
+def test_of_a_copy_the_pool_learns_who_has_the_other(offerer: int, holder: int) -> None:
+    """Of what is answered as kept; what the owners may not know has no copy, as it seems.
+
+    Nor has a page whose offerer died while it was read.
+    """
     for published, both, alone in ((2, [2, 4], []), (1, [], [2, 4])):
         story = Story()
-        story.see(member(ONE))
-        (told,) = offer(story, 5, 1, 2, is_copy=True)
-        assert isinstance(told.fact, TakeOver)
-        sequence = told.fact.reserve.sequence
-        (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)) * 2, bytes(16)))
-        (told,) = story.hear(PullDone(pull.job, b"\1\1"))
-        assert isinstance(told.fact, TakenOver)
-        assert told.fact.is_copy
+        story.see(ONE)
+        (notified,) = offer(story, 5, 1, 2, is_copy=True)
+        assert isinstance(notified.fact, TakeOver)
+        sequence = notified.fact.reserve.sequence
+        (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)) * 2, bytes(16)))
+        (notified,) = story.take(PullDone(pull.job, b"\1\1"))
+        assert isinstance(notified.fact, TakenOver)
+        assert notified.fact.is_copy
 
+        story.see(member(ONE, offerer))
         states = [COMMITTED, COMMITTED]
-        effects = story.hear(committed(sequence, states, (1, 101), (2, 102), published=published))
+        effects = story.take(committed(sequence, states, (1, 101), (2, 102), published=published))
 
-        assert made_in(effects) == [(both, ONE, True), (alone, 0, True)]
+        assert made_in(effects) == [(both, holder, True), (alone, 0, True)]
         assert isinstance(effects[-1].message, PagesTaken)
 
 
 def test_offers_of_both_kinds_wait_side_by_side() -> None:
     """One node spills and copies at the same time: neither offer is dropped for the other."""
     story = Story()
-    story.see(member(ONE))
+    story.see(ONE)
     (first,) = offer(story, 5, 1, is_copy=False)
     assert offer(story, 6, 2, is_copy=True) == []
     assert offer(story, 7, 3, is_copy=False) == []
 
     answers: list[Any] = []
-    told = first
+    notified = first
     for _ in range(3):
-        sequence = told.fact.reserve.sequence
-        answer, *then = story.hear(Granted(0, sequence, bytes((REFUSED_FULL,)), bytes(8)))
+        sequence = notified.fact.reserve.sequence
+        answer, *then = story.take(Granted(0, sequence, bytes((REFUSED_FULL,)), bytes(8)))
         answers.append(answer.message)
         if then:
-            (told,) = then
+            (notified,) = then
 
     assert sorted(answer.number for answer in answers) == [5, 6, 7]

@@ -9,7 +9,7 @@ import pytest
 
 from peercache.actors.disk import expiry as disk_expiry
 from peercache.actors.mailboxes import NamespaceNamed, PageAges, SpilledPages, TakeOver
-from peercache.actors.pool import expiry
+from peercache.actors.pool import page_table
 from peercache.actors.pool.size_classes import HISTORY_S, Ages
 from peercache.actors.runtime import SELF
 from peercache.actors.tenants import Tenants
@@ -69,7 +69,7 @@ def test_a_page_expires_within_ten_seconds_of_its_time() -> None:
 
 def test_pages_expire_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages that wait come between two of them."""
-    monkeypatch.setattr(expiry, "EXPIRES_MAX", 2)
+    monkeypatch.setattr(page_table, "EXPIRES_MAX", 2)
     world = chatting(is_open=False)
     world.set(*range(5), namespace=CHAT)
     pages, steps = 5, []

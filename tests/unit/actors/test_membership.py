@@ -55,8 +55,8 @@ def test_node_starts_alone_and_calls_every_discovery_address_but_its_own() -> No
     node = Node(discovery=("a:1", own, "b:2"))
 
     view = ViewChanged((member(ME),))
-    tells = [NotifyRing(view), NotifyDirectory(view), NotifyRemoval(view), NotifyPlacement(view)]
-    assert node.first[:4] == tells
+    facts = [NotifyRing(view), NotifyDirectory(view), NotifyRemoval(view), NotifyPlacement(view)]
+    assert node.first[:4] == facts
     assert node.first[4:] == [SendTo("a:1", Join(member(ME))), SendTo("b:2", Join(member(ME)))]
     assert node.actor.masters() == (member(ME),)
 
@@ -111,11 +111,11 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
     assert before is None
     answer = sends(effects, HeartbeatSeen)
     assert answer == [Send(NINE, HeartbeatSeen(node.actor.view.digest()))]
-    (told,) = sends(
+    (share,) = sends(
         node.take(NINE, CompareView(View.of([member(NINE)]).bucket_digests())), ShareView
     )
-    assert told.to == NINE
-    assert {m.incarnation for m in told.message.view} >= {ME, ONE, TWO}
+    assert share.to == NINE
+    assert {m.incarnation for m in share.message.view} >= {ME, ONE, TWO}
     assert node.state(NINE) == ALIVE
     assert [
         e.fact for e in effects if isinstance(e, (NotifyRing, NotifyDirectory, NotifyPublisher))
@@ -135,8 +135,8 @@ def test_any_node_answers_a_join_with_the_digest_of_its_view() -> None:
 def test_node_has_joined_while_another_shows_that_it_is_a_member(shown: Heartbeat) -> None:
     """A member that answers, and holds this node for none, does not count: it cannot reach it."""
     node = Node().knows(ONE)
-    for told in (Join(member(ONE)), ShareView(0, (member(ONE),))):
-        node.take(ONE, told)
+    for message in (Join(member(ONE)), ShareView(0, (member(ONE),))):
+        node.take(ONE, message)
     node.reported_by(ONE, member(ONE), member(ME, state=DEAD))
     assert not node.actor.is_joined
 
@@ -255,7 +255,7 @@ def test_one_peer_a_turn_is_asked_and_each_in_its_turn() -> None:
     assert asked == [ONE, TWO, NINE]
 
 
-def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
+def test_peer_is_not_asked_for_what_another_has_sent_meanwhile() -> None:
     """Its view was another one, and is no longer."""
     node = Node().knows(ONE, TWO, NINE)
     after = View.of([*node.actor.view.members(), member(TEN)])
@@ -268,7 +268,7 @@ def test_peer_is_not_asked_for_what_another_has_told_meanwhile() -> None:
 
 
 def test_node_that_has_addresses_to_try_asks_rarely() -> None:
-    """What it was told is in its view when it answers: until then every master's view differs."""
+    """What it received is in its view when it answers: until then every master's view differs."""
     node = Node().knows(ONE)
     node.reported_by(ONE, member(ONE), *[member(n, f"127.9.0.{n}:1") for n in range(100, 200)])
 
@@ -407,7 +407,7 @@ def test_times_that_cannot_work_are_refused() -> None:
 
 @pytest.mark.parametrize("state", [SUSPECT, DEAD, LEFT])
 def test_member_refutes_by_raising_its_counter(state: int) -> None:
-    """Its masters hear it at once, and so does the accuser."""
+    """Its masters receive it at once, and so does the accuser."""
     node = Node().knows(ONE, TWO, NINE)
 
     effects = node.reported_by(NINE, member(NINE), member(ME, counter=4, state=state))
@@ -490,8 +490,8 @@ def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
     for message in (Heartbeat(member(NINE, counter=3), b""), Join(member(NINE, counter=3))):
         effects = node.take(NINE, message)
         assert node.state(NINE) == LEFT
-        told = sends(effects, ShareView)[0].message.view
-        assert member(NINE, state=LEFT, counter=3) in told
+        shared = sends(effects, ShareView)[0].message.view
+        assert member(NINE, state=LEFT, counter=3) in shared
 
     node.take(NINE, Heartbeat(member(NINE, counter=4), b""))
     assert node.state(NINE) == ALIVE
@@ -501,7 +501,7 @@ def test_heartbeat_of_one_held_dead_notifies_it_of_that() -> None:
 
 
 def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
-    """It is told instead, and refutes; a node that was cut off cannot empty a whole view."""
+    """It is notified instead, and refutes; a node that was cut off cannot empty a whole view."""
     node = Node(ONE).knows(NINE, TEN)
     node.take(NINE, Heartbeat(member(NINE), b""))
 
@@ -519,10 +519,10 @@ def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
     node.passes(SUSPECT_S + 0.1, speaking=(TWO, TEN))
 
     node.reported_by(TEN, member(NINE, state=DEAD))
-    told_by_a_member = node.state(NINE)
+    by_a_member = node.state(NINE)
     node.reported_by(TWO, member(NINE, state=DEAD))
 
-    assert told_by_a_member == SUSPECT
+    assert by_a_member == SUSPECT
     assert node.state(NINE) == DEAD
 
 
@@ -533,10 +533,10 @@ def test_only_masters_are_believed_about_others(state: int) -> None:
     node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
     node.reported_by(NINE, member(TEN, counter=1, state=state))
-    told_by_a_member = node.state(TEN)
+    by_a_member = node.state(TEN)
     node.reported_by(ONE, member(TEN, counter=1, state=state))
 
-    assert told_by_a_member == ALIVE
+    assert by_a_member == ALIVE
     assert node.state(TEN) == state
 
 
@@ -552,16 +552,6 @@ def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
 
     assert beyond == ALIVE
     assert node.state(NINE) == DEAD
-
-
-def test_goodbye_is_believed_at_once() -> None:
-    """Only the member itself says that it has left, so it does not matter when it was seen last."""
-    node = Node(ONE).knows(TWO, NINE)
-    node.take(NINE, Heartbeat(member(NINE), b""))
-
-    node.reported_by(TWO, member(NINE, state=LEFT, counter=1))
-
-    assert node.state(NINE) == LEFT
 
 
 def test_successor_at_an_address_ends_its_predecessor_at_once() -> None:
@@ -718,14 +708,14 @@ def test_ended_entry_is_forgotten_and_an_old_view_does_not_bring_it_back() -> No
 
     node.knows(11)
     asked = node.reported_by(11, member(11), member(NINE), member(TEN, counter=1, state=LEFT))
-    told = node.state(NINE), node.state(TEN)
+    reported = node.state(NINE), node.state(TEN)
     node.meets(member(NINE))
     answered = node.state(NINE)
     node.take(NINE, Heartbeat(member(NINE, counter=1), b""))
 
     assert forgotten == 1
     assert calls(asked) == [member(NINE).control]
-    assert (told, answered) == ((None, None), DEAD)
+    assert (reported, answered) == ((None, None), DEAD)
     assert node.state(NINE) == ALIVE
 
 
@@ -736,6 +726,6 @@ def test_forgotten_one_that_joins_learns_that_it_was_dead() -> None:
 
     effects = node.take(NINE, Join(member(NINE)))
 
-    told = sends(effects, ShareView)[0].message.view
-    assert member(NINE, state=DEAD) in told
+    shared = sends(effects, ShareView)[0].message.view
+    assert member(NINE, state=DEAD) in shared
     assert node.state(NINE) == DEAD

@@ -1,4 +1,4 @@
-"""Stories of whole clusters, told by hand and by Hypothesis; one node under arbitrary messages.
+"""Stories of whole clusters, written by hand and by Hypothesis; one node under arbitrary messages.
 
 Virtual time, real codec, seeded network. HEAL_S is the promise; most stories need far less.
 """
@@ -290,10 +290,10 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
 
     reported_by = Origin(master.incarnation)
     cluster.hand_over(misled, reported_by, ShareView(0, (master.actor.me, slander)))
-    told = cluster.states("n004:31998", ended)
+    reported = cluster.states("n004:31998", ended)
     healed_s = cluster.seconds_until(cluster.agrees, at_most=HEAL_S)
 
-    assert told == state
+    assert reported == state
     assert healed_s <= HEAL_S
     assert {cluster.states(address, ended) for address in addresses(cluster)} == {ALIVE}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
-import attrs
 import numpy as np
 import pytest
 
@@ -20,13 +19,12 @@ from peercache.actors.mailboxes import (
     RequestGive,
     TakenOver,
     TakeOver,
-    ViewChanged,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import (
     Placement,
 )
-from peercache.actors.placement.drain import (
+from peercache.actors.placement.offers import (
     AGAIN_S,
     FULL_MAX,
     FULL_S,
@@ -47,8 +45,7 @@ from peercache.actors.placement.takings import (
     TAKINGS_MAX,
 )
 from peercache.model.keys import tag_of
-from peercache.model.member import ALIVE, DEAD, Member
-from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT, Records
+from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT
 from peercache.model.status import Draining
 from peercache.node.drain import Drainer
 from peercache.observability.metrics import Metrics
@@ -68,65 +65,24 @@ from peercache.wire.messages.pool import (
     Committed,
     Granted,
 )
-
-ME, ONE, TWO = 11, 21, 22
-INSIDE = Origin(0)
+from tests.unit.actors.placement_story import ME, ONE, TWO, Placed, member, records_of
 
 
-def member(incarnation: int, state: int = ALIVE) -> Member:
-    return Member(incarnation, 1, state, 255, "h", f"a:{incarnation}", f"b:{incarnation}", "", "")
-
-
-def records_of(
-    *numbers: int, length: int = 4096, flags: int = RESIDENT, holder: int = ONE
-) -> Records:
-    records = np.zeros(len(numbers), RECORD)
-    for row, number in zip(records, numbers, strict=True):
-        row["key"] = np.void(number.to_bytes(16, "big"))
-        row["holder"], row["generation"] = holder, 2 * number
-        row["length"], row["flags"], row["checksum"] = length, flags, 100 + number
-    return records
-
-
-@attrs.define(eq=False)
-class Story:
-    """The actor, its clock, and what it has said."""
-
-    actor: Placement = attrs.field(factory=lambda: Placement(ME))
-    now: float = 100.0
-
-    def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
-        effects = self.actor.on_message(sender, message, self.now)
-        self.actor.check()
-        return effects
-
-    def see(self, *incarnations: int) -> list[Any]:
-        live = [member(incarnation) for incarnation in (ME, *incarnations)]
-        return self.hear(ViewChanged((*live, member(99, DEAD))))
-
-    def wait(self, seconds: float) -> list[Any]:
-        """Let time pass, from tick to tick."""
-        effects: list[Any] = []
-        until = self.now + seconds
-        while self.actor.deadline() <= until:
-            self.now = max(self.now, self.actor.deadline())
-            effects += self.actor.on_tick(self.now)
-            assert self.actor.deadline() > self.now
-        self.now = until
-        return effects
+class Story(Placed):
+    """The placement actor of a node that is drained, or takes what others hand over."""
 
     def drain(self, *numbers: int, within_s: float = 60.0) -> list[Any]:
         """Begin, with these pages in the pool; return the offers."""
-        begun = self.hear(DrainBegan(self.now + within_s))
+        begun = self.take(DrainBegan(self.now + within_s))
         assert begun == [
             NotifyPool(DrainChanged(is_draining=True)),
             NotifyPool(RequestGive(again=True)),
         ]
         groups = (PagesStored(records_of(*numbers), 1),) if numbers else ()
-        effects = self.hear(PagesToGive(groups, 0, 0))
+        effects = self.take(PagesToGive(groups, 0, 0))
         if NotifyPool(RequestGive(again=False)) in effects:
             # It asks ahead, so that no target waits for the pool.
-            assert self.hear(PagesToGive((), 0, 0)) == []
+            assert self.take(PagesToGive((), 0, 0)) == []
         return offers(effects)
 
     @property
@@ -158,7 +114,7 @@ def test_pages_are_offered_until_none_are_left() -> None:
     ((to, number, pages),) = story.drain(1, 2, 3)
     assert (to, pages, story.giving.progress.left) == (ONE, [1, 2, 3], 3)
 
-    effects = story.hear(taken(number, COMMITTED, HERE, COMMITTED), Origin(ONE))
+    effects = story.take(taken(number, COMMITTED, HERE, COMMITTED), Origin(ONE))
 
     assert effects == []
     assert story.giving.state == HANDED_OVER
@@ -177,7 +133,7 @@ def test_each_target_has_one_offer() -> None:
     first = story.drain(*numbers)
 
     assert [(to, len(pages)) for to, _, pages in first] == [(ONE, OFFER_PAGES), (TWO, OFFER_PAGES)]
-    again = offers(story.hear(taken(first[1][1], *[COMMITTED] * OFFER_PAGES), Origin(TWO)))
+    again = offers(story.take(taken(first[1][1], *[COMMITTED] * OFFER_PAGES), Origin(TWO)))
     assert [(to, len(pages)) for to, _, pages in again] == [(TWO, OFFER_PAGES)]
 
 
@@ -186,17 +142,17 @@ def test_what_one_has_no_room_for_is_offered_to_another() -> None:
     story = Story()
     story.see(ONE, TWO)
     ((_, number, _),) = story.drain(1, 2)
-    ((to, number, pages),) = offers(story.hear(taken(number, COMMITTED, REFUSED_FULL), Origin(ONE)))
+    ((to, number, pages),) = offers(story.take(taken(number, COMMITTED, REFUSED_FULL), Origin(ONE)))
     assert (to, pages) == (TWO, [2])
 
     asked = 0
-    effects = story.hear(taken(number, REFUSED_FULL), Origin(TWO))
+    effects = story.take(taken(number, REFUSED_FULL), Origin(TWO))
     while story.giving.state == HANDING_OVER:
         made = offers(effects)
         asked += len(made)
         for to, number, pages in made:
             assert pages == [2]
-            effects = story.hear(taken(number, REFUSED_FULL), Origin(to))
+            effects = story.take(taken(number, REFUSED_FULL), Origin(to))
         if not made:
             effects = story.wait(FULL_S)
 
@@ -211,18 +167,18 @@ def test_a_drain_is_shown_in_pages_and_bytes_from_its_first_offer() -> None:
     story.actor.show(metrics)
     story.see(ONE)
     drainer = Drainer(
-        story.giving, notify=story.hear, others=lambda: 1, within_s=60.0, leave=lambda: None,
+        story.giving, notify=story.take, others=lambda: 1, within_s=60.0, leave=lambda: None,
         nursery=Mock(), log=Mock(),
     )  # fmt: skip
     assert drainer.status() == Draining()
     drainer.answer(DrainNode(0, 0.0))
-    story.hear(DrainBegan(story.now + 60.0))
-    told = PagesToGive((PagesStored(records_of(1, 2, 3), 1),), 2, 0, left_bytes=10_000)
-    ((_, number, _),) = offers(story.hear(told))
+    story.take(DrainBegan(story.now + 60.0))
+    named = PagesToGive((PagesStored(records_of(1, 2, 3), 1),), 2, 0, left_bytes=10_000)
+    ((_, number, _),) = offers(story.take(named))
     whole = 3 * 4096 + 10_000
     assert (drainer.status().bytes, drainer.status().bytes_done) == (whole, 0)
 
-    story.hear(taken(number, COMMITTED, HERE, ABORTED), Origin(ONE))
+    story.take(taken(number, COMMITTED, HERE, ABORTED), Origin(ONE))
 
     status = drainer.status()
     assert (status.pages, status.pages_done) == (5, 2)
@@ -241,11 +197,11 @@ def test_what_is_taken_over_is_counted() -> None:
     story, metrics = Story(), Metrics()
     story.actor.show(metrics)
     story.see(ONE)
-    story.hear(OfferPages(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
-    story.hear(drains(1), Origin(ONE))
-    story.hear(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
-    story.hear(PullDone(1, b"\1\0"))
-    story.hear(Committed(0, 1, bytes((COMMITTED, ABORTED)), b"", 0))
+    story.take(OfferPages(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
+    story.take(drains(1), Origin(ONE))
+    story.take(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
+    story.take(PullDone(1, b"\1\0"))
+    story.take(Committed(0, 1, bytes((COMMITTED, ABORTED)), b"", 0))
 
     assert metrics.registry.get_sample_value("peercache_pages_taken_over_total") == 1
 
@@ -260,7 +216,7 @@ def test_a_silent_target_is_given_up_and_its_pages_go_elsewhere() -> None:
 
     assert (to, pages) == (TWO, [1])
     # What it answers later counts no more: the other one may have the page by then.
-    assert story.hear(taken(number, COMMITTED), Origin(ONE)) == []
+    assert story.take(taken(number, COMMITTED), Origin(ONE)) == []
     assert story.giving.progress.given == 0
 
 
@@ -280,10 +236,10 @@ def test_what_was_not_read_in_time_is_offered_once_more() -> None:
     story = Story()
     story.see(ONE)
     ((_, number, _),) = story.drain(1, 2)
-    ((_, number, pages),) = offers(story.hear(taken(number, COMMITTED, ABORTED), Origin(ONE)))
+    ((_, number, pages),) = offers(story.take(taken(number, COMMITTED, ABORTED), Origin(ONE)))
     assert pages == [2]
 
-    story.hear(taken(number, ABORTED), Origin(ONE))
+    story.take(taken(number, ABORTED), Origin(ONE))
 
     assert story.giving.state == HANDED_OVER
     assert (story.giving.progress.given, story.giving.progress.lost) == (1, 1)
@@ -294,10 +250,10 @@ def test_an_answer_that_does_not_fit_ends_the_trust_in_a_target() -> None:
     story = Story()
     story.see(ONE, TWO)
     ((_, number, _),) = story.drain(1, 2)
-    assert story.hear(taken(number, COMMITTED, COMMITTED), Origin(TWO)) == []
-    assert story.hear(taken(number + 7, COMMITTED, COMMITTED), Origin(ONE)) == []
+    assert story.take(taken(number, COMMITTED, COMMITTED), Origin(TWO)) == []
+    assert story.take(taken(number + 7, COMMITTED, COMMITTED), Origin(ONE)) == []
 
-    ((to, _, pages),) = offers(story.hear(taken(number, COMMITTED), Origin(ONE)))
+    ((to, _, pages),) = offers(story.take(taken(number, COMMITTED), Origin(ONE)))
 
     assert (to, pages) == (TWO, [1, 2])
 
@@ -331,22 +287,22 @@ def test_sets_that_began_before_are_waited_for() -> None:
     """Their pages are the hottest: the order is made again when they are there, or time is over."""
     story = Story()
     story.see(ONE)
-    story.hear(DrainBegan(story.now + 60.0))
+    story.take(DrainBegan(story.now + 60.0))
     unfinished = PagesToGive((PagesStored(records_of(1), 1),), 0, 2)
 
-    assert story.hear(unfinished) == []
+    assert story.take(unfinished) == []
     assert story.wait(AGAIN_S) == [NotifyPool(RequestGive(again=True))]
     story.now += UNFINISHED_S
 
-    assert [pages for _, _, pages in offers(story.hear(unfinished))] == [[1]]
+    assert [pages for _, _, pages in offers(story.take(unfinished))] == [[1]]
 
 
 def test_a_drain_ends_whose_time_is_over_when_it_asks_again() -> None:
     """Both are due at one tick of a node that was slow; a tick that leaves one of them ends it."""
     story = Story()
     story.see(ONE)
-    story.hear(DrainBegan(story.now + AGAIN_S))
-    story.hear(PagesToGive((PagesStored(records_of(1), 1),), 0, 2))
+    story.take(DrainBegan(story.now + AGAIN_S))
+    story.take(PagesToGive((PagesStored(records_of(1), 1),), 0, 2))
     story.now += 2 * AGAIN_S
 
     assert story.actor.on_tick(story.now) == [NotifyPool(RequestGive(again=True))]
@@ -360,13 +316,13 @@ def test_a_second_drain_joins_the_first_and_a_cancelled_one_can_begin_again() ->
     story = Story()
     story.see(ONE)
     ((_, number, _),) = story.drain(1, 2)
-    assert story.hear(DrainBegan(story.now + 1.0)) == []
+    assert story.take(DrainBegan(story.now + 1.0)) == []
 
-    assert story.hear(DrainCancelled()) == [NotifyPool(DrainChanged(is_draining=False))]
+    assert story.take(DrainCancelled()) == [NotifyPool(DrainChanged(is_draining=False))]
     assert story.giving.state == SERVING
-    assert story.hear(taken(number, COMMITTED, COMMITTED), Origin(ONE)) == []
-    assert story.hear(PagesToGive((PagesStored(records_of(3), 1),), 0, 0)) == []
-    assert story.hear(DrainCancelled()) == []
+    assert story.take(taken(number, COMMITTED, COMMITTED), Origin(ONE)) == []
+    assert story.take(PagesToGive((PagesStored(records_of(3), 1),), 0, 0)) == []
+    assert story.take(DrainCancelled()) == []
 
     assert [pages for _, _, pages in story.drain(1, 2)] == [[1, 2]]
 
@@ -377,10 +333,10 @@ def test_a_target_that_was_given_up_is_offered_pages_of_a_second_drain() -> None
     story.see(ONE)
     ((_, number, _),) = story.drain(1)
     for _ in range(FULL_MAX):
-        effects = story.hear(taken(number, REFUSED_FULL), Origin(ONE)) or story.wait(FULL_S)
+        effects = story.take(taken(number, REFUSED_FULL), Origin(ONE)) or story.wait(FULL_S)
         number = next((number for _, number, _ in offers(effects)), 0)
     assert story.giving.state == HANDED_OVER
-    story.hear(DrainCancelled())
+    story.take(DrainCancelled())
 
     assert [pages for _, _, pages in story.drain(1)] == [[1]]
 
@@ -404,7 +360,7 @@ def drains(question: int, state: str = HANDING_OVER) -> ReportDrainState:
 def ask(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5, by: int = ONE) -> int:
     """Let a node offer pages; return the number of the question that it gets."""
     records = records_of(*numbers, flags=flags, holder=by).tobytes()
-    (asked,) = story.hear(OfferPages(number, 7, records), Origin(by))
+    (asked,) = story.take(OfferPages(number, 7, records), Origin(by))
     assert asked.to == Origin(by)
     assert isinstance(asked.message, RequestDrainState)
     return asked.message.request
@@ -413,39 +369,39 @@ def ask(story: Story, *numbers: int, flags: int = RESIDENT, number: int = 5, by:
 def offer(story: Story, *numbers: int, number: int = 5, by: int = ONE, **kwargs: Any) -> list[Any]:
     """Let a node that drains offer pages."""
     question = ask(story, *numbers, number=number, by=by, **kwargs)
-    return story.hear(drains(question), Origin(by))
+    return story.take(drains(question), Origin(by))
 
 
-def finish(story: Story, told: Any) -> list[Any]:
+def finish(story: Story, notified: Any) -> list[Any]:
     """Let the pool have no room for what it is asked for; return what follows."""
-    reserve = told.fact.reserve
+    reserve = notified.fact.reserve
     states = bytes((REFUSED_FULL,)) * (len(reserve.keys) // 16)
-    return story.hear(Granted(0, reserve.sequence, states, bytes(8 * len(states))))
+    return story.take(Granted(0, reserve.sequence, states, bytes(8 * len(states))))
 
 
 def test_an_offer_is_reserved_read_and_committed() -> None:
     """In this order; its checksums go along, and each page is answered for."""
     story = Story()
     story.see(ONE)
-    (told,) = offer(story, 1, 2, 3, flags=RESIDENT | HAS_CHECKSUM)
-    assert isinstance(told.fact, TakeOver)
-    reserve = told.fact.reserve
+    (notified,) = offer(story, 1, 2, 3, flags=RESIDENT | HAS_CHECKSUM)
+    assert isinstance(notified.fact, TakeOver)
+    reserve = notified.fact.reserve
     assert (reserve.namespace, len(reserve.keys)) == (7, 48)
 
     states, offsets = bytes((RESERVED, HERE, RESERVED)), np.array([64, 0, 128], "<u8").tobytes()
-    (pull,) = story.hear(Granted(0, reserve.sequence, states, offsets))
+    (pull,) = story.take(Granted(0, reserve.sequence, states, offsets))
     assert isinstance(pull, Pull)
     assert pull.member == member(ONE)
     assert (pull.offsets.tolist(), generations_of(pull.records.tobytes())) == ([64, 128], [1, 3])
 
-    (told,) = story.hear(PullDone(pull.job, bytes((1, 0))))
-    assert isinstance(told.fact, TakenOver)
-    commit = told.fact.commit
+    (notified,) = story.take(PullDone(pull.job, bytes((1, 0))))
+    assert isinstance(notified.fact, TakenOver)
+    commit = notified.fact.commit
     assert commit.written == bytes((1, 0, 0))
     assert np.frombuffer(commit.checksums, "<u8").tolist() == [101, 0, 0]
 
     outcome = bytes((COMMITTED, HERE, ABORTED))
-    (answer,) = story.hear(Committed(0, commit.sequence, outcome, b"", 0))
+    (answer,) = story.take(Committed(0, commit.sequence, outcome, b"", 0))
     assert answer == Send(Origin(ONE), PagesTaken(5, outcome))
 
 
@@ -456,9 +412,9 @@ def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     story = Story(Placement(ME, lambda: spaces))
     story.see(*([] if why == "a stranger" else [ONE]))
     if why == "drained itself":
-        story.hear(DrainBegan(story.now + 60.0))
+        story.take(DrainBegan(story.now + 60.0))
 
-    effects = story.hear(OfferPages(5, 7, records_of(1, 2).tobytes()), Origin(ONE))
+    effects = story.take(OfferPages(5, 7, records_of(1, 2).tobytes()), Origin(ONE))
 
     assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
 
@@ -470,12 +426,12 @@ def test_pages_are_taken_only_from_a_node_that_says_that_it_drains() -> None:
     question = ask(story, 1, 2)
 
     # Another node cannot answer for it, and no other question is meant.
-    assert story.hear(drains(question), Origin(TWO)) == []
-    assert story.hear(drains(question + 1), Origin(ONE)) == []
-    refused = story.hear(drains(question, SERVING), Origin(ONE))
+    assert story.take(drains(question), Origin(TWO)) == []
+    assert story.take(drains(question + 1), Origin(ONE)) == []
+    refused = story.take(drains(question, SERVING), Origin(ONE))
 
     assert refused == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
-    assert story.hear(drains(question), Origin(ONE)) == []
+    assert story.take(drains(question), Origin(ONE)) == []
 
 
 def test_a_node_that_offers_without_end_has_one_place() -> None:
@@ -501,7 +457,7 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     story = Story()
     many = [30 + node for node in range(TAKINGS_MAX + 2)]
     story.see(*many)
-    begun = [told for node in many for told in offer(story, 1, by=node)]
+    begun = [notified for node in many for notified in offer(story, 1, by=node)]
     assert len(begun) == TAKINGS_MAX
     assert offer(story, 2, by=many[0]) == []
 
@@ -509,8 +465,8 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     story.now += 5.0
 
     order = []
-    for told in begun[:3]:
-        answer, then = finish(story, told)
+    for notified in begun[:3]:
+        answer, then = finish(story, notified)
         assert isinstance(answer.message, PagesTaken)
         order.append(then.fact.reserve.sequence)
         assert then.fact.offered_at == arrived_at
@@ -526,10 +482,10 @@ def test_what_waits_is_turned_away_when_this_node_drains_and_forgotten_with_its_
     question = ask(story, 1, 2, by=TWO)
     story.see(TWO)
 
-    *_, answer = story.hear(DrainBegan(story.now + 60.0))
+    *_, answer = story.take(DrainBegan(story.now + 60.0))
 
     assert answer == Send(Origin(TWO), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))
-    assert story.hear(drains(question), Origin(TWO)) == []
+    assert story.take(drains(question), Origin(TWO)) == []
 
 
 def test_an_offer_must_be_read_at_a_rate() -> None:
@@ -539,13 +495,13 @@ def test_an_offer_must_be_read_at_a_rate() -> None:
     spans = []
     for length in (4096, OFFER_BYTES, 2**31):
         records = records_of(1, length=length).tobytes()
-        (asked,) = story.hear(OfferPages(5, 7, records), Origin(ONE))
-        (told,) = story.hear(drains(asked.message.request), Origin(ONE))
-        sequence = told.fact.reserve.sequence
-        (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
+        (asked,) = story.take(OfferPages(5, 7, records), Origin(ONE))
+        (notified,) = story.take(drains(asked.message.request), Origin(ONE))
+        sequence = notified.fact.reserve.sequence
+        (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
         spans.append(pull.within_s)
-        story.hear(PullDone(pull.job, bytes(1)))
-        story.hear(Committed(0, sequence, bytes((ABORTED,)), b"", 0))
+        story.take(PullDone(pull.job, bytes(1)))
+        story.take(Committed(0, sequence, bytes((ABORTED,)), b"", 0))
 
     assert spans[0] == pytest.approx(PULL_BASE_S, rel=0.01)
     assert spans[1:] == [PULL_MAX_S, PULL_MAX_S]
@@ -556,10 +512,10 @@ def test_a_node_offers_no_page_of_a_namespace_that_its_certificate_does_not_allo
     """Every target would refuse it; the drain goes on with the others, and counts it as lost."""
     story = Story(Placement(ME, lambda: frozenset({1})))
     story.see(ONE)
-    story.hear(DrainBegan(story.now + 60.0))
+    story.take(DrainBegan(story.now + 60.0))
 
     groups = PagesStored(records_of(1, 2), tag_of(2, 9)), PagesStored(records_of(3), tag_of(1, 9))
-    made = offers(story.hear(PagesToGive(groups, 0, 0)))
+    made = offers(story.take(PagesToGive(groups, 0, 0)))
 
     assert [pages for _, _, pages in made] == [[3]]
     assert (story.giving.progress.lost, story.giving.progress.lost_bytes) == (2, 2 * 4096)
@@ -574,5 +530,5 @@ def test_an_offer_that_makes_no_sense_takes_nothing() -> None:
         records_of(),
         records_of(*range(1, OFFERED_MAX + 2)),
     ):
-        effects = story.hear(OfferPages(5, 7, records.tobytes()), Origin(ONE))
+        effects = story.take(OfferPages(5, 7, records.tobytes()), Origin(ONE))
         assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((ABORTED,)) * len(records)))]

@@ -7,9 +7,8 @@ import pytest
 
 from peercache.actors.mailboxes import DrainBegan, PagesStored, PagesToGive, PullDone
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import OFFER_S
-from peercache.actors.placement.figures import PEERS_MAX, PlacementFigures, reasons_of
-from peercache.actors.placement.offers import LOOK_S
+from peercache.actors.placement.offers import LOOK_S, OFFER_S, reasons_of
+from peercache.actors.placement.takings import PEERS_MAX, PlacementFigures
 from peercache.model.keys import tag_of
 from peercache.model.status import MovedPages
 from peercache.observability.metrics import Metrics
@@ -27,18 +26,8 @@ from peercache.wire.messages.pool import (
     RESERVED,
     Granted,
 )
-from tests.unit.actors.test_spilling import (
-    ME,
-    ONE,
-    PAGE,
-    TWO,
-    Story,
-    begun,
-    committed,
-    member,
-    records_of,
-    take,
-)
+from tests.unit.actors.placement_story import ME, ONE, PAGE, TWO, member, records_of
+from tests.unit.actors.test_spilling import Story, begun, committed, take
 
 
 @attrs.define(eq=False)
@@ -67,7 +56,7 @@ def test_each_reason_for_which_an_offered_page_stays_is_counted() -> None:
     to, offer = story.offered(*range(1, 9))
     states = COMMITTED, HERE, REFUSED_FULL, REFUSED_DRAINING, REFUSED_SIZE, ABORTED, REPEATED, 99
 
-    story.hear(PagesTaken(offer.number, bytes(states)), Origin(to))
+    story.take(PagesTaken(offer.number, bytes(states)), Origin(to))
 
     assert counts.of("pages_not_moved") == {
         "full": 1, "draining": 1, "other_bytes": 1, "not_read": 1, "malformed": 1,
@@ -84,11 +73,11 @@ def test_pages_that_no_node_takes_are_counted_by_the_reason(reason: str) -> None
     counts = counted(story)
     if reason == "no_room":
         for effect in story.name(1, 2):
-            story.hear(ReportRoom(effect.message.number, 0, 0.0), Origin(effect.to))
+            story.take(ReportRoom(effect.message.number, 0, 0.0), Origin(effect.to))
     else:
         to, offer = story.offered(1, 2)
     if reason == "malformed":
-        story.hear(PagesTaken(offer.number, bytes(3)), Origin(to))
+        story.take(PagesTaken(offer.number, bytes(3)), Origin(to))
     elif reason == "no_answer":
         story.wait(OFFER_S + LOOK_S)
     elif reason == "no_node":
@@ -105,13 +94,13 @@ def test_pages_that_came_from_a_node_are_counted_as_its_pages() -> None:
     story = Story()
     counts = counted(story)
     story.see(ONE)
-    (told,) = take(story, 1, 2, 3, 4)
-    sequence = told.fact.reserve.sequence
+    (notified,) = take(story, 1, 2, 3, 4)
+    sequence = notified.fact.reserve.sequence
     states = bytes((RESERVED, RESERVED, HERE, REFUSED_FULL))
-    (pull,) = story.hear(Granted(0, sequence, states, bytes(32)))
-    story.hear(PullDone(pull.job, b"\1\0"))
+    (pull,) = story.take(Granted(0, sequence, states, bytes(32)))
+    story.take(PullDone(pull.job, b"\1\0"))
     outcome = [COMMITTED, ABORTED, HERE, REFUSED_FULL]
-    story.hear(committed(sequence, outcome, (1, 101), (3, 7), published=2))
+    story.take(committed(sequence, outcome, (1, 101), (3, 7), published=2))
 
     assert story.actor.figures.peers() == (MovedPages(name="a:21", taken=1, taken_bytes=PAGE),)
     assert counts.of("pages_not_taken_over") == {"not_read": 1, "full": 1, "other_bytes": 1}
@@ -125,11 +114,11 @@ def test_a_page_of_which_owners_do_not_know_yet_counts_as_taken_only() -> None:
     story = Story()
     counts = counted(story)
     story.see(ONE)
-    (told,) = take(story, 1)
-    sequence = told.fact.reserve.sequence
-    (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
-    story.hear(PullDone(pull.job, b"\1"))
-    story.hear(committed(sequence, [COMMITTED], (1, 101), published=0))
+    (notified,) = take(story, 1)
+    sequence = notified.fact.reserve.sequence
+    (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
+    story.take(PullDone(pull.job, b"\1"))
+    story.take(committed(sequence, [COMMITTED], (1, 101), published=0))
 
     assert story.actor.figures.peers()[0].taken == 1
     assert counts.of("pages_not_taken_over") == {}
@@ -142,13 +131,13 @@ def test_each_reason_for_which_an_offer_is_refused_is_counted() -> None:
     records = records_of(1, 2, holder=ONE).tobytes()
     ages = bytes(16)
 
-    story.hear(OfferSpill(5, tag_of(7, 1), records, ages), Origin(ONE))
+    story.take(OfferSpill(5, tag_of(7, 1), records, ages), Origin(ONE))
     story.see(ONE)
-    story.hear(OfferSpill(5, tag_of(8, 1), records, ages), Origin(ONE))
-    story.hear(OfferSpill(5, tag_of(7, 1), records, b""), Origin(ONE))
-    story.hear(OfferPages(6, tag_of(7, 1), records), Origin(ONE))
-    story.hear(DrainBegan(story.now + 60.0))
-    story.hear(OfferSpill(5, tag_of(7, 1), records, ages), Origin(ONE))
+    story.take(OfferSpill(5, tag_of(8, 1), records, ages), Origin(ONE))
+    story.take(OfferSpill(5, tag_of(7, 1), records, b""), Origin(ONE))
+    story.take(OfferPages(6, tag_of(7, 1), records), Origin(ONE))
+    story.take(DrainBegan(story.now + 60.0))
+    story.take(OfferSpill(5, tag_of(7, 1), records, ages), Origin(ONE))
 
     assert counts.of("pages_not_taken_over") == {
         "not_a_member": 2, "namespace": 2, "malformed": 2, "draining": 4,
@@ -160,11 +149,11 @@ def test_pages_of_a_drain_count_as_given_too() -> None:
     """A second drain begins at zero, and the figures of the peer go on."""
     story = Story()
     story.see(ONE)
-    story.hear(DrainBegan(story.now + 60.0))
+    story.take(DrainBegan(story.now + 60.0))
     pages = PagesToGive((PagesStored(records_of(1, 2), 1),), 0, 0)
-    (offer,) = (e for e in story.hear(pages) if isinstance(getattr(e, "message", 0), OfferPages))
+    (offer,) = (e for e in story.take(pages) if isinstance(getattr(e, "message", 0), OfferPages))
 
-    story.hear(PagesTaken(offer.message.number, bytes((COMMITTED, HERE))), Origin(ONE))
+    story.take(PagesTaken(offer.message.number, bytes((COMMITTED, HERE))), Origin(ONE))
 
     assert story.actor.figures.peers() == (MovedPages(name="a:21", given=1, given_bytes=PAGE),)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -128,44 +129,19 @@ def test_uncommitted_allowance_comes_back_with_the_end() -> None:
 
 
 def test_least_recently_touched_page_is_evicted() -> None:
-    """What readers tell decides who goes."""
-    world = World(granules=16)
-    for number in range(4):
-        world.now = 10.0 * number
-        world.store(ALICE, [number], PAGE)
-    world.now = 40.0
-    world.touch(0)
+    """What readers report decides who goes; a touch of an earlier page under a key does not."""
+    for is_stale, gone in ((False, 1), (True, 0)):
+        world = World(granules=16)
+        for number in range(4):
+            world.now = 10.0 * number
+            world.store(ALICE, [number], PAGE)
+        world.now = 40.0
+        world.touch(0, stale=is_stale)
 
-    world.now = 50.0
-    world.store(ALICE, [10], PAGE)
+        world.now = 50.0
+        world.store(ALICE, [10], PAGE)
 
-    assert world.holds(0, 1, 2, 3, 10) == [True, False, True, True, True]
-
-
-def test_touch_under_an_old_generation_counts_for_nothing() -> None:
-    """A touch of the previous page does not count for the page that is there now."""
-    world = World(granules=16)
-    for number in range(4):
-        world.now = 10.0 * number
-        world.store(ALICE, [number], PAGE)
-    world.now = 40.0
-    world.touch(0, stale=True)
-
-    world.store(ALICE, [10], PAGE)
-
-    assert world.holds(0, 1) == [False, True]
-
-
-def test_chain_loses_its_tail_first_after_commit() -> None:
-    """The first key of a batch is its hottest page."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.now = 10.0
-    world.store(ALICE, [3, 4], PAGE)
-
-    world.store(BOB, [10], PAGE)
-
-    assert world.holds(1, 2, 3, 4) == [True, False, True, True]
+        assert world.holds(*range(4), 10) == [number != gone for number in (*range(4), 10)]
 
 
 def test_prompt_loses_its_deepest_pages_first_however_many_batches_it_came_in() -> None:
@@ -181,69 +157,52 @@ def test_prompt_loses_its_deepest_pages_first_however_many_batches_it_came_in() 
     assert world.holds(1, 2, 3, 4, 5, 6) == [True, True, True, True, False, False]
 
 
-def test_prompt_that_was_read_again_loses_its_deepest_pages_first() -> None:
-    """The batches of a prompt are read one after the other, the deepest one last."""
+@pytest.mark.parametrize(
+    ("second_at", "second", "touches", "new", "gone"),
+    [
+        pytest.param(10.0, (3, 4), (), (10,), [2], id="the first key of a batch is its hottest"),
+        pytest.param(0.0, (1, 2, 3, 4), (), (10, 11), [3, 4], id="a prefix that is here stays"),
+        pytest.param(0.0, (3, 4), (), (4, 10, 11), [2, 3], id="a batch evicts none of its own"),
+        pytest.param(
+            0.0, (3, 4), ((0.0, (1, 2, 3, 4)),), (10,), [4], id="reads are noted in reverse order"
+        ),
+        pytest.param(
+            0.0, (3, 4), ((10.0, (2, 1)), (14.0, (4, 3))), (10, 11), [3, 4], id="so are two batches"
+        ),
+        pytest.param(
+            10.0,
+            (3, 4),
+            ((20.0, (2, 1)),),
+            (10, 11),
+            [3, 4],
+            id="later periods outlive earlier ones",
+        ),
+    ],
+)
+def test_a_chain_loses_its_tail_first(
+    second_at: float,
+    second: Sequence[int],
+    touches: Sequence[tuple[float, Sequence[int]]],
+    new: Sequence[int],
+    gone: Sequence[int],
+) -> None:
+    """Pages 1 and 2 are stored, then a second batch; some are touched, and new ones evict some.
+
+    new, gone: what is stored in the end, and which pages go for it.
+    """
     world = World(granules=16)
     world.store(ALICE, [1, 2], PAGE)
-    world.store(ALICE, [3, 4], PAGE)
-    world.now = 5.0
-    world.touch(2, 1)
-    world.touch(4, 3)
+    world.now = second_at
+    world.store(ALICE, second, PAGE)
+    for at, numbers in touches:
+        world.now = at
+        world.touch(*numbers)
 
-    world.now = 7.0
-    world.store(BOB, [10], PAGE)
-    world.store(BOB, [11], PAGE)
+    world.now += 10.0 if touches and touches[0][0] else 0.0
+    world.store(BOB, new, PAGE)
 
-    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
-
-
-def test_pages_of_a_later_second_outlive_those_of_an_earlier_one() -> None:
-    """Whatever was stored first."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.now = 10.0
-    world.store(ALICE, [3, 4], PAGE)
-    world.now = 4.0
-    world.touch(2, 1)
-
-    world.now = 6.0
-    world.store(BOB, [10, 11], PAGE)
-
-    assert world.holds(1, 2, 3, 4, 10, 11) == [True, True, False, False, True, True]
-
-
-def test_batch_that_is_partly_here_evicts_none_of_its_own_pages() -> None:
-    """Not even if all of the pool was stored within this second."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.store(ALICE, [3, 4], PAGE)
-
-    world.store(BOB, [4, 10, 11], PAGE)
-
-    assert world.holds(1, 2, 3, 4, 10, 11) == [True, False, False, True, True, True]
-
-
-def test_chain_loses_its_tail_first_after_touch() -> None:
-    """A batch of reads is noted in reverse order."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.store(ALICE, [3, 4], PAGE)
-    world.touch(1, 2, 3, 4)
-
-    world.store(BOB, [10], PAGE)
-
-    assert world.holds(1, 2, 3, 4) == [True, True, True, False]
-
-
-def test_chain_that_grows_loses_its_new_tail_first() -> None:
-    """A prefix found HERE ends up hotter than the tail committed in the same batch."""
-    world = World(granules=16)
-    world.store(ALICE, [1, 2], PAGE)
-    world.store(ALICE, [1, 2, 3, 4], PAGE)
-
-    world.store(BOB, [10, 11], PAGE)
-
-    assert world.holds(1, 2, 3, 4) == [True, True, False, False]
+    assert world.holds(1, 2, 3, 4) == [number not in gone for number in (1, 2, 3, 4)]
+    assert all(world.holds(*new))
 
 
 def test_remove_drops_pages_and_answers_how_many() -> None:

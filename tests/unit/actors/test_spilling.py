@@ -20,19 +20,16 @@ from peercache.actors.mailboxes import (
     SpilledPages,
     TakenOver,
     TakeOver,
-    ViewChanged,
 )
 from peercache.actors.origin import Origin
 from peercache.actors.placement.actor import (
     Placement,
 )
-from peercache.actors.placement.drain import (
-    OFFER_S,
-)
 from peercache.actors.placement.offers import (
     HALT_S,
     LOOK_S,
     LOST_S,
+    OFFER_S,
     REFUSED_S,
     ROOM_S,
     SETTLE_S,
@@ -42,13 +39,11 @@ from peercache.actors.placement.offers import (
     Offers,
 )
 from peercache.model.keys import tag_of
-from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
-from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records
+from peercache.model.member import DEAD, SUSPECT
 from peercache.wire.messages.membership import (
     OfferSpill,
     PagesTaken,
     ReportRoom,
-    RequestRoom,
 )
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -60,36 +55,27 @@ from peercache.wire.messages.pool import (
     Committed,
     Granted,
 )
-
-ME, ONE, TWO, THREE = 11, 21, 22, 23
-INSIDE = Origin(0)
-PAGE = 4096
-RATE = 2**30
-
-
-def member(incarnation: int, state: int = ALIVE) -> Member:
-    return Member(incarnation, 1, state, 255, "h", f"a:{incarnation}", f"b:{incarnation}", "", "")
-
-
-def records_of(*numbers: int, holder: int = ME, length: int = PAGE) -> Records:
-    records = np.zeros(len(numbers), RECORD)
-    for row, number in zip(records, numbers, strict=True):
-        row["key"] = np.void(number.to_bytes(16, "big"))
-        row["holder"], row["generation"], row["length"] = holder, 2 * number, length
-        row["flags"], row["checksum"] = RESIDENT | HAS_CHECKSUM, 100 + number
-    return records
+from tests.unit.actors.placement_story import (
+    ME,
+    ONE,
+    PAGE,
+    RATE,
+    THREE,
+    TWO,
+    Placed,
+    member,
+    records_of,
+)
 
 
 @attrs.define(eq=False)
-class Story:
-    """The actor of a node that spills, its clock, and what it sends."""
+class Story(Placed):
+    """The placement actor of a node that spills."""
 
+    actor: Placement = attrs.field(init=False)
     rate: int = RATE
     min_age_s: float = 60.0
     spaces: frozenset[int] | None = None
-    now: float = 100.0
-    ticks: int = 0
-    actor: Placement = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         spilling = Offers(self.rate, self.min_age_s, random.Random(1))
@@ -99,30 +85,6 @@ class Story:
     def progress(self) -> OfferProgress:
         return self.actor.spilling.progress
 
-    def hear(self, message: Any, sender: Origin = INSIDE) -> list[Any]:
-        effects = self.actor.on_message(sender, message, self.now)
-        self.actor.check()
-        return effects
-
-    def see(self, *incarnations: int, suspect: int = 0, dead: int = 0) -> list[Any]:
-        members = [member(incarnation) for incarnation in (ME, *incarnations)]
-        members += [member(suspect, SUSPECT)] if suspect else []
-        members += [member(dead, DEAD)] if dead else []
-        return self.hear(ViewChanged(tuple(members)))
-
-    def wait(self, seconds: float) -> list[Any]:
-        """Let time pass, from tick to tick."""
-        effects: list[Any] = []
-        until = self.now + seconds
-        while self.actor.deadline() <= until:
-            self.now = max(self.now, self.actor.deadline())
-            effects += self.actor.on_tick(self.now)
-            self.ticks += 1
-            self.actor.check()
-            assert self.actor.deadline() > self.now
-        self.now = until
-        return effects
-
     def pause(self, seconds: float) -> list[Any]:
         """Let time pass in which the process does nothing."""
         self.now += seconds
@@ -131,7 +93,7 @@ class Story:
     def name(self, *numbers: int, age: float = 100.0, length: int = PAGE) -> list[Any]:
         """Let the pool, which is asked, name pages of one namespace; return what follows."""
         groups = (((7), records_of(*numbers, length=length), np.full(len(numbers), age)),)
-        return self.hear(ColdPages(groups if numbers else (), abs(age)))
+        return self.take(ColdPages(groups if numbers else (), abs(age)))
 
     def offered(self, *numbers: int, age: float = 100.0, **rooms: Any) -> tuple[int, OfferSpill]:
         """Let the pool name pages, and every node that is asked have room; return the offer."""
@@ -141,12 +103,7 @@ class Story:
         self, asked: list[Any], rooms: dict[int, tuple[int, float]]
     ) -> tuple[int, OfferSpill]:
         """Answer for the nodes that are asked; return to whom what is offered."""
-        effects: list[Any] = []
-        for effect in asked:
-            assert isinstance(effect.message, RequestRoom)
-            room = rooms.get(effect.to, (2**30, 0.0))
-            report = ReportRoom(effect.message.number, *room)
-            effects += self.hear(report, Origin(effect.to))
+        effects = self.answer_all(asked, rooms)
         (offer,) = effects
         assert isinstance(offer, Send)
         assert isinstance(offer.message, OfferSpill)
@@ -184,7 +141,7 @@ def test_pages_go_to_the_node_with_the_most_room() -> None:
     assert (to, np.frombuffer(offer.ages).tolist()) == (ONE, [100.0] * 3)
     assert offer.records == records_of(1, 2, 3).tobytes()
     answer = PagesTaken(offer.number, bytes((COMMITTED, HERE, ABORTED)))
-    given, *then = story.hear(answer, Origin(ONE))
+    given, *then = story.take(answer, Origin(ONE))
     assert isinstance(given.fact, PagesGiven)
     assert given.fact.drops["generation"].tolist() == [2, 4]
     assert story.progress == OfferProgress(moved=1, there=1, failed=1, moved_bytes=PAGE)
@@ -203,7 +160,7 @@ def test_nothing_is_offered_where_nothing_is_colder(age: float, colder: float) -
     story = begun()
     effects = []
     for effect in story.name(1, 2, age=age):
-        effects += story.hear(ReportRoom(effect.message.number, 0, colder), Origin(effect.to))
+        effects += story.take(ReportRoom(effect.message.number, 0, colder), Origin(effect.to))
 
     assert effects == []
     assert story.progress == OfferProgress(refused=2)
@@ -218,14 +175,14 @@ def test_a_page_that_is_on_disk_too_goes_into_free_room_only() -> None:
         effects = []
         for effect in story.name(1, age=-100.0):
             report = ReportRoom(effect.message.number, free, 1e6)
-            effects += story.hear(report, Origin(effect.to))
+            effects += story.take(report, Origin(effect.to))
         assert [isinstance(e.message, OfferSpill) for e in effects] == [True] * is_offered
 
 
 def test_two_nodes_are_asked_and_who_does_not_answer_is_not_waited_for() -> None:
     """An answer to another question, or of a node that was not asked, says nothing."""
     story = Story()
-    story.see(ONE, TWO, THREE, dead=24)
+    story.see(ONE, TWO, THREE, member(24, DEAD))
     story.wait(LOOK_S)
     asked = story.name(1)
     assert len({effect.to for effect in asked}) == 2
@@ -233,9 +190,9 @@ def test_two_nodes_are_asked_and_who_does_not_answer_is_not_waited_for() -> None
     number = asked[0].message.number
     (other,) = {ONE, TWO, THREE} - {first, second}
 
-    assert story.hear(ReportRoom(number - 1, PAGE, 0.0), Origin(first)) == []
-    assert story.hear(ReportRoom(number, PAGE, 0.0), Origin(other)) == []
-    assert story.hear(ReportRoom(number, PAGE, 0.0), Origin(first)) == []
+    assert story.take(ReportRoom(number - 1, PAGE, 0.0), Origin(first)) == []
+    assert story.take(ReportRoom(number, PAGE, 0.0), Origin(other)) == []
+    assert story.take(ReportRoom(number, PAGE, 0.0), Origin(first)) == []
     effects = story.wait(ROOM_S + LOOK_S)
 
     assert [effect.to for effect in effects] == [first]
@@ -254,7 +211,7 @@ def test_a_node_that_does_not_answer_an_offer_is_left_alone() -> None:
     asked = {effect.to for _ in range(8) for effect in _asked_again(story)}
     assert asked == {ONE, TWO} - {to}
     late = PagesTaken(offer.number, bytes((COMMITTED,)) * 2)
-    assert story.hear(late, Origin(to)) == []
+    assert story.take(late, Origin(to)) == []
     story.wait(SILENT_S)
     assert to in {effect.to for _ in range(8) for effect in _asked_again(story)}
 
@@ -262,7 +219,7 @@ def test_a_node_that_does_not_answer_an_offer_is_left_alone() -> None:
 def _asked_again(story: Story) -> list[Any]:
     asked = story.name(1)
     for effect in asked:
-        story.hear(ReportRoom(effect.message.number, 0, 0.0), Origin(effect.to))
+        story.take(ReportRoom(effect.message.number, 0, 0.0), Origin(effect.to))
     story.wait(REFUSED_S + LOOK_S)
     return asked
 
@@ -274,7 +231,7 @@ def test_a_node_that_reports_room_and_takes_nothing_leaves_its_turn_to_others() 
     to, offer = story.answer(story.name(1), rooms)
     assert to == ONE
 
-    story.hear(PagesTaken(offer.number, bytes((REFUSED_FULL,))), Origin(ONE))
+    story.take(PagesTaken(offer.number, bytes((REFUSED_FULL,))), Origin(ONE))
     story.wait(REFUSED_S + LOOK_S)
     then, _ = story.answer(story.name(1), rooms)
 
@@ -288,7 +245,7 @@ def test_an_offer_to_a_node_that_dies_ends_at_once() -> None:
     story = begun()
     to, _ = story.offered(1)
 
-    story.see(ONE if to == TWO else TWO, dead=to)
+    story.see(ONE if to == TWO else TWO, member(to, DEAD))
 
     assert asks_pool(story.wait(LOOK_S + 0.01))
     assert story.progress == OfferProgress(failed=1)
@@ -301,7 +258,7 @@ def test_a_node_that_leaves_with_an_offer_is_not_remembered() -> None:
     story.wait(OFFER_S + LOOK_S)
     to, _ = story.answer(story.name(2), {})
 
-    story.see(silent, suspect=to)
+    story.see(silent, member(to, SUSPECT))
     story.wait(LOOK_S + 0.01)
 
     assert to != silent
@@ -314,8 +271,8 @@ def test_an_answer_that_does_not_fit_moves_nothing() -> None:
     to, offer = story.offered(1, 2)
     other = ONE if to == TWO else TWO
 
-    assert story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 2), Origin(other)) == []
-    story.hear(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
+    assert story.take(PagesTaken(offer.number, bytes((COMMITTED,)) * 2), Origin(other)) == []
+    story.take(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
 
     assert story.progress == OfferProgress(failed=2)
 
@@ -325,7 +282,7 @@ def test_pages_are_offered_at_a_rate() -> None:
     story = begun(rate=2 * PAGE)
     to, offer = story.offered(1, 2, 3)
 
-    effects = story.hear(PagesTaken(offer.number, bytes((COMMITTED,)) * 3), Origin(to))
+    effects = story.take(PagesTaken(offer.number, bytes((COMMITTED,)) * 3), Origin(to))
 
     assert not asks_pool([*effects, *story.wait(1.4)])
     assert asks_pool(story.wait(0.2))
@@ -335,22 +292,22 @@ def test_pages_of_one_namespace_are_offered_together() -> None:
     """One after the other; those that the certificate does not allow are not."""
     story = begun(spaces=frozenset({7, 8}))
     groups = tuple((tag_of(space, 1), records_of(space), np.array([100.0])) for space in (7, 8, 9))
-    to, offer = story.answer(story.hear(ColdPages(groups, 100.0)), {})
-    given, *asked = story.hear(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
+    to, offer = story.answer(story.take(ColdPages(groups, 100.0)), {})
+    given, *asked = story.take(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
     assert isinstance(given.fact, PagesGiven)
     asked += story.wait(LOOK_S)
 
     then_to, second = story.answer(asked, {})
 
     assert (offer.namespace, second.namespace) == (tag_of(7, 1), tag_of(8, 1))
-    given, *then = story.hear(PagesTaken(second.number, bytes((COMMITTED,))), Origin(then_to))
+    given, *then = story.take(PagesTaken(second.number, bytes((COMMITTED,))), Origin(then_to))
     assert asks_pool([*then, *story.wait(LOOK_S)])
 
 
 def test_nothing_is_offered_while_a_member_is_suspect() -> None:
     """It may want a removal of which this node does not learn: what is here now is not spilled."""
     story = begun()
-    story.see(TWO, suspect=ONE)
+    story.see(TWO, member(ONE, SUSPECT))
 
     assert story.name(1) == []
     assert story.wait(30.0) == []
@@ -364,9 +321,9 @@ def test_nothing_is_offered_while_a_member_is_suspect() -> None:
 def test_a_member_that_died_asks_for_nothing_any_more() -> None:
     """So what is here may be spilled."""
     story = begun()
-    story.see(TWO, suspect=ONE)
+    story.see(TWO, member(ONE, SUSPECT))
     story.name()
-    story.see(TWO, dead=ONE)
+    story.see(TWO, member(ONE, DEAD))
 
     assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
 
@@ -389,11 +346,11 @@ def test_a_node_that_was_paused_does_first_what_waits_for_it(
 def test_a_node_that_is_drained_spills_nothing() -> None:
     """Its drain offers everything; cancelled, it goes on."""
     story = begun()
-    story.hear(DrainBegan(story.now + 60.0))
+    story.take(DrainBegan(story.now + 60.0))
     assert story.name(1) == []
     story.wait(30.0)
     assert story.ticks <= 31.0 / LOOK_S
-    story.hear(DrainCancelled())
+    story.take(DrainCancelled())
 
     assert asks_pool(story.wait(2 * LOOK_S))
 
@@ -403,9 +360,9 @@ def test_a_node_that_is_drained_spills_nothing() -> None:
 
 def take(story: Story, *numbers: int, ages: list[float] | None = None) -> list[Any]:
     """Let a node offer pages that it is about to evict."""
-    told = np.array(ages if ages is not None else [100.0] * len(numbers)).tobytes()
+    packed = np.array(ages if ages is not None else [100.0] * len(numbers)).tobytes()
     records = records_of(*numbers, holder=ONE).tobytes()
-    return story.hear(OfferSpill(5, 7, records, told), Origin(ONE))
+    return story.take(OfferSpill(5, 7, records, packed), Origin(ONE))
 
 
 def committed(
@@ -422,20 +379,20 @@ def test_a_spilled_page_is_reserved_read_and_committed_with_its_age() -> None:
     story = Story(min_age_s=33.0)
     story.see(ONE)
 
-    (told,) = take(story, 1, 2, ages=[90.0, -80.0])
+    (notified,) = take(story, 1, 2, ages=[90.0, -80.0])
 
-    assert isinstance(told.fact, TakeOver)
-    assert isinstance(told.fact.spilled, SpilledPages)
-    assert told.fact.spilled.ages.tolist() == [90.0, -80.0]
-    assert told.fact.spilled.min_age_s == 33.0
-    sequence = told.fact.reserve.sequence
-    (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED, RESERVED)), bytes(16)))
+    assert isinstance(notified.fact, TakeOver)
+    assert isinstance(notified.fact.spilled, SpilledPages)
+    assert notified.fact.spilled.ages.tolist() == [90.0, -80.0]
+    assert notified.fact.spilled.min_age_s == 33.0
+    sequence = notified.fact.reserve.sequence
+    (pull,) = story.take(Granted(0, sequence, bytes((RESERVED, RESERVED)), bytes(16)))
     assert isinstance(pull, Pull)
     assert not pull.is_leaving
-    (told,) = story.hear(PullDone(pull.job, bytes((1, 1))))
-    assert isinstance(told.fact, TakenOver)
-    assert told.fact.ages.tolist() == [90.0, -80.0]
-    (answer,) = story.hear(
+    (notified,) = story.take(PullDone(pull.job, bytes((1, 1))))
+    assert isinstance(notified.fact, TakenOver)
+    assert notified.fact.ages.tolist() == [90.0, -80.0]
+    (answer,) = story.take(
         committed(sequence, [COMMITTED, COMMITTED], (1, 101), (2, 102), published=2)
     )
     assert answer == Send(Origin(ONE), PagesTaken(5, bytes((COMMITTED, COMMITTED))))
@@ -450,11 +407,11 @@ def test_a_node_that_spills_without_end_has_one_place() -> None:
         assert take(story, number) == []
 
     records = records_of(1, holder=TWO).tobytes()
-    (other,) = story.hear(OfferSpill(5, 7, records, bytes(8)), Origin(TWO))
+    (other,) = story.take(OfferSpill(5, 7, records, bytes(8)), Origin(TWO))
 
     assert isinstance(other.fact, TakeOver)
     full = Granted(0, first.fact.reserve.sequence, bytes((REFUSED_FULL,)), bytes(8))
-    answer, then = story.hear(full)
+    answer, then = story.take(full)
     assert answer == Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,))))
     assert then.fact.reserve.keys == records_of(49)["key"].tobytes()
 
@@ -463,12 +420,12 @@ def test_a_holder_keeps_what_the_owners_of_the_record_may_not_know_elsewhere() -
     """The page stays here all the same."""
     story = Story()
     story.see(ONE)
-    (told,) = take(story, 1)
-    sequence = told.fact.reserve.sequence
-    (pull,) = story.hear(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
-    story.hear(PullDone(pull.job, b"\1"))
+    (notified,) = take(story, 1)
+    sequence = notified.fact.reserve.sequence
+    (pull,) = story.take(Granted(0, sequence, bytes((RESERVED,)), bytes(8)))
+    story.take(PullDone(pull.job, b"\1"))
 
-    (answer,) = story.hear(committed(sequence, [COMMITTED], (1, 101), published=0))
+    (answer,) = story.take(committed(sequence, [COMMITTED], (1, 101), published=0))
 
     assert answer.message.states == bytes((ABORTED,))
 
@@ -478,14 +435,14 @@ def test_a_page_is_here_if_its_bytes_are_those_that_were_offered(checksum: int, 
     """Its owners are asked for it too: it may have been stored a moment ago."""
     story = Story()
     story.see(ONE)
-    (told,) = take(story, 1)
-    sequence = told.fact.reserve.sequence
+    (notified,) = take(story, 1)
+    sequence = notified.fact.reserve.sequence
 
-    (told,) = story.hear(Granted(0, sequence, bytes((HERE,)), bytes(8)))
+    (notified,) = story.take(Granted(0, sequence, bytes((HERE,)), bytes(8)))
 
-    assert isinstance(told.fact, TakenOver)
-    assert told.fact.commit.written == b"\0"
-    (answer,) = story.hear(committed(sequence, [HERE], (1, checksum), published=1))
+    assert isinstance(notified.fact, TakenOver)
+    assert notified.fact.commit.written == b"\0"
+    (answer,) = story.take(committed(sequence, [HERE], (1, checksum), published=1))
     assert answer.message.states == bytes((state,))
 
 
@@ -506,6 +463,6 @@ def test_a_node_that_does_not_spill_takes_what_others_spill() -> None:
     assert take(story, 1) == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,))))]
     story.see(ONE)
 
-    (told,) = take(story, 1)
+    (notified,) = take(story, 1)
 
-    assert isinstance(told.fact, TakeOver)
+    assert isinstance(notified.fact, TakeOver)

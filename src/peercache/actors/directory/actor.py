@@ -134,7 +134,7 @@ class DirectoryShard:
     """The records that this node knows, by holder and by key."""
 
     incarnation: int
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     records_max: int = RECORDS_MAX
     seed: bytes = bytes(SEED_BYTES)
     """The seed of the hash of keys. Each node has its own, which no peer can find out."""
@@ -178,9 +178,8 @@ class DirectoryShard:
         assert own is not None, "a new table has no room for one holder"
         self._held[self.incarnation] = own
         self._own = OwnRecords(own)
-        if self.metrics is not None:
-            # Computed on access, so that it adds no cost to messages.
-            self.metrics.directory_records.set_function(lambda: self._count)
+        # Computed on access, so that it adds no cost to messages.
+        self.metrics.directory_records.set_function(lambda: self._count)
 
     @property
     def record_count(self) -> int:
@@ -457,7 +456,7 @@ class DirectoryShard:
         return taken
 
     def _refuse(self, reason: str, count: int) -> None:
-        if count and self.metrics is not None:
+        if count:
             self.metrics.records_refused.labels(reason).inc(count)
 
     # --- the view, and holders that end -----------------------------------------------------------

@@ -118,7 +118,7 @@ class DiskTier:
     report_rate: int
     ttl_s: float = 0.0
     write_delay_s: float = 0.0
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     quotas: tuple[QuotaRule, ...] = ()
     open_index: OpenIndex = attrs.field(init=False)
     writes: DiskWrites = attrs.field(init=False)
@@ -374,16 +374,15 @@ class DiskTier:
         return [NoteUse(np.ascontiguousarray(rows["place"]), rows["used"].astype(np.int64))]
 
     def _show(self) -> None:
-        if self.metrics is not None:
-            figures = self.figures()
-            self.metrics.disk_open.set(figures["disk_open"])
-            self.metrics.disk_pages.set(figures.get("disk_pages", 0))
-            for state in ("used", "in_flight"):
-                self.metrics.disk_bytes.labels(state).set(figures.get(f"disk_bytes_{state}", 0))
-            taken = figures.get("disk_bytes", 0) - figures.get("disk_bytes_free", 0)
-            free = max(0, figures.get("disk_bytes_usable", 0) - taken)
-            self.metrics.disk_bytes.labels("free").set(free)
-            self.metrics.disk_bytes.labels("waiting").set(figures["disk_bytes_waiting"])
+        figures = self.figures()
+        self.metrics.disk_open.set(figures["disk_open"])
+        self.metrics.disk_pages.set(figures.get("disk_pages", 0))
+        for state in ("used", "in_flight"):
+            self.metrics.disk_bytes.labels(state).set(figures.get(f"disk_bytes_{state}", 0))
+        taken = figures.get("disk_bytes", 0) - figures.get("disk_bytes_free", 0)
+        free = max(0, figures.get("disk_bytes_usable", 0) - taken)
+        self.metrics.disk_bytes.labels("free").set(free)
+        self.metrics.disk_bytes.labels("waiting").set(figures["disk_bytes_waiting"])
 
     # --- messages of the pool ---------------------------------------------------------------------
 

@@ -64,14 +64,14 @@ class OpenIndex:
     index: None before the store is open, and after it has ended.
     """
 
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     quotas: tuple[QuotaRule, ...] = ()
     ttl_s: float = 0.0
     """How long after their last use pages of namespaces expire whose rules do not say; 0: never."""
     index: DiskIndex | None = None
     _names: dict[str, None] = attrs.field(factory=dict)
     """The latest namespaces with known names."""
-    _tenant_metrics: TenantMetrics | None = None
+    _tenant_metrics: TenantMetrics = attrs.field(init=False)
     _jobs: int = 0
     _unix_s: float = 0.0
 
@@ -83,8 +83,7 @@ class OpenIndex:
         for name in self._names:
             tenants.named(name)
         index.share_between(tenants)
-        if self.metrics is not None:
-            self._tenant_metrics = TenantMetrics(self.metrics, tenants, "disk", 1)
+        self._tenant_metrics = TenantMetrics(self.metrics, tenants, "disk", 1)
 
     def name(self, name: str) -> None:
         """Note that there is a namespace of this name."""
@@ -95,8 +94,7 @@ class OpenIndex:
         index = self.index
         if index is not None and index.tenants.named(name) is not None:
             index.share_between(index.tenants)
-            if self._tenant_metrics is not None:
-                self._tenant_metrics.renew()
+            self._tenant_metrics.renew()
 
     def unix_s(self, now: float) -> int:
         """Return the wall clock's time: as at the start, whatever steps it has made since."""
@@ -148,18 +146,18 @@ class OpenIndex:
     def count_evicted(self, gone: Gone) -> None:
         """Count pages that were evicted from the disk to make room."""
         self.count_lost("evicted", gone.count)
-        if gone.count and self.index is not None and self._tenant_metrics is not None:
+        if gone.count and self.index is not None:
             self._tenant_metrics.count_evicted(self.index.tenants.counted(gone.namespaces))
 
     def count_expired(self, gone: Gone) -> None:
         """Count pages that were not used for their time to live."""
         self.count_lost("expired", gone.count)
-        if gone.count and self.index is not None and self._tenant_metrics is not None:
+        if gone.count and self.index is not None:
             self._tenant_metrics.count_expired(self.index.tenants.counted(gone.namespaces))
 
     def count_lost(self, reason: str, count: int) -> None:
         """Count pages that were lost from the disk, by reason."""
-        if count and self.metrics is not None:
+        if count:
             self.metrics.disk_pages_lost.labels(reason).inc(count)
 
 

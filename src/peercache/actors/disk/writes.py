@@ -297,15 +297,14 @@ class DiskWrites:
         is_held, places = index.finish(job.entries[written])
         held = written[is_held]
         lengths = job.lengths[held]
-        if self.open_index.metrics is not None:
-            self.open_index.metrics.disk_pages_written.inc(len(held))
-            self.open_index.metrics.disk_bytes_written.inc(int(lengths.sum()))
+        self.open_index.metrics.disk_pages_written.inc(len(held))
+        self.open_index.metrics.disk_bytes_written.inc(int(lengths.sum()))
         keys = np.frombuffer(job.keys, KEY)[held].tobytes()
         return [*self.open_index.rows_gone(places), *self.open_index.written(keys, lengths)]
 
     def _drop(self, reason: str, count: int) -> None:
         self.has_failed |= bool(count) and reason in MAY_BE_TRIED_AGAIN
-        if count and self.open_index.metrics is not None:
+        if count:
             self.open_index.metrics.disk_writes_dropped.labels(reason).inc(count)
 
 

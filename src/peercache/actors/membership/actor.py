@@ -116,7 +116,7 @@ class Membership:
         self._suspect_s = suspect_s
         self._dead_s = dead_s
         self._turn_s = heartbeat_s / TICKS_PER_BEAT
-        self._announcing = Announcing(metrics)
+        self._announcing = Announcing(metrics or Metrics())
         self._log = ViewLog(heartbeat_s=heartbeat_s)
         self._reconnect = Reconnect(
             {

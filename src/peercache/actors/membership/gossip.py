@@ -517,7 +517,7 @@ class Announcing:
     due: when a pending change must be announced; inf if there is none.
     """
 
-    def __init__(self, metrics: Metrics | None) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         """Start with nothing announced."""
         self._metrics = metrics
         self._announced_at = -math.inf
@@ -534,10 +534,9 @@ class Announcing:
         """Announce the view."""
         self._announced_at, self.due = now, math.inf
         changed = ViewChanged(view.members())
-        if self._metrics is not None:
-            for state, name in enumerate(STATE_NAMES):
-                count = sum([member.state == state for member in changed.members])
-                self._metrics.members.labels(state=name).set(count)
+        for state, name in enumerate(STATE_NAMES):
+            count = sum([member.state == state for member in changed.members])
+            self._metrics.members.labels(state=name).set(count)
         return [
             NotifyRing(changed),
             NotifyDirectory(changed),

@@ -52,19 +52,15 @@ from peercache.actors.mailboxes import (
     ViewChanged,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import (
-    SERVING,
-    Giving,
-)
-from peercache.actors.placement.figures import (
-    PlacementFigures,
-)
 from peercache.actors.placement.offers import (
     COPY_NUMBERS,
+    SERVING,
     SPILL_NUMBERS,
+    Giving,
     Offers,
 )
 from peercache.actors.placement.takings import (
+    PlacementFigures,
     Takings,
 )
 from peercache.model.keys import space_of
@@ -209,7 +205,7 @@ class Placement:
             case PullDone():
                 return self.takings.pulled(message)
             case Committed():
-                return self.takings.committed(message)
+                return self.takings.committed(message, self._others)
         assert_never(message)
 
     def _follow(self, members: Sequence[Member], now: float) -> list[Effect]:
@@ -220,8 +216,9 @@ class Placement:
         effects = self.giving.follow(members, self.incarnation, now)
         there = {m.incarnation for m in members if m.state in (ALIVE, SUSPECT)}
         others = frozenset(there - {self.incarnation})
-        if others != self._others:
-            self._others = others
+        lost, self._others = self._others - others, others
+        if lost:
+            # A node that joins holds no copy yet: the pool need not look at its pages.
             effects.append(NotifyPool(HoldersChanged(tuple(sorted(others)))))
         return effects
 

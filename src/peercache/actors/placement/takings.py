@@ -1,8 +1,10 @@
-"""What a node takes: the offers of other nodes that wait here, and those that are read."""
+"""What a node takes: the offers of other nodes that wait here, and those that are read; and the
+figures of placement: between which nodes pages moved, and why other pages did not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, final
 
 import attrs
@@ -18,18 +20,18 @@ from peercache.actors.mailboxes import (
     TakeOver,
 )
 from peercache.actors.origin import Origin
-from peercache.actors.placement.drain import (
+from peercache.actors.placement.offers import (
+    COPY_COLDER_FACTOR,
     HANDING_OVER,
     bytes_of,
-)
-from peercache.actors.placement.figures import (
-    PlacementFigures,
+    drops_of,
     reasons_of,
 )
-from peercache.actors.placement.offers import COPY_COLDER_FACTOR, drops_of
 from peercache.model.keys import space_of
 from peercache.model.member import Member
 from peercache.model.records import HAS_CHECKSUM, RECORD, RESIDENT, Records, keys_of
+from peercache.model.status import MovedPages
+from peercache.observability.metrics import Metrics
 from peercache.observability.reasons import DRAINING, MALFORMED, NOT_A_MEMBER, NOT_DRAINING
 from peercache.wire.messages.membership import (
     OfferPages,
@@ -50,6 +52,74 @@ from peercache.wire.messages.pool import (
     Granted,
     Reserve,
 )
+
+PEERS_MAX: Final = 64
+"""Peers that have a row: the one with the fewest pages leaves its row to a new one."""
+
+OTHERS: Final = ""
+"""The name of the row of all peers that have none of their own."""
+
+Count = Callable[[str, int], None]
+"""Counts pages, by a reason."""
+
+
+@final
+@attrs.define(eq=False)
+class PlacementFigures:
+    """What moved between this node and each peer since it began, in drains and spills.
+
+    count_taken: counts pages, and their bytes, that this node took from others.
+    not_moved: counts pages that were offered ahead of their eviction and not taken.
+    not_taken: counts pages that others offered and this node did not take.
+    """
+
+    count_taken: Callable[[int, int], None] = lambda _, __: None
+    not_moved: Count = lambda _, __: None
+    not_taken: Count = lambda _, __: None
+    _peers: dict[str, MovedPages] = attrs.field(factory=dict)
+    """By HOST:PORT, which a restart of the peer does not change."""
+    _others: MovedPages = attrs.field(factory=MovedPages)
+
+    def show(self, metrics: Metrics) -> None:
+        """Count in metrics from now on."""
+
+        def count_taken(pages: int, size: int) -> None:
+            metrics.pages_taken_over.inc(pages)
+            metrics.bytes_taken_over.inc(size)
+
+        self.count_taken = count_taken
+        self.not_moved = lambda reason, pages: metrics.pages_not_moved.labels(reason).inc(pages)
+        self.not_taken = lambda reason, pages: metrics.pages_not_taken_over.labels(reason).inc(
+            pages
+        )
+
+    def gave(self, peer: Member | None, pages: int, size: int) -> None:
+        """Count pages that a peer took."""
+        if peer is not None and pages:
+            self._add(MovedPages(name=peer.control, given=pages, given_bytes=size))
+
+    def took(self, peer: Member, pages: int, size: int) -> None:
+        """Count pages that this node took from a peer."""
+        self.count_taken(pages, size)
+        if pages:
+            self._add(MovedPages(name=peer.control, taken=pages, taken_bytes=size))
+
+    def peers(self) -> tuple[MovedPages, ...]:
+        """Return a row for each peer, the one with the most pages first; then one for the rest."""
+        rows = sorted(self._peers.values(), key=lambda row: -row.pages)
+        return (*rows, self._others) if self._others.pages else tuple(rows)
+
+    def check(self) -> None:
+        """Assert the bound."""
+        assert len(self._peers) <= PEERS_MAX, f"{len(self._peers)} peers"
+
+    def _add(self, more: MovedPages) -> None:
+        known = self._peers.get(more.name)
+        if known is None and len(self._peers) >= PEERS_MAX:
+            least = min(self._peers.values(), key=lambda row: row.pages)
+            self._others = self._others.plus(self._peers.pop(least.name))
+        self._peers[more.name] = more if known is None else known.plus(more)
+
 
 TAKINGS_MAX: Final = 4
 """Offers that are taken at once, each read by a thread of its own: few nodes are drained at a time,
@@ -212,15 +282,19 @@ class Takings:
         commit = Commit(0, done.job, written.tobytes(), checksums.astype("<u8").tobytes(), 0.0)
         return [NotifyPool(TakenOver(commit, taking.ages, taking.is_copy))]
 
-    def committed(self, committed: Committed) -> list[Effect]:
-        """Report to the offerer which pages this node holds now."""
+    def committed(self, committed: Committed, others: Collection[int]) -> list[Effect]:
+        """Report to the offerer which pages this node holds now. others: the other members."""
         taking = self._open[committed.sequence]
         is_new = np.frombuffer(committed.states, np.uint8) == COMMITTED
         self.figures.took(taking.member, int(is_new.sum()), bytes_of(taking.records[is_new]))
         states = _kept(taking, committed) if taking.spilled else committed.states
         # What the owners of the records may not know of is here all the same.
         self._count_rest(np.frombuffer(states, np.uint8)[~is_new].tobytes())
-        noted: list[Effect] = _noted(taking, committed, states) if taking.is_copy else []
+        holder = taking.origin.identity
+        noted: list[Effect] = []
+        if taking.is_copy:
+            # It may have died in the meantime, and the pool have noted that before these pages.
+            noted = _noted(taking, committed, states, holder if holder in others else 0)
         return [*noted, *self._answer(committed.sequence, states)]
 
     def check(self) -> None:
@@ -289,13 +363,16 @@ def _kept(taking: Taking, committed: Committed) -> bytes:
     return states.tobytes()
 
 
-def _noted(taking: Taking, committed: Committed, states: bytes) -> list[Effect]:
-    """Notify the pool which pages the offerer keeps too: those that it learns to be here."""
+def _noted(taking: Taking, committed: Committed, states: bytes, holder: int) -> list[Effect]:
+    """Notify the pool which pages the offerer keeps too: those that it learns to be here.
+
+    holder: the offerer; 0 if it is no member any more.
+    """
     given = np.frombuffer(states, np.uint8)
     kept = taking.records["key"][(given == COMMITTED) | (given == HERE)]
     records = np.frombuffer(committed.records, RECORD)
     both = np.isin(records["key"], kept)
     return [
-        NotifyPool(CopiesMade(drops_of(records[both]), taking.origin.identity)),
+        NotifyPool(CopiesMade(drops_of(records[both]), holder)),
         NotifyPool(CopiesMade(drops_of(records[~both]), 0)),
     ]

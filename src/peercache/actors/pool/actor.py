@@ -111,8 +111,7 @@ from peercache.actors.pool.answers import (
     unchanged,
 )
 from peercache.actors.pool.copies import Copies
-from peercache.actors.pool.expiry import Expiry, owners_of
-from peercache.actors.pool.page_table import Page, PageTable, Retention
+from peercache.actors.pool.page_table import Expiry, Page, PageTable, Retention, owners_of
 from peercache.actors.pool.reservations import (
     FromOther,
     Mirrors,
@@ -230,11 +229,10 @@ class Pool:
         self._spill = SpillOrder(self._slots, self._pages, granule)
         self._removed_in_promotes: dict[int, dict[bytes, None]] = {}
         """By open reservation of the promote actor: pages that its Commit must not bring back."""
-        self._metrics = metrics
-        if metrics is not None:
-            show_pool(metrics, self.figures, self.hit_rates)
-            metrics.pages_single.set_function(partial(getattr, self._copies, "single_count"))
-            self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
+        self._metrics = metrics = metrics or Metrics()
+        show_pool(metrics, self.figures, self.hit_rates)
+        metrics.pages_single.set_function(partial(getattr, self._copies, "single_count"))
+        self._tenant_metrics = TenantMetrics(metrics, self.tenants, "pool", granule)
 
     def on_message(self, sender: Origin, message: PoolMessage, now: float) -> list[Effect]:
         """Take one message; the effects must be performed in the order of the list."""
@@ -269,7 +267,7 @@ class Pool:
                 self._slots.grow(usable_bytes // self._granule)
                 return [NotifyPromote(message)] if self._has_disk else []
             case NamespaceNamed(name):
-                if self.tenants.named(name) is not None and self._metrics is not None:
+                if self.tenants.named(name) is not None:
                     self._tenant_metrics.renew()
                 return [NotifyDisk(message)] if self._has_disk else []
             case PagesWritten():
@@ -446,7 +444,7 @@ class Pool:
             self._spill.demand.note(reservation.granules, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
-        if self._metrics is not None and evicted:
+        if evicted:
             self._metrics.pages_evicted.inc(len(evicted))
             if self.tenants.are_several:
                 self._tenant_metrics.count_evicted(owners_of(evicted))
@@ -661,8 +659,7 @@ class Pool:
         if not expired:
             return []
         effects = self._end(self._pages.in_slots(expired), [])
-        if self._metrics is not None:
-            self._tenant_metrics.count_expired(owners_of(expired))
+        self._tenant_metrics.count_expired(owners_of(expired))
         for slot in expired:
             self._slots.release(slot)
         return effects

@@ -1,4 +1,5 @@
-"""The page table: which page is in which slot, under which generation, and retained until when.
+"""The page table: which page is in which slot, under which generation; how long pages are retained,
+and when they expire.
 
 Keeps a copy of the generation words as they have been stored, because everything that makes a read
 safe is a rule about them: a record's word never moves (it is that of the slot's first granule,
@@ -14,6 +15,11 @@ Times of retained pages are those of the loop's clock, which no step of the wall
 has the ends, so neither an eviction nor a tick looks at pages that are still retained. A page that
 is removed, or retained for longer, leaves a stale end behind; those are swept out once they are the
 most.
+
+Pages also expire that were not used for the time to live of their namespace. The queues of eviction
+are in the order of use, so a look finds what has expired at their heads, and meets no other page.
+What expires is evicted like any page: its word goes odd, its record is withdrawn, and it stays on
+disk if it is there.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any, Final, TypeAlias, final
@@ -31,6 +38,7 @@ import numpy as np
 from peercache.actors.effects import StoreWords
 from peercache.actors.pool.size_classes import NEVER_TOUCHED, Slot
 from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.tenants import Tenant, Tenants
 from peercache.installation.library import function
 from peercache.model.ids import Incarnation
 from peercache.model.keys import KEY, covers, space_of, split_keys
@@ -413,3 +421,39 @@ class Retention:
             return OVER_QUOTA
         heapq.heappush(self._ends, (until, number, slot))
         return RETAINED
+
+
+LOOK_S: Final = 1.0
+"""How often a pool looks for pages that have expired."""
+
+EXPIRES_MAX: Final = 1024
+"""Pages that expire in one tick: some milliseconds."""
+
+EXPIRE_PAUSE_S: Final = 0.001
+"""Pause after such a tick: the messages that wait come before the pages that are left."""
+
+
+@final
+class Expiry:
+    """When a pool looks for pages that have expired."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        """Look at once, if any namespace has a time to live."""
+        self._due = 0.0 if tenants.may_expire else math.inf
+
+    def expired(self, slots: SlotAllocator, now: float) -> list[Slot]:
+        """Return slots of pages that have expired, EXPIRES_MAX at most; free all of them."""
+        if self._due > now:
+            return []
+        expired = slots.expired(now, EXPIRES_MAX)
+        self._due = now + (EXPIRE_PAUSE_S if len(expired) == EXPIRES_MAX else LOOK_S)
+        return expired
+
+    def deadline(self) -> float:
+        """Return when the next look is due; inf if no page ever expires."""
+        return self._due
+
+
+def owners_of(slots: list[Slot]) -> Counter[Tenant]:
+    """Return how many of these slots each tenant has."""
+    return Counter(slot.extent.size_class.tenant for slot in slots)

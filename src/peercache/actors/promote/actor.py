@@ -135,7 +135,7 @@ class Waiter:
 class Waiters:
     """All waiters, by page."""
 
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     now: float = -inf
     """The time of the current step."""
     _waiters: dict[int, Waiter] = attrs.field(factory=dict)
@@ -208,8 +208,7 @@ class Waiters:
 
     def _answer(self, waiter: Waiter) -> Effect:
         """Have the pool answer, which has the current records."""
-        if self.metrics is not None:
-            self.metrics.promote_s.observe(self.now - waiter.asked_at)
+        self.metrics.promote_s.observe(self.now - waiter.asked_at)
         keys, states = tuple(waiter.keys), bytes(waiter.states)
         return NotifyPool(PromoteAnswered(waiter.origin, waiter.request, keys, states))
 
@@ -272,7 +271,7 @@ class Promotions:
     """
 
     waiters: Waiters
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     pool_bytes: int = 0
     now: float = -inf
     """The time of the current step."""
@@ -391,9 +390,8 @@ class Promotions:
         if arrived:
             size = sum(job.lengths[at] for at in arrived)
             self.unread.add(self.now, size, readers)
-            if self.metrics is not None:
-                self.metrics.pages_promoted.inc(len(arrived))
-                self.metrics.bytes_promoted.inc(size)
+            self.metrics.pages_promoted.inc(len(arrived))
+            self.metrics.bytes_promoted.inc(size)
         return [*effects, *self._over(committed.sequence)]
 
     def stop(self) -> list[Effect]:
@@ -490,7 +488,7 @@ class Promoter:
     """
 
     wish_rate: int
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     waiters: Waiters = attrs.field(init=False)
     promotions: Promotions = attrs.field(init=False)
     _questions: dict[int, _Question] = attrs.field(factory=dict)

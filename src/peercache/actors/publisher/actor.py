@@ -123,7 +123,7 @@ class Publisher:
     republish_rate: float
     summary_s: float
     rng: random.Random
-    metrics: Metrics | None = None
+    metrics: Metrics = attrs.field(factory=Metrics)
     former_s: float = FORMER_S
     _table: RecordTable = attrs.field(factory=RecordTable, init=False)
     _streams: dict[int, OutgoingStream] = attrs.field(factory=dict, init=False)
@@ -496,8 +496,7 @@ class Publisher:
                     # complete.
                     stream.complete = b""
                     return self._repair(stream, number, np.frombuffer(buckets, "<u8"), now)
-                if self.metrics is not None:
-                    self.metrics.messages_dropped.labels("malformed").inc()
+                self.metrics.messages_dropped.labels("malformed").inc()
                 return []
 
     def _settled(self, owner: int, messages: list[Sent], now: float) -> list[Effect]:
@@ -536,8 +535,7 @@ class Publisher:
         unchanged = number == stream.number
         if not stream.differ(number, theirs):
             return []
-        if self.metrics is not None:
-            self.metrics.repairs.inc()
+        self.metrics.repairs.inc()
         if unchanged and not theirs.any() and stream.content.count > RECORDS_A_MESSAGE_MAX:
             # It has dropped everything: publish again, hottest first, instead of by bucket.
             stream.restart()

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -211,22 +211,6 @@ class Answer:
     late_s: float = 0.0
 
 
-class CacheClient(Protocol):
-    """What a client offers to a replay, which is `Client`."""
-
-    def batch_exists(self, keys: PageKeys) -> int:
-        """Return how many of the first keys have a holder."""
-        ...
-
-    def batch_get_into(self, keys: PageKeys, segments: PageRuns) -> list[bool]:
-        """Read one page a key."""
-        ...
-
-    def batch_set_from(self, keys: PageKeys, segments: PageRuns) -> list[bool]:
-        """Store one page a key."""
-        ...
-
-
 def keys_of(blocks: Sequence[int]) -> PageKeys:
     """Return the page keys of blocks."""
     digests = [hashlib.blake2b(b"%d" % one, digest_size=KEY_BYTES).digest() for one in blocks]
@@ -241,7 +225,7 @@ def words_of(keys: PageKeys) -> U64:
 class ReplayEngine:
     """The engine of one node: reads what the cluster has of a prompt, and stores the rest."""
 
-    def __init__(self, client: CacheClient, block_bytes: int, batch: int) -> None:
+    def __init__(self, client: Client, block_bytes: int, batch: int) -> None:
         """Take memory for the blocks of one call."""
         self._client, self._batch = client, batch
         self._memory = np.zeros((batch, block_bytes // 8), np.uint64)

@@ -136,7 +136,6 @@ class ServingThread:
         self._call = _functions
         self._metrics = metrics
         # The thread reads all of this; this object keeps it alive.
-        self._source = source
         self._memory = source.pages, source.seals
         self._settings = _Settings(
             pages=source.pages.ctypes.data,

@@ -39,6 +39,18 @@ NO_ADDRESS = "203.0.113.9"
 """Of documentation: of no host."""
 
 
+def disk(**changes: Any) -> DiskFact:
+    return attrs.evolve(DISK, **changes)
+
+
+def address(setting: str, named: str, *hosts: str) -> dict[str, Any]:
+    return {"addresses": (AddressFact(setting, named, hosts),)}
+
+
+def source(*fact: str, **more: Any) -> dict[str, Any]:
+    return {"sources": (SourceFact(*fact, **more),)}
+
+
 def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
     """A host without a disk tier is shown nothing of one."""
     assert not any(finding.topic == "disk" for finding in judge(HOST))
@@ -47,22 +59,40 @@ def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "says"),
+    ("changes", "level", "topic", "says"),
     [
-        ({"problem": "/data is not a folder", "room": 0}, PROBLEM, "/data is not a folder"),
-        ({"room": 0}, PROBLEM, "is full"),
-        ({"room": 50 * GIB}, ADVICE, "room for 50.0 GiB"),
+        # A node would start without its disk, and report it in its log only.
+        ({"disk": disk(problem="/data is no folder", room=0)}, PROBLEM, "disk", "is no folder"),
+        ({"disk": disk(room=0)}, PROBLEM, "disk", "is full"),
+        ({"disk": disk(room=50 * GIB)}, ADVICE, "disk", "room for 50.0 GiB"),
         # What is there already is room.
-        ({"room": 50 * GIB, "held": 40 * GIB}, ADVICE, "room for 90.0 GiB"),
+        ({"disk": disk(room=50 * GIB, held=40 * GIB)}, ADVICE, "disk", "room for 90.0 GiB"),
+        (address("discovery_addr", "head:1"), PROBLEM, "addresses", "head:1 does not resolve"),
+        (address("advertise", "me.example"), PROBLEM, "addresses", "me.example does not resolve"),
+        (address("listen", "a:1", NO_ADDRESS), PROBLEM, "addresses", "nothing can listen there"),
+        # An address behind a router may be advertised.
+        (address("advertise", "a", NO_ADDRESS), ADVICE, "addresses", "no address of this host"),
+        # A node starts without etcd, but not with what works in a pod only.
+        (source("k8s://pc", "pods only", ends_node=True), PROBLEM, "discovery", "pods only"),
+        (source("etcd://e/p", "nothing answers"), ADVICE, "discovery", "a node starts alone"),
+        # A tmpfs may be larger than the memory that is left.
+        (
+            {"memory": attrs.evolve(HOST.memory, available=10 * GIB)},
+            PROBLEM,
+            "pool",
+            "larger than the free memory of this host, 10.0 GiB",
+        ),
+        # A node refuses to start there.
+        ({"nofile_hard": 64}, PROBLEM, "open files", ""),
     ],
 )
-def test_disk_that_a_node_cannot_use_is_said(
-    changes: dict[str, Any], level: str, says: str
+def test_what_a_node_cannot_use_is_reported_with_a_fix(
+    changes: dict[str, Any], level: str, topic: str, says: str
 ) -> None:
-    """A node would start without it, and say so in its log only."""
-    (finding,) = worst(attrs.evolve(HOST, disk=attrs.evolve(DISK, **changes)))
+    """Each alone on a host where all else is good."""
+    (finding,) = worst(attrs.evolve(HOST, **changes))
 
-    assert (finding.level, finding.topic) == (level, "disk")
+    assert (finding.level, finding.topic) == (level, topic)
     assert says in finding.text
     assert finding.fix
 
@@ -71,9 +101,9 @@ def test_disk_folder_is_tried_by_writing(tmp_path: Path) -> None:
     """A folder that is still to be made counts as the nearest one that is there."""
 
     def found(path: Path) -> DiskFact:
-        disk = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(path)}))
-        assert disk is not None
-        return disk
+        fact = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(path)}))
+        assert fact is not None
+        return fact
 
     file = tmp_path / "file"
     file.write_text("no folder")
@@ -90,10 +120,10 @@ def test_disk_folder_that_is_full_already_by_us_has_room(tmp_path: Path) -> None
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "slab-0").write_bytes(b"x" * 2**20)
 
-    disk = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(tmp_path)}))
+    fact = look_at_disk(Config.load({"disk_enabled": True, "disk_path": str(tmp_path)}))
 
-    assert disk is not None
-    assert disk.held >= 2**20
+    assert fact is not None
+    assert fact.held >= 2**20
 
 
 def test_home_folder_is_tried_by_writing(tmp_path: Path) -> None:
@@ -113,24 +143,6 @@ def test_home_folder_is_tried_by_writing(tmp_path: Path) -> None:
     assert "no file can be written in /proc" in readonly.text
     assert readonly.fix
     assert [each.name for each in tmp_path.iterdir()] == ["open"]
-
-
-@pytest.mark.parametrize(
-    ("fact", "level", "says"),
-    [
-        (AddressFact("discovery_addr", "head:31998"), PROBLEM, "head:31998 does not resolve"),
-        (AddressFact("advertise", "me.example"), PROBLEM, "me.example does not resolve"),
-        (AddressFact("listen", "a:1", (NO_ADDRESS,)), PROBLEM, "nothing can listen there"),
-        (AddressFact("advertise", "a", (NO_ADDRESS,)), ADVICE, "no address of this host"),
-    ],
-)
-def test_address_that_cannot_be_right_is_said(fact: AddressFact, level: str, says: str) -> None:
-    """An address behind a router may be advertised, so that one is only a note."""
-    (finding,) = worst(attrs.evolve(HOST, addresses=(fact,)))
-
-    assert (finding.level, finding.topic) == (level, "addresses")
-    assert says in finding.text
-    assert finding.fix
 
 
 def test_addresses_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,22 +194,6 @@ def unused_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("fact", "level", "says"),
-    [
-        (SourceFact("k8s://pc", "works in a pod only", ends_node=True), PROBLEM, "in a pod only"),
-        (SourceFact("etcd://e/p", "nothing answers"), ADVICE, "a node starts alone"),
-    ],
-)
-def test_source_without_an_answer_is_said(fact: SourceFact, level: str, says: str) -> None:
-    """A node starts without etcd, but not with what works in a pod only."""
-    (finding,) = worst(attrs.evolve(HOST, sources=(fact,)))
-
-    assert (finding.level, finding.topic) == (level, "discovery")
-    assert says in finding.text
-    assert finding.fix
-
-
-@pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
         ("0::/\n", {"memory.max": "max"}, (-1, 0)),
@@ -244,16 +240,6 @@ def test_limit_of_memory_is_that_of_this_process(
     assert cgroup_memory(groups, tmp_path) == expected
 
 
-def test_pool_larger_than_free_memory_is_a_problem() -> None:
-    """A tmpfs may be larger than the memory that is left."""
-    memory = attrs.evolve(HOST.memory, available=10 * GIB)
-
-    (finding,) = worst(attrs.evolve(HOST, memory=memory))
-
-    assert finding.level == PROBLEM
-    assert "larger than the free memory of this host, 10.0 GiB" in finding.text
-
-
 def _broken() -> None:
     raise BrokenInstallation("the compiled library x.so is missing", "pip install it")
 
@@ -276,24 +262,17 @@ def test_missing_compiled_part_is_a_problem_where_it_is_needed(
     monkeypatch.setattr(host, name, _broken)
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
 
-    told = CliRunner().invoke(doctor, ["--quick", "--json", *flags], standalone_mode=False)
+    done = CliRunner().invoke(doctor, ["--quick", "--json", *flags], standalone_mode=False)
 
-    findings = json.loads(told.output)["findings"]
+    findings = json.loads(done.output)["findings"]
     missing = [each for each in findings if each["topic"] == "installation"]
     assert [each["text"] for each in missing] == ["the compiled library x.so is missing"] * problems
     assert all(each["fix"] == "pip install it" for each in missing)
 
 
-def test_few_open_files_are_a_problem() -> None:
-    """A node refuses to start there."""
-    (finding,) = worst(attrs.evolve(HOST, nofile_hard=64))
-
-    assert (finding.level, finding.topic) == (PROBLEM, "open files")
-
-
 def test_notes_are_counted_beside_problems() -> None:
     """`no problems` alone would hide them."""
-    facts = attrs.evolve(HOST, disk=attrs.evolve(DISK, room=50 * GIB))
+    facts = attrs.evolve(HOST, disk=disk(room=50 * GIB))
 
     assert as_text(facts, judge(facts)).endswith("\nno problems, 1 note\n")
     assert as_text(HOST, judge(HOST)).endswith("\nno problems\n")
@@ -330,7 +309,7 @@ def test_trial_is_advised_to_become_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("lifetime", "level"), [(dt.timedelta(days=30), GOOD), (dt.timedelta(days=3), ADVICE)]
 )
-def test_certificate_is_told_with_its_days(
+def test_certificate_is_shown_with_its_days(
     certificates: Certificates, lifetime: dt.timedelta, level: str
 ) -> None:
     """Two weeks before its end it is time."""
@@ -383,7 +362,7 @@ async def test_node_of_another_authority_is_found(
 async def test_node_that_does_not_trust_this_host_is_found(
     certificates: Certificates, tmp_path: Path
 ) -> None:
-    """With TLS 1.3 that is told after the handshake."""
+    """With TLS 1.3 that is reported after the handshake."""
     other = Certificates(tmp_path / "other", "prod")
     theirs, ours = other.node("b"), certificates.node("a")
     both = tmp_path / "both.crt"
