@@ -519,6 +519,13 @@ class Config:
         low=1,
         high=1024,
     )
+    tcp_congestion: str = setting(
+        TEXT,
+        "",
+        "Congestion control of the connections over which a node sends pages, as Linux names it: "
+        "bbr for networks that lose packets. Default (empty): that of the host.",
+        high=15,
+    )
     tcp_serving_threads: int = setting(
         WHOLE,
         0,

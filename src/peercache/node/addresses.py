@@ -311,19 +311,20 @@ def _listen(listener: Listener, host: str, port: int) -> int:
 
 
 async def listen_data(host: str, config: Config, log: Any) -> list[trio.SocketListener]:
-    """Bind the data port on the host of the control port; raise AddressTaken or OSError.
+    """Bind the data port on the host of the control port; raise as `open_listeners` does.
 
     The default port is optional, as that of the control port: several nodes on one host need not
     name ports. It is logged, because a firewall between hosts may admit only the default one.
     """
+    congestion = config.tcp_congestion
     if config.data_port >= 0:
-        return await open_listeners(host, config.data_port)
+        return await open_listeners(host, config.data_port, congestion)
     if config.listen_address()[1]:
         try:
-            return await open_listeners(host, DEFAULT_DATA_PORT)
+            return await open_listeners(host, DEFAULT_DATA_PORT, congestion)
         except AddressTaken:
             log.warning("node.data_port_taken", taken=DEFAULT_DATA_PORT)
-    return await open_listeners(host, 0)
+    return await open_listeners(host, 0, congestion)
 
 
 def listen_home(listener: Listener, config: Config, sharing: Sharing) -> str:

@@ -168,6 +168,7 @@ FROZEN: dict[str, Any] = {
     "directory_replicas": "auto",
     "fabric": "auto",
     "max_channels_per_peer": 16,
+    "tcp_congestion": "",
     "tcp_serving_threads": 0,
     "rdma_device_names": (),
     "rdma_gid_index": -1,

@@ -15,6 +15,7 @@ from peercache.config import settings
 from peercache.config.quantities import DEFAULT_CONTROL_PORT, DEFAULT_DATA_PORT
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError
+from peercache.fabric.tcp.sockets import set_congestion
 from peercache.memory.client_lock import folder_of
 from peercache.net.sockets import Listener, reached
 from peercache.node import addresses
@@ -133,6 +134,46 @@ async def test_a_default_data_port_that_is_taken_gives_way_to_a_free_one_and_is_
         assert warnings == [("node.data_port_taken", {"taken": taken})]
         with pytest.raises(AddressTaken, match="data_port"):
             await _data_port(Config(data_port=taken))
+
+
+async def test_connections_for_pages_have_the_congestion_control_of_the_setting() -> None:
+    """A client's connection inherits it."""
+    listeners = await listen_data("127.0.0.1", Config(tcp_congestion="reno"), None)
+    try:
+        with socket.create_connection(listeners[0].socket.getsockname()):
+            accepted, _ = await listeners[0].socket.accept()
+            used = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            accepted.close()
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+    assert used.rstrip(b"\0") == b"reno"
+
+
+async def test_a_congestion_control_that_the_kernel_lacks_is_an_error_that_names_the_setting() -> (
+    None
+):
+    """The message has the command to try, and the port is free again."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+
+    with pytest.raises(ConfigError, match=r"'tcp_congestion': .*modprobe tcp_nothing"):
+        await listen_data("127.0.0.1", Config(data_port=port, tcp_congestion="nothing"), None)
+
+    assert await _data_port(Config(data_port=port)) == (port, [])
+
+
+def test_a_congestion_control_that_is_not_allowed_is_an_error_that_names_the_setting() -> None:
+    """Only root may use one that the administrator has not allowed."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    listener: Any = SimpleNamespace(setsockopt=refuse)
+
+    with pytest.raises(ConfigError, match=r"'tcp_congestion': .*tcp_allowed_congestion_control"):
+        set_congestion(listener, "bbr")
 
 
 def test_home_is_open_to_its_owner_alone(listener: Listener, tmp_path: Path) -> None:

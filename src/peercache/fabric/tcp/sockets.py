@@ -10,7 +10,7 @@ from typing import final
 import trio
 
 from peercache.config.quantities import format_address
-from peercache.errors import AddressTaken
+from peercache.errors import AddressTaken, ConfigError
 from peercache.fabric.tcp.tls import TlsSession
 
 BACKLOG = 1024
@@ -19,16 +19,17 @@ PORT_TRIES_MAX = 16
 """Attempts to find one free port for both address families."""
 
 
-async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
+async def open_listeners(host: str, port: int, congestion: str = "") -> list[trio.SocketListener]:
     """Listen on a host ("" means every interface) over IPv4 and IPv6, all on one port.
 
-    port: 0 takes a free one.
-    Raises AddressTaken if the port is in use, OSError if the host is not this one.
+    port: 0 takes a free one. congestion: see the setting tcp_congestion.
+    Raises AddressTaken if the port is in use, OSError if the host is not this one, ConfigError if
+    the congestion control cannot be used.
     """
     taken: OSError | None = None
     for _ in range(1 if port else PORT_TRIES_MAX):
         try:
-            return await _listen(host, port)
+            return await _listen(host, port, congestion)
         except OSError as error:  # noqa: PERF203 - a few tries
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -36,7 +37,7 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
     raise AddressTaken("data_port", format_address(host, port)) from taken
 
 
-async def _listen(host: str, port: int) -> list[trio.SocketListener]:
+async def _listen(host: str, port: int, congestion: str) -> list[trio.SocketListener]:
     found = await trio.socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -55,6 +56,8 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
                 continue
             listeners.append(trio.SocketListener(trio.socket.from_stdlib_socket(opened)))
             port = port or opened.getsockname()[1]
+            if congestion:
+                set_congestion(opened, congestion)
     except BaseException:
         for listener in listeners:
             listener.socket.close()
@@ -62,6 +65,19 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     if not listeners:
         raise unusable or OSError(errno.EADDRNOTAVAIL, f"no address of {host!r} can be bound")
     return listeners
+
+
+def set_congestion(listener: socket.socket, name: str) -> None:
+    """Set the congestion control of a listener's connections; raise ConfigError."""
+    try:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except FileNotFoundError:
+        problem = f"this kernel has no {name!r}: try `modprobe tcp_{name}`"
+    except PermissionError:
+        problem = f"not allowed: add {name!r} to `sysctl net.ipv4.tcp_allowed_congestion_control`"
+    else:
+        return
+    raise ConfigError("tcp_congestion", problem)
 
 
 @final
