@@ -324,7 +324,7 @@ async def _exchange(data: bytes) -> bytes:
 def honest_http() -> Iterator[bytes]:
     """Yield a request of each path, one with a body, and one in chunks."""
     paths = ("/?range=3600&sort=name", f"/nodes/{OWN}", "/api/v1/status", "/api/v1/status/n%20",
-             "/metrics", "/healthz", "/files/page.js", "/api/v1/prefix/engines")  # fmt: skip
+             "/metrics", "/healthz", "/files/dashboard.js", "/api/v1/prefix/engines")  # fmt: skip
     for path in paths:
         yield f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n".encode()
     post = "POST /api/v1/prefix/hashes HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"

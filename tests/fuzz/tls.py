@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import select
 import socket
 import ssl
 import struct
@@ -59,6 +60,8 @@ from tests.unit.fabric.serving import PageServer
 RAW, FRAME, SPOIL, CLOSE = range(4)
 SILENT_S = 10.0
 """A connection that stays open for so long hangs: a node closes one in doubt after 5 s."""
+ANSWER_S = 0.5
+"""A side that does not go on with a handshake for so long waits for more bytes."""
 CONNECTIONS_MAX = 64
 ENCRYPTED = 23
 """The type of TLS records whose bytes are authenticated."""
@@ -103,10 +106,13 @@ class Side:
                 self._change = data or b"\0"
             else:
                 is_done = is_done or self._shakes_hands(session)
+                if not is_done:
+                    self._flush()
+                    break
                 with contextlib.suppress(ssl.SSLError):  # After the end of the session.
-                    if is_done and kind == FRAME:
+                    if kind == FRAME:
                         session.write(data)
-                    elif is_done:
+                    else:
                         session.unwrap()
                 self._flush()
             if self._spoilt:
@@ -121,6 +127,8 @@ class Side:
                 return True
             except ssl.SSLWantReadError:  # noqa: PERF203 - each turn waits for the other side
                 self._flush()
+                if not select.select([self.connection], [], [], ANSWER_S)[0]:
+                    break  # It waits for the rest of what was sent.
                 received = self.connection.recv(2**16)
                 self._incoming.write(received)
             except ssl.SSLError:
