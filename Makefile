@@ -126,7 +126,8 @@ faults: $(STAMP)
 kill-points: $(STAMP)
 	@$(BIN)/python -m tests.faults.kill_points $(FAULTS_FLAGS)
 
-# Readers of bytes, so many minutes each: atheris is no part of the environment before.
+# Readers of bytes, so many minutes each: atheris is no part of the environment before. gcc builds the
+# C parts in a copy, with coverage and sanitizers. FUZZ="tls --keep" keeps inputs for the tests.
 fuzz: $(STAMP)
 	@$(BIN)/pip install -q atheris
 	@$(BIN)/python -m tests.fuzz $(FUZZ) --minutes $(MINUTES)

@@ -86,7 +86,11 @@ NEWER_VLLM = "a newer vLLM"
 GUEST = "RDMA guest"
 
 FIRST_SEEDS = 60
-MESSAGES, FILES = "codec tcp events questions", "slots index segment table"
+FUZZED = {
+    "messages": "codec tcp events questions http",
+    "TLS": "handshake tls answers certificate",
+    "files": "slots index segment table",
+}
 """Targets of tests/fuzz."""
 ENGINE_PAIR = "test_sglang_engine"
 GUEST_TESTS = "tests/rdma/test_verbs.py tests/rdma/test_fabric.py tests/rdma/test_full_path.py"
@@ -203,8 +207,10 @@ def parts(*, full: bool) -> list[Part]:
         chosen += [
             Part("make vllm", make("vllm"), needs=(SET_UP, VLLM_ENV), again=PYTEST),
             Part("make vllm-newer", make("vllm-newer"), needs=(SET_UP, NEWER_VLLM)),
-            Part("fuzz messages", make("fuzz", f"FUZZ={MESSAGES}", "MINUTES=10"), needs=(SET_UP,)),
-            Part("fuzz files", make("fuzz", f"FUZZ={FILES}", "MINUTES=10"), needs=(SET_UP,)),
+            *(
+                Part(f"fuzz {of}", make("fuzz", f"FUZZ={names}", "MINUTES=10"), needs=(SET_UP,))
+                for of, names in FUZZED.items()
+            ),
             Part("kill points", make("kill-points"), needs=(SET_UP,)),
             Part("make soak", make("soak", "MINUTES=25"), needs=(SET_UP,)),
             Part("make slow", make("slow"), needs=(SET_UP,), after=tuple(

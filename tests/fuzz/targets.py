@@ -23,6 +23,7 @@ import attrs
 import msgspec
 import numpy as np
 import trio
+import trio.testing
 
 from peercache.actors.directory.table import DirectoryTable
 from peercache.actors.disk.index import DiskIndex
@@ -31,11 +32,16 @@ from peercache.actors.ports import DISK_ENTRY
 from peercache.errors import Rejected, RemoteProtocolError
 from peercache.events import blocks
 from peercache.fabric.tcp import wire
+from peercache.http.access import HttpClient
+from peercache.http.history import Watching
+from peercache.http.pages import Pages
+from peercache.http.server import LONG_BODIES, HttpExchange
 from peercache.memory.layout import Header, pack_header, parse_header
 from peercache.memory.published import TableFile
 from peercache.memory.table_reading import AttachedTable, Unusable
 from peercache.model.ids import Incarnation
 from peercache.model.keys import tag_of
+from peercache.observability.metrics import Metrics
 from peercache.storage.index_file import load_entries
 from peercache.storage.layout import (
     CHECK,
@@ -53,12 +59,15 @@ from peercache.storage.slab_files import consistent
 from peercache.wire import codec
 from tests.contracts.fabric_suite import GRANULE, INCARNATION
 from tests.contracts.fakes import PlainMemory
+from tests.fuzz import tls
+from tests.pace import TIMEOUT_S
 from tests.unit.actors.record_cluster import key_of, records_of
 from tests.unit.fabric.serving import CLUSTER, PageServer
+from tests.unit.http.http_node import OK, OWN, alone
 from tests.unit.http.test_prefix import PROMPT, Nodes, ask
 
 CORPUS = Path(__file__).parent / "corpus"
-"""Inputs that once failed, by target."""
+"""Inputs that once failed, in a folder for each target, and short ones that reach much."""
 MESSAGES = Path(__file__).parents[1] / "contracts/frozen/messages-4.json"
 SLAB_BYTES, SLABS = 2**20, 8
 RING, NOW_S = 77, 1000.0
@@ -276,16 +285,52 @@ def honest_events() -> Iterator[bytes]:
     yield msgspec.msgpack.encode([1.0, [fields]])
 
 
+async def _hinted(*_: object) -> dict[str, int]:
+    return {"retained": 1}
+
+
 @cache
 def _application() -> Any:
-    return Nodes().application()
+    """Return all that a node serves."""
+    index = attrs.evolve(Nodes().index(), hint=_hinted)
+    return Pages(Metrics().registry, lambda: OK, lambda: OWN, Watching(alone), index).application()
 
 
 def questions(data: bytes) -> None:
-    """The body of a question over HTTP: answered, or refused with a status of 400 to 422."""
-    for path in ("tokens", "hashes"):
-        status, _ = trio.run(ask, _application(), f"/api/v1/prefix/{path}", data)
-        assert status in (200, 400, 422), f"status {status}"
+    """The body of a question or hint: answered, or refused with a status of 400 to 422."""
+    for path in LONG_BODIES:
+        status, _ = trio.run(ask, _application(), path, data)
+        assert status in (200, 400, 422), f"{path}: status {status}"
+
+
+def requests(data: bytes) -> None:
+    """What a client sends to the HTTP port: one answer, and not that the node has a bug."""
+    answer = trio.run(_exchange, data)
+    assert not answer or answer.startswith(b"HTTP/1.1 "), "no answer of HTTP"
+    assert b" 500 " not in answer.partition(b"\r\n")[0], answer
+
+
+async def _exchange(data: bytes) -> bytes:
+    ours, theirs = trio.testing.memory_stream_pair()
+    await ours.send_all(data)
+    await ours.send_eof()
+    client = HttpClient(("127.0.0.1", 1), ("127.0.0.1", 2))
+    with trio.fail_after(TIMEOUT_S):
+        await HttpExchange(theirs, client).run(_application(), lambda *_: "")
+    await theirs.aclose()
+    return b"".join([part async for part in ours])
+
+
+def honest_http() -> Iterator[bytes]:
+    """Yield a request of each path, one with a body, and one in chunks."""
+    paths = ("/?range=3600&sort=name", f"/nodes/{OWN}", "/api/v1/status", "/api/v1/status/n%20",
+             "/metrics", "/healthz", "/files/dashboard.js", "/api/v1/prefix/engines")  # fmt: skip
+    for path in paths:
+        yield f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n".encode()
+    post = "POST /api/v1/prefix/hashes HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    yield f'{post}Content-Length: 13\r\n\r\n{{"hashes":[]}}'.encode()
+    chunked = "Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    yield f"{post}{chunked}".encode()
 
 
 def honest_questions() -> Iterator[bytes]:
@@ -294,6 +339,7 @@ def honest_questions() -> Iterator[bytes]:
     known = {"model": "m", "dtype": "bfloat16", "page_tokens": 6, "namespace": space}
     yield json.dumps({**known, "tokens": list(PROMPT[:12])}).encode()
     yield json.dumps({"hashes": ["ab" * 32], "namespace": space}).encode()
+    yield json.dumps({"hashes": ["a"], "hint": "retain", "seconds": 1.5}).encode()
 
 
 TARGETS = {
@@ -305,12 +351,24 @@ TARGETS = {
     "table": Target(table, honest_words),
     "events": Target(events, honest_events),
     "questions": Target(questions, honest_questions),
+    "http": Target(requests, honest_http),
+    "handshake": Target(tls.handshake, tls.honest_handshakes),
+    "tls": Target(tls.session, tls.honest_sessions),
+    "answers": Target(tls.answers, tls.honest_answers),
+    "certificate": Target(tls.certificate, tls.honest_names),
 }
 
 
+def kept(name: str) -> Path:
+    """Return the file of short inputs of a target that reach much."""
+    return CORPUS / f"{name}.hex"
+
+
 def corpus(name: str) -> Iterator[bytes]:
-    """Yield the honest inputs of a target, and those that once failed."""
+    """Yield the honest inputs of a target, and those that are kept."""
     yield from TARGETS[name].seeds()
+    if kept(name).is_file():
+        yield from map(bytes.fromhex, kept(name).read_text().split())
     folder = CORPUS / name
     if folder.is_dir():
         for path in sorted(folder.iterdir()):

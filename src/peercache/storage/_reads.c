@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__has_include)
@@ -129,16 +130,21 @@ int peercache_reads_start(void *ring, int file, uint64_t offset, const struct io
     return started < 0 ? -errno : -EAGAIN;
 }
 
-/* Wait until a read has ended. Return its name, and its bytes or -errno in `result`. */
+/* Wait until a read has ended. Return its name, and its bytes or -errno in `result`. If the kernel
+ * refuses to wait, this looks once in a millisecond: the mapping keeps the ring, and a read writes to
+ * its memory until its result is here, so none is given up. */
 uint64_t peercache_reads_wait(void *ring, int64_t *result)
 {
+    const struct timespec pause = {.tv_nsec = 1000000};
     struct reads *reads = ring;
     uint32_t head = *reads->done_head; /* Only this thread changes it. */
     struct io_uring_cqe *entry;
     uint64_t name;
 
     while (head == __atomic_load_n(reads->done_tail, __ATOMIC_ACQUIRE))
-        syscall(__NR_io_uring_enter, reads->ring, 0, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+        if (syscall(__NR_io_uring_enter, reads->ring, 0, 1, IORING_ENTER_GETEVENTS, NULL, 0) < 0 &&
+            errno != EINTR)
+            nanosleep(&pause, NULL);
     entry = &reads->done[head & reads->done_mask];
     name = entry->user_data;
     *result = entry->res;

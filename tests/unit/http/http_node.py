@@ -30,7 +30,7 @@ OK = Health(serving=True, facts={"members": 3})
 OWN = "10.0.0.1:31998"
 
 
-async def _alone(*, detail: bool = False) -> Sequence[MemberStatus]:
+async def alone(*, detail: bool = False) -> Sequence[MemberStatus]:
     return [MemberStatus(seen="alive", answers=True, status=Status(name=OWN, state=SERVES))]
 
 
@@ -61,7 +61,7 @@ async def served(
         host,
         port,
         application=application
-        or Pages(metrics.registry, health, lambda: OWN, watching or Watching(_alone)).application(),
+        or Pages(metrics.registry, health, lambda: OWN, watching or Watching(alone)).application(),
         access=access,
     )
     async with trio.open_nursery() as nursery:

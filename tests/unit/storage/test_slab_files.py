@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,15 +289,22 @@ def test_a_read_that_fails_raises_at_its_result_only(folder: Folder) -> None:
         results[0]()
 
 
+def _replace(target: str, file: int) -> int:
+    """Let this process's descriptors of a file or ring be others; return how many there were."""
+    names = [each.name for each in Path("/proc/self/fd").iterdir()
+             if os.path.realpath(each).endswith(target)]  # fmt: skip
+    for name in names:
+        os.dup2(file, int(name))
+    return len(names)
+
+
 def test_the_kernels_error_of_a_read_is_raised(folder: Folder) -> None:
     """The descriptor of a slab becomes one that cannot be read."""
     files = files_of(folder)
     files.prepare(0, 1)
     write(files, 0)
     unreadable = os.open(folder.path / slab_name(0), os.O_WRONLY)
-    for opened in Path("/proc/self/fd").iterdir():
-        if os.path.realpath(opened) == str(folder.path / slab_name(0)):
-            os.dup2(unreadable, int(opened.name))
+    _replace(str(folder.path / slab_name(0)), unreadable)
     blocks = _blocks(2)[1]
     for _, result in files.read_all([(BLOCK_BYTES, blocks[:1]), (BLOCK_BYTES, blocks[1:])]):
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -317,6 +326,52 @@ def test_reads_in_flight_have_ended_when_the_iterator_is_closed(folder: Folder) 
 
     assert not open_slabs(folder)
     assert bytes(memory) == b"x" * len(memory)
+
+
+def test_a_kernel_that_refuses_to_wait_keeps_no_thread_busy(folder: Folder) -> None:
+    """Reads in flight get their bytes, and further ones of the batch are plain reads.
+
+    A slab becomes a pipe, whose reads take as long as the test wants, and the ring's descriptor a
+    pipe, for which the kernel refuses every call.
+    """
+    if slab_files._Ring().at is None:
+        pytest.skip("the kernel has no io_uring for this process")
+    files = files_of(folder)
+    for slab in range(2):
+        files.prepare(slab, 1)
+        write(files, slab)
+    source, sink = os.pipe()
+    _replace(str(folder.path / slab_name(0)), source)
+    count = READS_AT_ONCE + 1
+    blocks = _blocks(count)[1]
+    places = [BLOCK_BYTES] * READS_AT_ONCE + [folder.slab_bytes + BLOCK_BYTES]
+    ended: list[tuple[int, int]] = []
+    busy_s: list[float] = []
+    wait_s = 0.5
+
+    def read() -> None:
+        for index, result in files.read_all(
+            [(at, [b]) for at, b in zip(places, blocks, strict=True)]
+        ):
+            ended.append((index, result()))
+            if len(ended) == 1:
+                assert _replace("/anon_inode:[io_uring]", source)
+                busy_s.append(-time.thread_time())
+        busy_s.append(time.thread_time())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    os.write(sink, b"p" * BLOCK_BYTES)
+    time.sleep(wait_s)
+    os.write(sink, b"p" * BLOCK_BYTES * (READS_AT_ONCE - 1))
+    thread.join()
+    os.close(source)
+    os.close(sink)
+
+    assert sorted(ended) == [(n, BLOCK_BYTES) for n in range(count)]
+    assert {bytes(block) for block in blocks[:-1]} == {b"p" * BLOCK_BYTES}
+    assert bytes(blocks[-1]) == b"\1" * BLOCK_BYTES
+    assert sum(busy_s) < wait_s / 10
 
 
 def _writes_directly(path: Path) -> bool:

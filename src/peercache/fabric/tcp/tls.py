@@ -157,7 +157,8 @@ class TlsSession:
         if size < 0:
             raise TlsFailed(BAD_CERTIFICATE, "the certificate's names cannot be read")
         try:
-            serial, not_after, *names = into.raw[:size].decode().splitlines()
+            # No other character ends a line: a name with one is not two names.
+            serial, not_after, *names, _ = into.raw[:size].decode().split("\n")
         except UnicodeDecodeError as error:
             raise TlsFailed(BAD_CERTIFICATE, "the certificate's names are no text") from error
         return TlsPeer(serial, tuple(names), float(not_after))
