@@ -257,7 +257,7 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
     open_disk(client)
     store_all(client, names)
     wait_for_disk_pages(client, 16)
-    # Of pages that are stored within one second the last ones are evicted first.
+    # Of pages that are stored within five seconds the last ones are evicted first.
     wait_until(lambda: is_stored_in_memory(client, others))
 
     def has_vanished() -> bool:
