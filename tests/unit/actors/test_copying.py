@@ -165,6 +165,17 @@ def test_of_an_offer_without_an_answer_the_node_may_have_taken_pages() -> None:
     assert asked.to != to
 
 
+def test_a_node_whose_answer_comes_after_its_death_holds_no_copy() -> None:
+    """The pool has dropped its copies by then, and would rely on this one."""
+    story = begun()
+    to, offer = offer_of(story.answer_all(story.name(1), {}))
+    story.see(*{ONE, TWO} - {to}, member(to, DEAD))
+
+    effects = story.take(PagesTaken(offer.number, bytes((COMMITTED,))), Origin(to))
+
+    assert made_in(effects) == [([2], 0, True)]
+
+
 def test_a_copy_goes_to_another_host() -> None:
     """To a node of the own host only where there is no other one."""
     near, far = member(ONE, host=str(ME)), member(TWO)

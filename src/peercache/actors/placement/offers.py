@@ -561,8 +561,10 @@ class Offers:
         is_vain = not len(given) and not self._near
         if is_vain and refused:
             self._avoid(sender, now, VAIN_S)
+        # The pool is notified of each lost node once: an answer may come after that.
+        is_lost = sender not in self._targets and sender not in self._suspects
         fact = (
-            self._made(given, sender)
+            self._made(given, 0 if is_lost else sender)
             if self.is_copying
             else [NotifyPool(PagesGiven(drops_of(given)))]
         )
