@@ -662,6 +662,7 @@ class Client:
         parts = self._wiring
         return Decliner(
             compute_s=self.config.page_compute_ms / 1000,
+            get_s=self.config.op_timeout_s,
             cache=parts.cache,
             costs=parts.costs,
             reader=parts.reader,

@@ -44,6 +44,10 @@ PROBE_BYTES = 8 * 2**20
 PROBES_MAX = 4
 """Probes at the same time: each has a thread, and memory for its pages."""
 
+READ_SHARE = 0.8
+"""How long a prefix may take to read, as a fraction of a get's deadline: SGLang reads it with one
+get, and a get over tcp that ends before its last byte has no hits."""
+
 LATE_FACTOR = 3.0
 LATE_S = 0.01
 """A probe is late after so many times its time by earlier measurements, and this, in which a busy
@@ -72,11 +76,13 @@ class Decliner:
     """Shortens prefixes. Thread-safe.
 
     compute_s: seconds that the engine takes to compute a page, unless a call states others.
+    get_s:     the deadline of a get.
     cluster:   returns the latest known cluster.
     call:      runs a function with its deadline as a call of the client, which raises nothing.
     """
 
     _compute_s: float
+    _get_s: float
     _cache: LocationCache
     _costs: ReadCosts
     _reader: Reader
@@ -117,7 +123,7 @@ class Decliner:
             run, measured = self._measure(keys, records, unknown, float(seconds.sum()), until)
             known += measured
             why = reasons.UNMEASURED if run < len(keys) else ""
-        cheap = cheapest(records["length"][:run], known, seconds[:run])
+        cheap = cheapest(records["length"][:run], known, seconds[:run], READ_SHARE * self._get_s)
         if cheap < run:
             is_on_disk = not records["flags"][cheap] & RESIDENT
             run, why = cheap, reasons.SLOW_DISK if is_on_disk else reasons.SLOW_FABRIC
@@ -136,7 +142,9 @@ class Decliner:
             return not self._is_far(source)
         # An estimate: the pages of a batch nearly always have the same size.
         read_s = int(self._cache.find(keys[:1])[0]["length"][0]) * line[1]
-        return read_s + line[0] / len(keys) <= page_s and source not in self._probes
+        whole_s = line[0] + read_s * len(keys)
+        may_end_s = min(page_s * len(keys), READ_SHARE * self._get_s)
+        return whole_s <= may_end_s and source not in self._probes
 
     def _measure(
         self, keys: PageKeys, records: Records, parts: list[Part], compute_s: float, until: float
@@ -147,7 +155,9 @@ class Decliner:
         """
         wait_s = min(PROBE_SHARE * compute_s, until - self._clock())
         # A source that is as fast as computing delivers this many in time.
-        pages = int(np.clip(wait_s * len(keys) / max(compute_s, 1e-9), PROBE_PAGES_MIN, PROBE_PAGES))
+        pages = int(
+            np.clip(wait_s * len(keys) / max(compute_s, 1e-9), PROBE_PAGES_MIN, PROBE_PAGES)
+        )
         probes = [self._probe(source, keys, records, chosen, pages) for source, chosen in parts]
         run, measured = len(keys), []
         for (source, chosen), probe in zip(parts, probes, strict=True):

@@ -122,6 +122,20 @@ class ReadCosts:
             if len(self._reads) > MEASURED_MAX:
                 del self._reads[next(iter(self._reads))]
 
+    def add_cut_off(self, source: Source, sizes: Sequence[int], took_s: float) -> None:
+        """Record that pages of these sizes did not all arrive within a time.
+
+        How many did is not known: a single page took at least that long, and measurements by which
+        several would have arrived are wrong.
+        """
+        if len(sizes) == 1:
+            self.add(source, sizes[0], took_s)
+            return
+        line = self.line_of(source, age_max_s=math.inf)
+        if line is not None and line[0] + line[1] * sum(sizes) < took_s:
+            with self._lock:
+                self._reads.pop(source, None)
+
     def line_of(self, source: Source, *, age_max_s: float = MEASURED_S) -> Line | None:
         """Return what a read of a source costs; None if the last one is older than that."""
         now = self._clock()
@@ -159,12 +173,15 @@ def cheapest(
     lengths: npt.NDArray[np.unsignedinteger],
     sources: Sequence[tuple[Line, Mask | None]],
     compute_s: Seconds,
+    deadline_s: float,
 ) -> int:
     """Return how many leading pages to read, so that reading them and computing the rest is fast.
 
     lengths: (n,) bytes. compute_s: (n,) seconds that each page takes to compute.
     sources: what a read costs, and which of at least n pages are of it; pages of no source cost
              nothing.
+
+    deadline_s: how long a read may take.
 
     Sources are read at the same time. Of equally fast prefixes the longest is returned.
     """
@@ -174,5 +191,6 @@ def cheapest(
         took_s = np.cumsum(lengths if chosen is None else lengths * chosen) * byte_s
         took_s += latency_s if chosen is None else latency_s * np.maximum.accumulate(chosen)
         np.maximum(read_s[1:], took_s, out=read_s[1:])
+    read_s[read_s > deadline_s] = np.inf
     read_s[1:] -= np.cumsum(compute_s)
     return len(lengths) - int(np.argmin(read_s[::-1]))

@@ -408,10 +408,8 @@ class Reader:
                 began = now
         batch.reasons_at(awaited.places, reasons.NOT_PROMOTED)
         for holder in awaited.holders():
-            # It takes at least this long for a page.
-            self._costs.add(
-                (holder, True), int(batch.lengths[awaited.places[0]]), self._clock() - began
-            )
+            size = int(batch.lengths[awaited.places[0]])
+            self._costs.add_cut_off((holder, True), [size], self._clock() - began)
 
     def _ask_to_load(
         self, awaited: Awaited, until: float
@@ -460,9 +458,11 @@ class Reader:
                 self._costs.end(holder, size)
         took_s = self._clock() - began
         for (holder, size), read, fetched in zip(asked, reads, answers, strict=True):
-            measured = size if not fetched.failure else _arrived(read, fetched)
             alone_s = took_s if len(reads) == 1 else fetched.took_s
-            self._costs.add((holder, False), measured, alone_s)
+            if not fetched.failure:
+                self._costs.add((holder, False), size, alone_s)
+            elif fetched.failure == reasons.DEADLINE:
+                self._costs.add_cut_off((holder, False), read.lengths.tolist(), alone_s)
         disputed: list[Records] = []
         for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
             changed = yield from self._judge(batch, until, at, theirs, fetched)
@@ -614,17 +614,6 @@ def _by_holder(places: Places, records: Records, fresh: Mask) -> list[tuple[Plac
         return [(places, records, fresh)]
     groups = [np.flatnonzero(records["holder"] == holder) for holder in holders]
     return [(places[group], records[group], fresh[group]) for group in groups]
-
-
-def _arrived(read: PeerRead, fetched: Fetched) -> int:
-    """Return the bytes that a failed read has received, with the page that it was receiving.
-
-    0 if its time does not show how fast the holder is.
-    """
-    if fetched.failure != reasons.DEADLINE:
-        return 0
-    arrived = read.lengths[fetched.seals["word"] != ODD]
-    return int(arrived.sum()) + int(read.lengths[0])
 
 
 def _touches(records: Records) -> tuple[tuple[int, Touched], ...]:

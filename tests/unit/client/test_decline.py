@@ -40,7 +40,7 @@ class Gate:
 class Rig:
     """A client with pages on another host, that takes a second to compute a page."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, get_s: float = 60.0) -> None:
         self.now = 0.0
         self.world = World(remote=frozenset({2, 3}))
         self.world.publish(*[self.world.nodes[3].hold(name) for name in NAMES])
@@ -49,6 +49,7 @@ class Rig:
         self.metrics = Metrics()
         self.decliner = Decliner(
             compute_s=1.0,
+            get_s=get_s,
             cache=self.world.cache,
             costs=self.world.costs,
             reader=self.world.reader,
@@ -121,6 +122,15 @@ def test_a_caller_may_state_what_its_pages_cost(rig: Rig) -> None:
     assert rig.worth(compute_s=3.0) == (len(NAMES), "")
     assert rig.worth(compute_s=[9.0, 9.0] + [0.5] * 10) == (2, "slow_fabric")
     assert rig.worth(compute_s=3.0) == (len(NAMES), "")
+
+
+def test_what_cannot_be_read_by_the_deadline_of_a_get_is_declined() -> None:
+    """However long it takes to compute: twelve pages would take longer than they may."""
+    rig = Rig(get_s=10.0)
+    rig.world.page_s = 1.0
+
+    assert rig.worth(compute_s=1000.0) == (8, "slow_fabric")
+    assert rig.worth(NAMES[:8], compute_s=1000.0) == (8, "")
 
 
 def test_a_long_prefix_has_a_longer_probe(rig: Rig) -> None:
