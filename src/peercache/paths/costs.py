@@ -74,8 +74,7 @@ class _Reads:
             byte_s = max((self.size_took / self.weight - size * took_s) / variance, 0.0)
             if byte_s * size <= took_s:
                 return took_s - byte_s * size, byte_s
-        elif size < MEASURED_BYTES:
-            return max(took_s - BYTE_S * size, 0.0), BYTE_S
+        # Of reads of one size the whole time may be that of their bytes.
         return 0.0, took_s / size
 
 
