@@ -57,17 +57,23 @@ Part: TypeAlias = tuple[Source, Mask | None]
 """A source, and which pages of the prefix are of it; None: all."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Probe:
     """A read in the background.
 
-    earlier: what was measured before, at any time. late_at: from then on it is wrong.
+    line: what was measured before, at any time, or else by its first page. late_at: from then on
+          that is wrong.
     """
 
     began: float
-    earlier: Line | None
+    line: Line | None
     late_at: float
     is_done: threading.Event = attrs.field(factory=threading.Event)
+
+    def expect(self, line: Line, reads: int, size: int, now: float) -> None:
+        """Expect from now on to have read so many bytes, in so many reads, as this line says."""
+        usual_s = reads * line[0] + line[1] * size
+        self.line, self.late_at = line, now + LATE_FACTOR * usual_s + LATE_S
 
 
 @final
@@ -165,7 +171,7 @@ class Decliner:
             if probe is None or probe.is_done.wait(max(0.0, probe.began + wait_s - self._clock())):
                 line = self._costs.line_of(source)
             elif self._clock() < probe.late_at:
-                line = probe.earlier
+                line = probe.line
             else:
                 run = min(run, 0 if chosen is None else int(np.argmax(chosen)))
             if line is not None:
@@ -184,17 +190,18 @@ class Decliner:
         with self._lock:
             if source in self._probes or len(self._probes) >= PROBES_MAX:
                 return self._probes.get(source)
-            late_at = now
+            probe = self._probes[source] = _Probe(now, None, now)
             if earlier is not None:
-                usual_s = 2 * earlier[0] + earlier[1] * float(sizes.sum())
-                late_at += LATE_FACTOR * usual_s + LATE_S
-            probe = self._probes[source] = _Probe(now, earlier, late_at)
+                probe.expect(earlier, 2, int(sizes.sum()), now)
 
         def read(until: float) -> None:
             # Two sizes show latency and throughput.
-            for some in (slice(0, 1), slice(1, None)):
-                if len(sizes[some]):
-                    self._read(keys[pages[some]], sizes[some], until)
+            self._read(keys[pages[:1]], sizes[:1], until)
+            line = self._costs.line_of(source)
+            if line is not None and earlier is None:
+                probe.expect(line, 1, int(sizes[1:].sum()), self._clock())
+            if len(pages) > 1:
+                self._read(keys[pages[1:]], sizes[1:], until)
 
         def run() -> None:
             try:

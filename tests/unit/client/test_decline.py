@@ -28,12 +28,17 @@ class Gate:
 
     world: World
     is_open: threading.Event = attrs.field(factory=threading.Event)
+    passed: int = 0
+    closes_after: int = 0
 
     def shares_memory(self, member: Member) -> bool:
         return member.boot_id == "here"
 
     def run(self, path: Generator[Step, Any, Any]) -> Any:
         assert self.is_open.wait(30.0)
+        self.passed += 1
+        if self.passed == self.closes_after:
+            self.is_open.clear()
         return self.world.run(path)
 
 
@@ -170,6 +175,19 @@ def test_earlier_measurements_count_until_a_probe_is_late_by_them(rig: Rig) -> N
 
     assert rig.worth(within_s=0.01) == (len(NAMES), "")
     rig.now += 3 * 2.0 + LATE_S
+    assert rig.worth(within_s=0.01) == (0, "unmeasured")
+    rig.gate.is_open.set()
+
+
+@pytest.mark.parametrize(("page_s", "found"), [(0.5, 12), (2.0, 0)])
+def test_a_first_page_shows_the_cost_while_the_others_are_not_late_by_it(
+    rig: Rig, page_s: float, found: int
+) -> None:
+    """An exists with a short deadline cannot wait for all of a probe."""
+    rig.world.page_s, rig.gate.closes_after = page_s, 1
+
+    assert rig.worth(within_s=0.2) == (found, "" if found else "slow_fabric")
+    rig.now += 3 * 2 * page_s + LATE_S
     assert rig.worth(within_s=0.01) == (0, "unmeasured")
     rig.gate.is_open.set()
 
