@@ -57,6 +57,7 @@ def test_pages_that_take_longer_to_read_than_to_compute_are_not_reported(
     wait_until(lambda: cost.batch_touch(KEYS) == 0 and "slow_fabric" in declined(cost))
     assert off.batch_exists(KEYS) == PAGES
     assert cost.contains(KEYS) == [True] * PAGES
+    assert (off.worth_reading(KEYS), cost.worth_reading(KEYS)) == (PAGES, 0)
     assert declined(off) == {}
 
     assert read(cost, KEYS[:1]) == [True]
