@@ -31,6 +31,9 @@ HOST_RATIO = 8.0
 CALLS_FILE = "TTFT_CALLS"
 """Environment: the file of the calls of the engine's store."""
 
+COMPUTE_SLEEP = "TTFT_SLEEP"
+"""Environment: the seconds that each layer sleeps for a token that it computes."""
+
 ZERO_SUFFIX = ".zero"
 """A file of this name next to that of the calls makes every page zero that is read from then on."""
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from benchmarks.ttft_engine import CALLS_FILE, ZERO_SUFFIX
+from benchmarks.ttft_engine import CALLS_FILE, COMPUTE_SLEEP, ZERO_SUFFIX
 from peercache.sglang import PeerCacheLinker, PeerCacheStore
 
 Answer = TypeVar("Answer")
@@ -127,6 +127,7 @@ class TimedLinker(PeerCacheLinker):
         return is_loaded
 
 
+_token_s = float(os.environ.get(COMPUTE_SLEEP, "0"))
 _extend = TorchNativeAttnBackend._run_sdpa_forward_extend  # noqa: SLF001 - SGLang has no other way
 
 
@@ -146,7 +147,10 @@ def extend_new_rows(
     """Attend like SGLang's own method; for one request with cached tokens only in the new rows.
 
     query, output: (new tokens, heads, head size). The caches: (tokens, KV heads, head size).
+
+    With COMPUTE_SLEEP it takes that long for each new token, however busy the processors are.
     """
+    time.sleep(_token_s * len(query))
     if len(seq_lens) != 1 or not extend_prefix_lens[0]:
         answer: torch.Tensor = _extend(
             self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,

@@ -164,7 +164,7 @@ class Engine:
             **{CALLS_FILE: str(self._calls)},
         )  # fmt: skip
 
-    def _storage(self, fabric: str) -> dict[str, Any]:
+    def _storage(self, fabric: str, **settings: Any) -> dict[str, Any]:
         if self._is_linked:
             return {
                 "linker": "TimedLinker",
@@ -178,6 +178,7 @@ class Engine:
             "interface_v1": 1,
             "home": self._home,
             "fabric": fabric,
+            **settings,
         }
 
     def __enter__(self) -> Engine:
@@ -193,10 +194,10 @@ class Engine:
         self._child.receive(START_S)
         self.ask(warm_up)
 
-    def attach(self, fabric: str) -> None:
+    def attach(self, fabric: str, **settings: Any) -> None:
         """Forget all prompts, and attach a new store."""
         self._child.ask({"flush": True})
-        self._child.ask({"attach": self._storage(fabric)})
+        self._child.ask({"attach": self._storage(fabric, **settings)})
 
     def memory(self) -> int:
         """Return the bytes of its processes."""

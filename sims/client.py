@@ -28,10 +28,11 @@ from peercache.model.seal import unread_seals
 from peercache.net.breaker import Breakers
 from peercache.observability.reasons import PEER_UNREACHABLE
 from peercache.paths.cluster import Cluster
+from peercache.paths.costs import ReadCosts
 from peercache.paths.home_tie import BEAT_S, LOST_BEAT_S, Attached, Tie
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import OFF, Mirrorer, MirrorHome
-from peercache.paths.read import HolderLoad, Reader
+from peercache.paths.read import Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -157,12 +158,12 @@ class SimClient:
             ring=lambda: self.tie.cluster.ring,
             truth=truth,
         )
-        loads = HolderLoad(salt=self.identity, clock=place.now)
+        costs = ReadCosts(salt=self.identity, clock=place.now)
         locator = Locator(
             cache=self.cache,
             breakers=self.breakers,
             clock=place.now,
-            cost_of=loads.cost_of,
+            cost_of=costs.cost_of,
             tables=self.tables.nodes,
         )
         self.reader = Reader(
@@ -172,7 +173,7 @@ class SimClient:
             space=self.namespace.space_tag(),
             clock=place.now,
             mirrorer=self._mirrorer() if config.mirror_pulls != OFF else None,
-            loads=loads,
+            costs=costs,
         )
         self.writer = Writer(
             cache=self.cache,

@@ -112,6 +112,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Keys asked by exists", "ops", ((rate("exists_asked_total"), "asked"),
                                               (rate("exists_found_total"), "found"),
                                               (rate("exists_asked_again_total"), "asked again"))),
+        Panel("Found by exists, and declined by reason", "ops",
+              ((rate("exists_declined_total", "reason"), "{{reason}}"),)),
         Panel("Time of exists by tier, p99", "s",
               ((quantile(0.99, "latency_seconds", 'operation="exists"', "tier"), "{{tier}}"),)),
         Panel("Reported by exists and missing", "ops",

@@ -49,7 +49,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 OF_CLIENTS = (
     "embedded", "namespace", "mirror_pulls", "verify", "op_timeout_s", "exists_timeout_s",
-    "location_cache_entries", "object_events", "event_readers", "otel_traces",
+    "location_cache_entries", "object_events", "event_readers", "otel_traces", "decline",
+    "page_compute_ms",
 )  # fmt: skip
 """Settings that a node ignores."""
 

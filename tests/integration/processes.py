@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,9 @@ class StandaloneNode(Child):
         discovery: str = "",
         pool_size: str = "128MiB",
         metrics_port: int = 0,
+        more: Sequence[str] = (),
     ) -> None:
-        """Start it; `ready` is its ready line."""
+        """Start it; `ready` is its ready line. more: flags, which override others."""
         home = f"ipc://{folder}/home.ipc"
         flags = {
             "--listen": "127.0.0.1:0",
@@ -138,7 +140,9 @@ class StandaloneNode(Child):
             "--log-level": "warning",
             **({"--discovery": discovery} if discovery else {}),
         }
-        super().__init__("-m", "peercache.node", *(part for flag in flags.items() for part in flag))
+        super().__init__(
+            "-m", "peercache.node", *(part for flag in flags.items() for part in flag), *more
+        )
         self.ready = self.receive()
         self.home = str(self.ready["home"])
         self.control = str(self.ready["control"])

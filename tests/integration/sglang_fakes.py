@@ -103,10 +103,15 @@ class FakeClient:
         add_missed({ABSENT: found.count(False)})
         return found
 
-    def batch_touch(self, keys: Any) -> int:
-        """Return the length of the leading run."""
+    def batch_touch(self, keys: Any, *, compute_s: float | None = None) -> int:
+        """Return the length of the leading run, at most what is worth reading."""
         found = self.touch(keys)
-        return found.index(False) if False in found else len(found)
+        run = found.index(False) if False in found else len(found)
+        return run if compute_s is None else self.worth_reading(keys[:run], compute_s=compute_s)
+
+    def worth_reading(self, keys: Any, *, compute_s: float) -> int:
+        """Return how many keys take a second to compute, together."""
+        return min(len(keys), round(1 / compute_s))
 
     def remove(self, keys: Sequence[str]) -> int:
         """Remove pages; return how many there were."""

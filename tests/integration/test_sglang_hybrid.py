@@ -320,6 +320,29 @@ def test_a_prefix_reaches_as_far_as_every_pool_has_it(cluster: FakeCluster) -> N
     assert found == PoolTransferResult(3, {PoolName.KV: 6, PoolName.INDEXER: 3}, [1, 2, 3])
 
 
+@pytest.mark.parametrize(("page_ms", "reach"), [(250, 4), (100, 6), (5000, 0)])
+def test_a_prefix_ends_where_its_pages_are_not_worth_reading(
+    cluster: FakeCluster, page_ms: int, reach: int
+) -> None:
+    """The objects of a page share the time to compute it; the client decides what that is worth."""
+    anchor, indexer = map(filled, dsa())
+    costs = {"decline": "cost", "page_compute_ms": page_ms}
+    store = store_of(
+        cluster,
+        (PoolName.INDEXER, indexer),
+        anchor=anchor,
+        is_mla_model=True,
+        extra_config=costs,
+    )
+    put_kv(store, KEYS)
+    store.batch_set_v2([transfer(PoolName.INDEXER, indexer, KEYS)])
+
+    found = store.batch_exists_v2(KEYS, [wanted(PoolName.INDEXER, KEYS)])
+
+    assert found.kv_hit_pages == reach
+    assert store.batch_exists(KEYS) == reach
+
+
 def test_a_window_must_be_whole_before_the_end_of_a_prefix(cluster: FakeCluster) -> None:
     """Every end with a whole window is named: ranks may have to agree on a shorter one."""
     pool = filled(window())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ttft_report, ttft_scheduler
+from benchmarks import ttft_report, ttft_scheduler, ttft_slow
 from benchmarks.ttft_sglang import FULL, QUICK, Reply, answered, figures
 from tests.integration.processes import ROOT, environment
 
@@ -107,6 +107,25 @@ def test_the_report_shows_every_case() -> None:
     assert f"| {linked} | 900 | 0.90 | 8.9 | 1,024 | 2,048 |" in page
     # Two fabrics with two steps each, with and without a host tier, and the legend.
     assert drawn.count(ttft_report.OURS) == 9
+
+
+def test_times_over_a_slow_link_are_multiples_of_the_median_cold_one() -> None:
+    """Each prompt of a store is shown, because the first one knows nothing of the link."""
+    cold = [a_reply(each, steps={"exists_s": 0.0}) for each in (3.0, 2.0, 1.0)]
+    replies = {
+        "off": [a_reply(6.0, steps={"exists_s": 0.0, "get_s": 4.0})],
+        "cost": [a_reply(each, steps={"exists_s": 0.1}) for each in (2.2, 2.0)],
+    }
+
+    for reply in cold:
+        reply.cached.clear()
+    link = {"times": 2.0, "mb_s": 0.26, **ttft_slow.figures(cold, replies)}
+
+    assert (link["cold_s"], link["cold"]) == (2.0, [1.5, 1.0, 0.5])
+    assert link["cost"]["exists_ratio"] == [0.05, 0.05]
+    assert link["off"]["get_ratio"] == [2.0]
+    found = {"page_ms": 250.0, "load_average": 0.5, "links": [link]}
+    assert "| 2.0 | 0.26 | 0.50 to 1.50 | 3.00 | 1.10, 1.00 |" in ttft_slow.text(found)
 
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 128), (960, 64), (1000, 24), (64, 1)])

@@ -24,7 +24,7 @@ def _trace(tmp_path: Path) -> Path:
     for turn in range(TURNS):
         for session in range(SESSIONS):
             blocks = [1000 * session + block for block in range(BLOCKS * (turn + 1))]
-            at = 1000 * (SESSIONS * turn + session)
+            at = 10_000 * (SESSIONS * turn + session)
             lines.append(json.dumps({"timestamp": at, "hash_ids": blocks}))
     path.write_text("\n".join(lines))
     return path

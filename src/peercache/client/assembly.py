@@ -37,9 +37,10 @@ from peercache.net.sockets import local_path
 from peercache.node.runner import EmbeddedNode
 from peercache.observability.log import WarnOnce, get_logger
 from peercache.observability.metrics import ClientReport, Metrics
+from peercache.paths.costs import ReadCosts
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import OFF, PREFETCH, Mirrorer
-from peercache.paths.read import HolderLoad, Reader
+from peercache.paths.read import Reader
 from peercache.paths.write import Writer
 from peercache.rdma.fabric import RdmaFabric
 from peercache.rdma.rail import Rail, open_rails
@@ -109,6 +110,7 @@ class ClientParts:
             self._lock_name, self._secret = self._lock.name, self._lock.secret
         self.breakers = Breakers(op_timeout_s=config.op_timeout_s)
         self.cache = LocationCache(entries_max=config.location_cache_entries)
+        self.costs = ReadCosts(salt=self.identity, clock=self.clock)
         self._segment_folders = _segment_folders(config)
         self._tables = self._make_tables()
         self.reader = self._make_reader()
@@ -198,18 +200,17 @@ class ClientParts:
 
     def _make_reader(self) -> Reader:
         pulls = self._config.mirror_pulls
-        loads = HolderLoad(salt=self.identity, clock=self.clock)
         locator = Locator(
             cache=self.cache,
             breakers=self.breakers,
             clock=self.clock,
-            cost_of=loads.cost_of,
+            cost_of=self.costs.cost_of,
             tables=self._tables.nodes,
             removals=self._tables.removals,
         )
         return Reader(
             locator=locator, cache=self.cache, verify=self._config.verify,
-            space=self._namespace.space_tag(), clock=self.clock, loads=loads,
+            space=self._namespace.space_tag(), clock=self.clock, costs=self.costs,
             mirrorer=None if pulls == OFF else self._mirrorer(pulls),
         )  # fmt: skip
 

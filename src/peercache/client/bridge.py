@@ -233,6 +233,11 @@ class Bridge:
         """Return the fabric last used for each peer."""
         return dict(self._chosen)
 
+    def shares_memory(self, member: Member) -> bool:
+        """Return whether a member is read without a network."""
+        fabric = next((each for each in self._fabrics if each.reaches(member)), None)
+        return fabric is not None and fabric.name == "shm"
+
     def _do(self, step: AtOnce, home_segment: AttachedSegment | None) -> Any:
         if isinstance(step, Ask):
             return self._asker.ask(step.questions, step.until, step.enough, step.hedge)
@@ -278,12 +283,14 @@ class Bridge:
 
     def _read(self, read: PeerRead, fabric: Fabric | None, until: float) -> Fetched:
         pages, holder = len(read.offsets), read.member.incarnation
-        if fabric is None or not self._breakers.begin_read(holder, self._clock()):
+        began = self._clock()
+        if fabric is None or not self._breakers.begin_read(holder, began):
             return _nothing(pages, reasons.PEER_UNREACHABLE)
         fetched = fabric.read(read, until)
-        self._breakers.end_read(holder, fetched.failure, self._clock())
+        now = self._clock()
+        self._breakers.end_read(holder, fetched.failure, now)
         # A fabric that delegates a read to another one names that one.
-        return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name)
+        return attrs.evolve(fetched, fabric=fetched.fabric or fabric.name, took_s=now - began)
 
     def submit(self, read: PeerRead, fabric: Fabric, until: float) -> Future[Fetched] | None:
         """Read in another thread; None if none is available."""

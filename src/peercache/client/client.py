@@ -25,6 +25,7 @@ import numpy as np
 
 from peercache.client import tracing
 from peercache.client.assembly import ClientParts
+from peercache.client.decline import Decliner
 from peercache.client.home import HomeState
 from peercache.client.report import add_missed, add_moved
 from peercache.client.report import current as current_call
@@ -84,6 +85,8 @@ Result = TypeVar("Result")
 
 Keys: TypeAlias = Sequence[Key] | PageKeys
 
+ComputeSeconds: TypeAlias = float | Sequence[float] | None
+
 _open_clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
 
 
@@ -129,6 +132,7 @@ class Client:
         self._calls = Condition(self._lock)
         self._calls_in_flight = 0
         self._is_closed = False
+        self._decliner = self._make_decliner() if config.decline != "off" else None
         if tracer is not None:
             # Of this client alone: without the setting a call has no code for it.
             call = tracing.traced(self._call, tracer, namespace.name, self._log)
@@ -218,17 +222,21 @@ class Client:
             "get", len(keys), [False] * len(keys), lambda until: self._get(keys, segments, until)
         )
 
-    def batch_exists(self, keys: Keys) -> int:
+    def batch_exists(self, keys: Keys, *, compute_s: ComputeSeconds = None) -> int:
         """Return the length of the leading run of keys that have a holder: a hint.
 
-        0 also without an answer. Only a get shows whether a page can be read. Has the short
-        deadline `exists_timeout_s`.
-        """
-        return self._look_up(keys, 0, partial(self._leading, touch=False))
+        compute_s: seconds that the caller takes to compute a page, or for each key the seconds of
+                   its page; without it those of `page_compute_ms`. Ignored with `decline` off.
 
-    def batch_touch(self, keys: Keys) -> int:
+        0 also without an answer. Only a get shows whether a page can be read. With `decline` the
+        run ends where reading more of it takes longer than computing it; a get reads those pages
+        all the same. Has the short deadline `exists_timeout_s`.
+        """
+        return self._look_up(keys, 0, partial(self._leading, touch=False, compute_s=compute_s))
+
+    def batch_touch(self, keys: Keys, *, compute_s: ComputeSeconds = None) -> int:
         """Return the same as `batch_exists`, and have the holders evict that run last (`touch`)."""
-        return self._look_up(keys, 0, partial(self._leading, touch=True))
+        return self._look_up(keys, 0, partial(self._leading, touch=True, compute_s=compute_s))
 
     def contains(self, keys: Keys) -> list[bool]:
         """Return for each key whether it has a holder: a hint, like `batch_exists`.
@@ -257,6 +265,20 @@ class Client:
         within the last second is not sent again. Has the short deadline `exists_timeout_s`.
         """
         return self._look_up(keys, [False] * len(keys), partial(self._contains, touch=True))
+
+    def worth_reading(self, keys: Keys, *, compute_s: ComputeSeconds = None) -> int:
+        """Return how many leading keys take less time to read than to compute.
+
+        For pages that `contains` or `touch` has just found: those do not shorten what they return.
+        compute_s: as in `batch_exists`. All keys with `decline` off, or without measurements.
+        """
+
+        def ask(until: float) -> int:
+            if self._decliner is None:
+                return len(keys)
+            return self._decliner.worth(self._names(keys), until, compute_s)[0]
+
+        return self._call("stats", 0, len(keys), ask, self.config.exists_timeout_s)
 
     def remove(self, keys: Keys) -> int:
         """Remove these pages at every live holder; return how many were removed.
@@ -614,17 +636,36 @@ class Client:
         found: list[bool] = known.tolist()
         return found
 
-    def _leading(self, keys: Keys, until: float, *, touch: bool) -> int:
-        path = self._wiring.reader.leading(self._names(keys), self._tie.cluster, until, touch=touch)
+    def _leading(self, keys: Keys, until: float, *, touch: bool, compute_s: ComputeSeconds) -> int:
+        names = self._names(keys)
+        path = self._wiring.reader.leading(names, self._tie.cluster, until, touch=touch)
         found = self._bridge.run(path)
+        run, declined = found.run, ""
+        if self._decliner is not None and run:
+            run, declined = self._decliner.worth(names[:run], until, compute_s)
         if (report := current_call.report) is not None and report.is_detailed:
-            add_missed({found.why: len(keys) - found.run})
-        current.series = series_of("exists", found.tier, found.run, len(keys))
+            add_missed({found.why: len(keys) - found.run, declined: found.run - run})
+        current.series = series_of("exists", found.tier, run, len(keys))
         self.metrics.exists_asked.inc(len(keys))
         self.metrics.exists_found.inc(found.run)
         if found.is_again:
             self.metrics.exists_asked_again.inc(len(keys))
-        return found.run
+        return run
+
+    def _make_decliner(self) -> Decliner:
+        parts = self._wiring
+        return Decliner(
+            compute_s=self.config.page_compute_ms / 1000,
+            get_s=self.config.op_timeout_s,
+            cache=parts.cache,
+            costs=parts.costs,
+            reader=parts.reader,
+            bridge=parts.bridge,
+            clock=parts.clock,
+            cluster=lambda: self._tie.cluster,
+            call=partial(self._call, "stats", 0, None),
+            metrics=parts.metrics,
+        )
 
     def _names(self, keys: Keys) -> PageKeys:
         return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)

@@ -114,6 +114,11 @@ RELATIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("dead_s", "must be more than suspect_s", lambda config: config.dead_s > config.suspect_s),
     (
+        "decline",
+        "is cost, and page_compute_ms is 0: state how long the engine takes to compute a page",
+        lambda config: config.decline == "off" or config.page_compute_ms > 0,
+    ),
+    (
         "tls_ca",
         "tls_ca, tls_cert and tls_key go together: set all three, or none",
         lambda config: len({bool(config.tls_ca), bool(config.tls_cert), bool(config.tls_key)}) == 1,
@@ -547,6 +552,18 @@ class Config:
         above=0,
     )
     exists_timeout_s: float = setting(SECONDS, 0.1, "Deadline of a batch_exists.", above=0)
+    decline: str = setting(
+        choice("off", "cost"),
+        "off",
+        "Which found pages a batch_exists does not report: cost means those that take longer to "
+        "read, as this client has measured, than the engine takes to compute them.",
+    )
+    page_compute_ms: float = setting(
+        MILLISECONDS,
+        0.0,
+        "Milliseconds that the engine takes to compute one page, for decline; 0 is unknown.",
+        low=0,
+    )
     location_cache_entries: int = setting(
         WHOLE,
         262_144,

@@ -44,11 +44,13 @@ class Fetched:
              the first byte, the word of the seal is not the generation.
     failure: "" or the miss reason of the pages that did not arrive.
     fabric:  the name of the fabric, for metrics.
+    took_s:  how long the read took, if several holders were read at the same time.
     """
 
     seals: Seals
     failure: str
     fabric: str = ""
+    took_s: float = 0.0
 
 
 @attrs.frozen(eq=False)

@@ -29,6 +29,7 @@ from peercache.observability.latency import (
     packed,
 )
 from peercache.observability.reasons import (
+    DECLINE_REASONS,
     FABRICS,
     HINT_OUTCOMES,
     HINT_REFUSALS,
@@ -61,6 +62,7 @@ CLIENT_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
     "exists_asked": (),
     "exists_found": (),
     "exists_asked_again": (),
+    "exists_declined": DECLINE_REASONS,
     "bytes_written": (),
     "deadlines_overrun": (),
     "home_attached": (),
@@ -142,6 +144,9 @@ class Metrics:
     exists_asked = _counter("Keys that exists was asked for.")
     exists_found = _counter("Keys that exists found, in the leading run.")
     exists_asked_again = _counter("Keys of batches that an engine asked again after a miss.")
+    exists_declined = _counter(
+        "Keys that exists found, and did not report because of what their pages cost.", "reason"
+    )
     pages_short = _counter("Pages that SGLang asked for after exists had reported them.", "pool")
     bytes_read = _counter("Bytes of verified pages.", "fabric")
     bytes_written = _counter("Bytes copied into the home pool.")

@@ -31,6 +31,13 @@ MISS_REASONS = (
     WRONG_PAGE, NO_CHECKSUM, DRAINING,
 )  # fmt: skip
 
+# Why exists did not report pages that it found, with decline = cost: the label `reason`.
+SLOW_FABRIC = "slow_fabric"  # to read them from memory takes longer than to compute them
+SLOW_DISK = "slow_disk"  # the same, from a disk
+UNMEASURED = "unmeasured"  # a first page did not arrive in time to know
+
+DECLINE_REASONS = (SLOW_FABRIC, SLOW_DISK, UNMEASURED)
+
 # What became of the pages of a hint: the label `outcome` of its metric, by the label `hint`.
 RETAIN, DEMOTE, PREFETCH, SHARE = "retain", "demote", "prefetch", "share"
 DONE = "done"

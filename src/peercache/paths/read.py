@@ -9,7 +9,6 @@ meaning of the answers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from threading import Lock
 from typing import Any, final
@@ -26,6 +25,7 @@ from peercache.model.seal import ODD
 from peercache.observability import reasons
 from peercache.observability.latency import ASKED, DISK, HOME, HOST, KNOWN, RDMA, TABLE, TCP
 from peercache.paths.cluster import Cluster, Strangers
+from peercache.paths.costs import ReadCosts
 from peercache.paths.lookup import EXISTS_TRUSTS_S, LocationCache, Locator
 from peercache.paths.mirror import MirroredBatch, Mirrorer, MirrorHome
 from peercache.paths.search import Mask, Whereabouts, names_of_records
@@ -55,18 +55,6 @@ _WHY = (reasons.ABSENT, "")
 TOUCHES_MAX = 8192
 """Most touches of one message to a holder: 192 KiB; further ones are dropped, which only affects
 the order of eviction."""
-
-MEASURED_S = 10.0
-"""How long the speed of a holder's last read is used: load changes."""
-
-MEASURED_BYTES = 2**18
-"""Smaller reads measure latency rather than the holder's load."""
-
-MEASURED_MAX = 1024
-"""The most holders with a recorded speed."""
-
-BYTE_S = 0.5e-9
-"""The assumed seconds per byte of a holder without a recent read: 2 GB/s."""
 
 RUN_ENDS_MAX = 1024
 """Batches of which a client remembers the first missing page, about 250 bytes each: an engine has
@@ -171,55 +159,6 @@ class Touches:
 
 
 @final
-class HolderLoad:
-    """How fast each holder has recently served this client, and its outstanding bytes. Thread-safe.
-
-    Of equally distant holders, the least loaded one is read. Small differences are ignored: then
-    each client has its own order, so that together they read from all.
-    """
-
-    def __init__(self, *, salt: int, clock: Callable[[], float]) -> None:
-        """Start without measurements. salt: a number that is unique to this client."""
-        self._salt = salt | 1
-        self._clock = clock
-        self._lock = Lock()
-        self._in_flight: dict[int, int] = {}
-        self._served: dict[int, tuple[float, float]] = {}
-        """By holder: the time of the last measurement, and seconds per byte."""
-
-    def begin(self, holder: int, size: int) -> float:
-        """Record that a read of `size` bytes begins; return the time."""
-        with self._lock:
-            self._in_flight[holder] = self._in_flight.get(holder, 0) + size
-        return self._clock()
-
-    def end(self, holder: int, size: int, began: float, *, is_whole: bool) -> None:
-        """Record the end of a read. is_whole: all bytes arrived, and only from this holder."""
-        now = self._clock()
-        with self._lock:
-            left = self._in_flight.get(holder, 0) - size
-            if left > 0:
-                self._in_flight[holder] = left
-            else:
-                self._in_flight.pop(holder, None)
-            if is_whole and size >= MEASURED_BYTES:
-                self._served.pop(holder, None)
-                self._served[holder] = (now, (now - began) / size)
-                if len(self._served) > MEASURED_MAX:
-                    del self._served[next(iter(self._served))]
-
-    def cost_of(self, holder: int) -> tuple[int, int]:
-        """Return the sort key of holders: less is better."""
-        with self._lock:
-            at, byte_s = self._served.get(holder, (-np.inf, 0.0))
-            size = self._in_flight.get(holder, 0) + MEASURED_BYTES
-        if self._clock() - at >= MEASURED_S or not byte_s:
-            byte_s = BYTE_S
-        own_order = holder * self._salt % 2**64
-        return math.floor(math.log2(size * byte_s)), own_order
-
-
-@final
 @attrs.define(eq=False, kw_only=True)
 class Reader:
     """Reads batches of pages from their holders' memory.
@@ -234,14 +173,14 @@ class Reader:
     _space: int
     _clock: Callable[[], float]
     mirrorer: Mirrorer | None = None
-    _loads: HolderLoad = attrs.field()
+    _costs: ReadCosts = attrs.field()
     touches: Touches = attrs.field(factory=Touches, init=False)
     _run_ends: RunEnds = attrs.field(factory=RunEnds, init=False)
     _strangers: Strangers = attrs.field(factory=Strangers, init=False)
 
-    @_loads.default
-    def _no_loads(self) -> HolderLoad:
-        return HolderLoad(salt=0, clock=self._clock)
+    @_costs.default
+    def _no_costs(self) -> ReadCosts:
+        return ReadCosts(salt=0, clock=self._clock)
 
     def exists(
         self, keys: PageKeys, cluster: Cluster, until: float, *, touch: bool = False
@@ -439,7 +378,7 @@ class Reader:
         self, batch: _Batch, cluster: Cluster, until: float, awaited: Awaited
     ) -> Generator[Step, Any, None]:
         """Have holders load pages from disk, and read each portion before the next is loaded."""
-        epoch = self._cache.epoch
+        epoch, began = self._cache.epoch, self._clock()
         while self._clock() < until:
             if batch.mirrored is not None:
                 # The home node may have to load a page, too, and needs the room for it.
@@ -462,7 +401,15 @@ class Reader:
                 yield from self._fetch(
                     batch, cluster, until, arrived.places, arrived.records, arrived.fresh
                 )
+                now = self._clock()
+                for _, theirs, _ in _by_holder(arrived.places, arrived.records, arrived.fresh):
+                    size = int(theirs["length"].sum(dtype=np.uint64))
+                    self._costs.add((int(theirs["holder"][0]), True), size, now - began)
+                began = now
         batch.reasons_at(awaited.places, reasons.NOT_PROMOTED)
+        for holder in awaited.holders():
+            size = int(batch.lengths[awaited.places[0]])
+            self._costs.add_cut_off((holder, True), [size], self._clock() - began)
 
     def _ask_to_load(
         self, awaited: Awaited, until: float
@@ -501,14 +448,21 @@ class Reader:
         )
         # An estimate: the pages of a batch nearly always have the same size.
         asked = [(r.member.incarnation, int(r.lengths[0]) * len(r.lengths)) for r in reads]
-        began = [self._loads.begin(holder, size) for holder, size in asked]
-        answers: Sequence[Fetched] = ()
+        for holder, size in asked:
+            self._costs.begin(holder, size)
+        began = self._clock()
         try:
-            answers = yield Fetch(reads, until)
+            answers: Sequence[Fetched] = yield Fetch(reads, until)
         finally:
-            is_whole = len(answers) == 1 and not answers[0].failure
-            for (holder, size), since in zip(asked, began, strict=True):
-                self._loads.end(holder, size, since, is_whole=is_whole)
+            for holder, size in asked:
+                self._costs.end(holder, size)
+        took_s = self._clock() - began
+        for (holder, size), read, fetched in zip(asked, reads, answers, strict=True):
+            alone_s = took_s if len(reads) == 1 else fetched.took_s
+            if not fetched.failure:
+                self._costs.add((holder, False), size, alone_s)
+            elif fetched.failure == reasons.DEADLINE:
+                self._costs.add_cut_off((holder, False), read.lengths.tolist(), alone_s)
         disputed: list[Records] = []
         for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
             changed = yield from self._judge(batch, until, at, theirs, fetched)

@@ -115,8 +115,16 @@ def _batches(
             yield [Part(place, begin, len(staged.slots), names[some], staged.runs(), staged)]
 
 
-def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse: Refuse) -> Prefix:
+def exists(
+    at: Attachment,
+    keys: Sequence[str],
+    transfers: Sequence[Any],
+    refuse: Refuse,
+    compute_s: float | None = None,
+) -> Prefix:
     """Return how far all pools have a prefix, with one batch.
+
+    compute_s: seconds to compute a page, if pages that take longer to read are to be missing.
 
     Found pages are touched, page by page in all pools: the tail of a prefix is evicted first.
     """
@@ -147,6 +155,9 @@ def exists(at: Attachment, keys: Sequence[str], transfers: Sequence[Any], refuse
         raise ValueError(f"exists of {len(asked)} keys answered {answer!r:.80}")
     found = np.array(answer, np.bool_)
     table = found[: len(along)].reshape(len(keys), len(digests))
+    if compute_s is not None and len(along):
+        worth = at.client.worth_reading(along, compute_s=compute_s / len(digests))
+        table[worth // len(digests) :] = False
     rest = found[len(along) :]
     sides: list[SidePages] = []
     for each, row, width in zip(transfers, rows, widths, strict=True):

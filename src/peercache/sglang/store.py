@@ -265,7 +265,8 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 # Such pages have no bytes here: only the side pools show which pages exist.
                 raise UnusableBatch(reasons.UNSUPPORTED, "the KV pool of this model has no bytes")
             digests = at.spaces.digests
-            present = at.client.batch_touch(object_keys(keys, digests))
+            named, more = object_keys(keys, digests), self._compute(len(digests))
+            present = at.client.batch_touch(named, **more)
             if not isinstance(present, int) or not 0 <= present <= len(keys) * len(digests):
                 raise ValueError(f"exists of {len(keys)} keys answered {present!r:.80}")
             # The first missing object ends the run of pages.
@@ -290,7 +291,9 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             "exists_v2",
             keys,
             nothing,
-            lambda at: hybrid.exists(at, keys, transfers, self._refuser("exists_v2")),
+            lambda at: hybrid.exists(
+                at, keys, transfers, self._refuser("exists_v2"), self._compute(1).get("compute_s")
+            ),
         )
         by_pool = {KV_POOL: found.kv} if found.kv else {}
         for each, pages in zip(transfers, found.sides, strict=True):
@@ -375,6 +378,12 @@ class PeerCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         objects, self._objects = self._objects, None
         if objects is not None:
             objects.close()
+
+    def _compute(self, objects: int) -> dict[str, float]:
+        """Return the argument with the time to compute an object of a page, {} with decline off."""
+        if self._config.decline == "off":
+            return {}
+        return {"compute_s": self._config.page_compute_ms / 1000 / objects}
 
     def _client(self) -> Any | None:
         attached = self._registration.attached

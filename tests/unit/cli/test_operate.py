@@ -59,7 +59,12 @@ NODE = Status(
     disk=Tier(size=2**40, used=2**38, pages=262_144),
     workers=(Worker(name="w", pid=7),),
     workers_more=2,
-    counters={"pages_hit/shm": 900.0, "pages_missed/absent": 90.0, "pages_missed/full": 10.0},
+    counters={
+        "pages_hit/shm": 900.0,
+        "pages_missed/absent": 90.0,
+        "pages_missed/full": 10.0,
+        "exists_declined/slow_fabric": 3.0,
+    },
     latency={"get": Latencies(bounds=(0.001, 0.01), counts=(99, 100, 100))},
     certificate_days=300,
 )
@@ -101,6 +106,7 @@ def test_the_sums_are_of_the_cluster() -> None:
     assert "16.0 GiB of 32.0 GiB, 16,384 pages" in text
     assert "90.0 % of 2,000 pages (shm 1,800)" in text
     assert "absent 180, full 20" in text
+    assert "declined slow_fabric 6" in text
     assert "get      99 % of the calls take up to 1 ms" in text
 
 

@@ -180,6 +180,8 @@ FROZEN: dict[str, Any] = {
     "verify": "sampled",
     "op_timeout_s": 2.0,
     "exists_timeout_s": 0.1,
+    "decline": "off",
+    "page_compute_ms": 0.0,
     "location_cache_entries": 262144,
     "mirror_pulls": "off",
     "mirror_share": 0.25,

@@ -19,8 +19,8 @@ from peercache.net.breaker import (
 )
 from peercache.observability import reasons
 from peercache.paths.cluster import STRANGER_S, STRANGERS_MAX, Strangers
+from peercache.paths.costs import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, ReadCosts
 from peercache.paths.lookup import Search
-from peercache.paths.read import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, HolderLoad
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
@@ -481,62 +481,56 @@ class Clock:
         return self.now
 
 
-def read(
-    loads: HolderLoad, clock: Clock, holder: int, took_s: float, *, is_whole: bool = True
-) -> None:
-    began = loads.begin(holder, MIB)
-    clock.now += took_s
-    loads.end(holder, MIB, began, is_whole=is_whole)
+def read(costs: ReadCosts, holder: int, took_s: float, size: int = MIB) -> None:
+    costs.begin(holder, size)
+    costs.end(holder, size)
+    costs.add((holder, False), size, took_s)
 
 
 def test_a_holder_that_was_slow_lately_is_read_less() -> None:
     """Until that is too long ago."""
     clock = Clock()
-    loads = HolderLoad(salt=3, clock=clock)
-    order = sorted((1, 2), key=loads.cost_of)
-    read(loads, clock, order[0], 0.1)
+    costs = ReadCosts(salt=3, clock=clock)
+    order = sorted((1, 2), key=costs.cost_of)
+    read(costs, order[0], 0.1)
 
-    assert sorted((1, 2), key=loads.cost_of) == order[::-1]
+    assert sorted((1, 2), key=costs.cost_of) == order[::-1]
     clock.now += MEASURED_S
-    assert sorted((1, 2), key=loads.cost_of) == order
+    assert sorted((1, 2), key=costs.cost_of) == order
 
 
 def test_what_is_in_flight_counts() -> None:
     """Another call of this client reads from the holder."""
     clock = Clock()
-    loads = HolderLoad(salt=3, clock=clock)
-    order = sorted((1, 2), key=loads.cost_of)
-    began = loads.begin(order[0], 64 * MIB)
+    costs = ReadCosts(salt=3, clock=clock)
+    order = sorted((1, 2), key=costs.cost_of)
+    costs.begin(order[0], 64 * MIB)
 
-    assert sorted((1, 2), key=loads.cost_of) == order[::-1]
-    loads.end(order[0], 64 * MIB, began, is_whole=False)
-    assert sorted((1, 2), key=loads.cost_of) == order
+    assert sorted((1, 2), key=costs.cost_of) == order[::-1]
+    costs.end(order[0], 64 * MIB)
+    assert sorted((1, 2), key=costs.cost_of) == order
 
 
-def test_only_whole_reads_of_some_size_are_measured() -> None:
-    """What was shared among holders, broken off or small does not show a holder's speed."""
-    clock = Clock()
-    loads = HolderLoad(salt=3, clock=clock)
-    order = sorted((1, 2), key=loads.cost_of)
+def test_small_reads_do_not_show_how_busy_a_holder_is() -> None:
+    """Their time is latency."""
+    costs = ReadCosts(salt=3, clock=Clock())
+    order = sorted((1, 2), key=costs.cost_of)
 
-    read(loads, clock, order[0], 1.0, is_whole=False)
-    began = loads.begin(order[0], MEASURED_BYTES - 1)
-    clock.now += 1.0
-    loads.end(order[0], MEASURED_BYTES - 1, began, is_whole=True)
+    read(costs, order[0], 1.0, MEASURED_BYTES - 1)
 
-    assert sorted((1, 2), key=loads.cost_of) == order
+    assert sorted((1, 2), key=costs.cost_of) == order
 
 
 def test_the_holders_that_are_remembered_are_bounded() -> None:
     """The ones that were not read for longest go."""
     clock = Clock()
-    loads = HolderLoad(salt=3, clock=clock)
-    unread = [loads.cost_of(holder) for holder in range(MEASURED_MAX + 10)]
+    costs = ReadCosts(salt=3, clock=clock)
+    unread = [costs.cost_of(holder) for holder in range(MEASURED_MAX + 10)]
 
     for holder in range(MEASURED_MAX + 10):
-        read(loads, clock, holder, 0.005)
+        read(costs, holder, 0.005)
 
-    known = [loads.cost_of(holder) != cost for holder, cost in enumerate(unread)]
+    known = [costs.cost_of(holder) != cost for holder, cost in enumerate(unread)]
     assert known == [False] * 10 + [True] * MEASURED_MAX
 
 
@@ -544,7 +538,7 @@ def test_clients_that_know_nothing_spread_over_the_holders() -> None:
     """Each has an order of its own: 200 clients, 4 holders."""
     holders = [0x1111111111111111, 0x2222222222222222, 0xABCDEF0123456789, 0x7777777777777777]
     first = Counter(
-        min(holders, key=HolderLoad(salt=salt * 0x9E3779B97F4A7C15, clock=Clock()).cost_of)
+        min(holders, key=ReadCosts(salt=salt * 0x9E3779B97F4A7C15, clock=Clock()).cost_of)
         for salt in range(1, 201)
     )
 
@@ -574,16 +568,16 @@ def test_a_read_notes_what_it_reads_and_forgets_it() -> None:
     world = World(remote=frozenset({3}))
     large = content_of("a", MEASURED_BYTES)
     world.publish(world.nodes[3].hold("a", content=large))
-    idle = world.loads.cost_of(3)
+    idle = world.costs.cost_of(3)
     seen: list[bool] = []
-    world.before = lambda _node, _page: seen.append(world.loads.cost_of(3) > idle)
+    world.before = lambda _node, _page: seen.append(world.costs.cost_of(3) > idle)
 
     world.get("a", size=MEASURED_BYTES)
     world.nodes[3].data_mood = "refusing"
     world.get("a", size=MEASURED_BYTES)
 
     assert seen == [True]
-    assert world.loads.cost_of(3) == idle
+    assert world.costs.cost_of(3) == idle
 
 
 def newcomer_with(world: World, *names: str, is_in_view: bool = True) -> None:

@@ -26,9 +26,10 @@ from peercache.model.seal import SEAL, Seals, unread_seals
 from peercache.net.breaker import Breakers, data_port
 from peercache.observability import reasons
 from peercache.paths.cluster import Cluster
+from peercache.paths.costs import ReadCosts
 from peercache.paths.lookup import LocationCache, Locator
 from peercache.paths.mirror import Mirrorer, MirrorHome
-from peercache.paths.read import HolderLoad, Leading, Reader
+from peercache.paths.read import Leading, Reader
 from peercache.paths.steps import (
     Ask,
     Checksum,
@@ -323,7 +324,7 @@ class World:
             if mirror_pulls
             else None
         )
-        self.loads = HolderLoad(salt=0, clock=self.clock)
+        self.costs = ReadCosts(salt=0, clock=self.clock)
         self.reader = Reader(
             locator=self.locator,
             cache=self.cache,
@@ -331,7 +332,7 @@ class World:
             space=SPACE,
             clock=self.clock,
             mirrorer=self.mirrorer,
-            loads=self.loads,
+            costs=self.costs,
         )
         self.writer = Writer(
             cache=self.cache,

@@ -121,6 +121,8 @@ def sums(members: Sequence[MemberStatus]) -> list[Text]:
     )
     if missed:
         lines.append(f"misses   {_counts(missed, ', ')}")
+    if declined := _by_label(statuses, "exists_declined"):
+        lines.append(f"declined {_counts(declined, ', ')}")
     for operation in ("get", "set", "exists"):
         slowest = max(
             (s.latency[operation].quantile(0.99) for s in statuses if operation in s.latency),
