@@ -412,6 +412,7 @@ class Config:
     )
     spill: bool = switch(
         "Offer the pages that this node evicts next to nodes with free memory or colder pages.",
+        is_on=True,
     )
     copies: int = setting(
         WHOLE,

@@ -181,6 +181,6 @@ def setting(kind: Kind, default: Any, help_text: str, **more: Any) -> Any:
     return attrs.field(default=default, kw_only=True, metadata={"row": row})
 
 
-def switch(help_text: str) -> Any:
-    """Return the field of a setting that is off by default."""
-    return setting(SWITCH, False, help_text)  # noqa: FBT003 - the default of a setting
+def switch(help_text: str, *, is_on: bool = False) -> Any:
+    """Return the field of a setting that is on or off, by default `is_on`."""
+    return setting(SWITCH, is_on, help_text)

@@ -1,7 +1,7 @@
 """What pages cost to read, from each holder's memory and from its disk.
 
 `ReadCosts` is the only place that knows: `Reader` adds each read that it has completed, `Locator`
-reads the cheaper of two equally distant holders, and `client/declining.py` compares the cost of a
+reads the cheaper of two equally distant holders, and `client/decline.py` compares the cost of a
 prefix with that of computing it.
 """
 

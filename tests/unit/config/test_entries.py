@@ -185,7 +185,7 @@ FROZEN: dict[str, Any] = {
     "location_cache_entries": 262144,
     "mirror_pulls": "off",
     "mirror_share": 0.25,
-    "spill": False,
+    "spill": True,
     "copies": 1,
     "placement_rate": 512 * 2**20,
     "placement_min_age": 20.0,
