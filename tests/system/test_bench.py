@@ -359,7 +359,7 @@ def test_perftest_that_is_slow_or_unsure_is_waited_for_and_asked_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     plan = RdmaPlan(
-        near=("a",), far=("b",), gid_index=-1, granule=16384, page_bytes=(2**20,),
+        near=("a",), far=("b",), gid_index=-1, page_bytes=(2**20,),
         total_bytes=2**20, seconds=0.1, shm_dir=str(tmp_path),
     )  # fmt: skip
 

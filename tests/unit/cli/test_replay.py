@@ -170,7 +170,7 @@ class FakeCluster:
         self.lost: dict[bytes, str] = {}
         self.sizes: list[int] = []
 
-    def batch_exists(self, keys: PageKeys) -> int:
+    def batch_touch(self, keys: PageKeys) -> int:
         known = [key.tobytes() in self.pages for key in keys]
         add_missed({"absent": known.count(False)})
         return known.index(False) if False in known else len(known)

@@ -252,7 +252,7 @@ class ReplayEngine:
             some = keys[begin : begin + self._batch]
             started = time.perf_counter()
             with reporting(is_detailed=True) as asked:
-                found = self._client.batch_exists(some)
+                found = self._client.batch_touch(some)
             waited_s += time.perf_counter() - started
             self._memory[:found, ::POISON_EVERY] = POISON
             started = time.perf_counter()
