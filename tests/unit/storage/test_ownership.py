@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,12 +202,16 @@ def test_a_path_that_another_user_may_change_is_told_and_used(
 
 @contextmanager
 def held(path: Path, pauses: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Hold the lock of a folder for so many pauses of the process that waits; tell these."""
+    """Hold the lock of a folder for so many pauses of this thread, which waits; yield these."""
     paused: list[float] = []
+    waiting, sleep = threading.current_thread(), time.sleep
     with (path / LOCK_NAME).open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
 
         def pause(seconds: float) -> None:
+            if threading.current_thread() is not waiting:
+                sleep(seconds)  # `time` is one module for all threads.
+                return
             paused.append(seconds)
             if len(paused) == pauses:
                 fcntl.flock(holder, fcntl.LOCK_UN)
