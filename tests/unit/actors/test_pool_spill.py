@@ -412,10 +412,10 @@ def test_the_age_that_others_must_exceed_hangs_on_how_long_pages_last() -> None:
     rig.touch(*range(8))
     rig.now += PERIOD_S
 
-    (told,) = rig.say(RequestSpill(only_new=False), INSIDE)
+    (named,) = rig.say(RequestSpill(only_new=False), INSIDE)
 
-    assert told.fact.groups
-    assert told.fact.coldest_age_s == pytest.approx(LIFETIME_SHARE * 80.0, abs=2.0)
+    assert named.fact.groups
+    assert named.fact.coldest_age_s == pytest.approx(LIFETIME_SHARE * 80.0, abs=2.0)
 
 
 # --- what a hostile node may offer ----------------------------------------------------------------
