@@ -68,12 +68,9 @@ FAULTS = ("stopped", "killed")
 NO_FAULT = "running"
 """The same calls with three nodes that run: what the times with a failed node are compared with."""
 
-POOL_BYTES = 2048 * MIB
-"""Room for slots ahead of two batches of 32 MiB, as in the pool of an engine. Mooncake refuses
+POOL_BYTES = 1024 * MIB
+"""Of each node, so that the pools and engines of four stores fit into 24 GB. Mooncake refuses
 segments below 64 MiB."""
-
-POOL_DIVISOR = 24
-"""Of the machine's memory: four stores fill three pools each, and each engine has a working set."""
 
 
 @attrs.frozen
@@ -209,12 +206,7 @@ class Measuring:
         return self.stores[first:] + self.stores[:first]
 
     def _start(self, store: str, size: Size, more_bytes: int = 0) -> Cluster | None:
-        # Engines have larger pools. In smaller ones, few slots are reserved ahead.
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        pool_bytes = max(
-            min(POOL_BYTES, memory_bytes // POOL_DIVISOR // MIB * MIB),
-            size.total_bytes * 2 + more_bytes,
-        )
+        pool_bytes = max(POOL_BYTES, size.total_bytes * 2 + more_bytes)
         try:
             return start(store, size, pool_bytes, self.folder)
         except (StoreFailed, OSError, NotInstalled) as error:

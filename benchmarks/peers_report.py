@@ -205,7 +205,12 @@ def _ratios(figures: Figures, rows: list[Row]) -> list[tuple[str, float]]:
 
 
 def _listed(found: list[tuple[str, float]]) -> str:
-    return "; ".join(f"{label}: {value:.2g}" for label, value in found) or "none"
+    return "; ".join(f"{label}: {value:.2g}" for label, value in found)
+
+
+def _unless_none(what: str, found: list[tuple[str, float]]) -> str:
+    """Return a sentence that lists rows, with a space before it; "" for no rows."""
+    return f" {what}: {_listed(found)}." if found else ""
 
 
 def summary(figures: Figures) -> str:
@@ -222,11 +227,11 @@ def summary(figures: Figures) -> str:
         "processors, over loopback, without GPUs and RDMA adapters.\n"
         f"* **Pages**: PeerCache is faster than the best other store in "
         f"{len(rates) - len(slower)} of {len(rates)} rows of sets and gets, up to {most:.1f} "
-        f"times ({label}). It is slower in, as parts of the best other's rate: "
-        f"{_listed(slower)}.\n"
+        f"times ({label})."
+        f"{_unless_none('It is slower in, as parts of the best rate of another store', slower)}\n"
         f"* **Lookups**: an `exists` takes less time than the best other's in "
-        f"{len(asked) - len(longer)} of {len(asked)} rows. It takes more in, as multiples of the "
-        f"best other's: {_listed(longer)}.\n"
+        f"{len(asked) - len(longer)} of {len(asked)} rows."
+        f"{_unless_none('It takes more in, as multiples of the best time', longer)}\n"
         f"* **Rates with a failed node**: from {least:.2f} to {greatest:.2f} times the best "
         "other's.\n"
         f"* **Longest calls with a failed node**, as multiples of the best other's: "
