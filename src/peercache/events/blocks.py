@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import attrs
 import msgspec
 
-from peercache.content.chain import token_ids
+from peercache.content.chain import TOKEN_MAX, token_ids
 from peercache.errors import InvalidRequest, RemoteProtocolError
 
 GPU: Final = "GPU"
@@ -207,8 +207,8 @@ def _stored_of(fields: Mapping[Any, Any]) -> BlockStored:
     tokens, block_tokens = fields.get("token_ids"), fields.get("block_size")
     if parent is not None:
         (parent,) = _hashes([parent])
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise _NoEvent("token ids that are no integers")
+    if not isinstance(tokens, list) or not _are_tokens(tokens):
+        raise _NoEvent("token ids that are no integers of 32 bits")
     if type(block_tokens) is not int or block_tokens < 0:
         raise _NoEvent("a block size that is no number of tokens")
     medium, group = _medium(fields), _group(fields)
@@ -240,6 +240,10 @@ def _fits(tokens: int, block_tokens: int, hashes: int, group: int | None) -> boo
         return False
     blocks, rest = divmod(tokens, block_tokens)
     return not rest and (hashes == blocks or (hashes < blocks and group is not None))
+
+
+def _are_tokens(raw: list[Any]) -> bool:
+    return all(type(one) is int and 0 <= one <= TOKEN_MAX for one in raw)
 
 
 def _hashes(raw: Any) -> tuple[Hash, ...]:
@@ -296,7 +300,7 @@ def _ahead(fields: Mapping[Any, Any], blocks: int) -> tuple[tuple[int, ...], ...
         not isinstance(raw, list)
         or len(raw) != blocks
         or not all(isinstance(one, list) and len(one) == len(raw[0]) for one in raw)
-        or not all(type(token) is int for one in raw for token in one)
+        or not all(map(_are_tokens, raw))
     ):
         raise _NoEvent("lookahead tokens that are not equally many a block")
     return tuple(map(tuple, raw))

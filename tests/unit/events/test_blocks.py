@@ -34,7 +34,7 @@ def stored(draw: st.DrawFn) -> BlockStored:
     """Blocks with tokens that fit them."""
     names, size = draw(hashes), draw(st.integers(1, 4))
     count = len(names) * size
-    tokens = draw(st.lists(st.integers(0, 2**32), min_size=count, max_size=count))
+    tokens = draw(st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count))
     parent = draw(st.none() | st.integers(0, 2**64 - 1))
     group = draw(st.none() | st.integers(0, 3))
     lora = draw(st.sampled_from(["", "adapter"]))
@@ -164,6 +164,8 @@ AHEAD = {
         (["BlockStored", [1, 2], None, [1], 1], "1 tokens in 2 blocks of 1"),
         (["BlockStored", [1], None, ["a"], 1], "token ids"),
         (["BlockStored", [1], None, [True], 1], "token ids"),
+        (["BlockStored", [1], None, [-1], 1], "token ids"),
+        (["BlockStored", [1], None, [2**32], 1], "token ids"),
         (["BlockStored", [1], None, [1], -1], "block size"),
         (["BlockStored", [1], None, [1], 0], "1 tokens in 1 blocks of 0"),
         (["BlockStored", [1], None, [1], 0, None, "CPU"], "1 tokens in 1 blocks of 0"),
@@ -180,6 +182,7 @@ AHEAD = {
         (AHEAD | {"lookahead_token_ids": [[3], 4]}, "lookahead"),
         (AHEAD | {"lookahead_token_ids": [[3], [4, 5]]}, "lookahead"),
         (AHEAD | {"lookahead_token_ids": [[3], ["4"]]}, "lookahead"),
+        (AHEAD | {"lookahead_token_ids": [[3], [-4]]}, "lookahead"),
     ],
 )
 def test_a_damaged_event_costs_no_other(event: object, why: str) -> None:
