@@ -40,7 +40,7 @@ def _whole(_: Any) -> Any:
 
 def _answered_at_once(right: Any) -> Any:
     def pulled(self: Any, done: Any) -> Any:
-        taking = self._open[done.job]
+        taking = self.begun[done.job]
         states = np.frombuffer(taking.states, np.uint8).copy()
         arrived = np.frombuffer(done.arrived, np.uint8) == 1
         states[states == RESERVED] = np.where(arrived, COMMITTED, ABORTED)

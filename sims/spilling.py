@@ -372,7 +372,7 @@ class Round:
                 return f"views: {node.place.name} does not know all others"
             placement, name = node.crew.placement, node.place.name
             takings, spilling = placement.takings, placement.spilling
-            if takings._open or takings._waiting:
+            if takings.begun or takings.waiting:
                 return f"placement: an offer to {name} never ended"
             if spilling._offered_to or spilling._rooms or spilling._queue:
                 return f"placement: an offer of {name} never ended"

@@ -170,7 +170,7 @@ def test_a_node_that_starts_again_keeps_its_row_and_rows_are_bounded() -> None:
         figures.gave(attrs.evolve(first, incarnation=pages), pages, pages * PAGE)
     for number in range(PEERS_MAX + 5):
         figures.took(member(1000 + number), 1, PAGE)
-        figures.check()
+        assert len(figures.peers()) <= PEERS_MAX + 1
 
     first_row, *rows, others = figures.peers()
     assert first_row == MovedPages(name="first:1", given=7, given_bytes=7 * PAGE)

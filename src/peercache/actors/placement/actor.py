@@ -54,6 +54,7 @@ from peercache.actors.mailboxes import (
 from peercache.actors.origin import Origin
 from peercache.actors.placement.offers import (
     COPY_NUMBERS,
+    HANDING_OVER,
     SERVING,
     SPILL_NUMBERS,
     Giving,
@@ -144,11 +145,7 @@ class Placement:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Give up targets that are silent, and ask again those that had no room."""
-        effects = [
-            *self.giving.on_tick(now),
-            *self.copying.on_tick(now),
-            *self.spilling.on_tick(now),
-        ]
+        effects = [effect for part in self._offering() for effect in part.on_tick(now)]
         self._note_deadline(now)
         return effects
 
@@ -158,19 +155,22 @@ class Placement:
 
     def check(self) -> None:
         """Assert the bounds."""
-        self.giving.check()
-        self.spilling.check()
-        self.copying.check()
-        self.takings.check()
-        self.figures.check()
+        for part in self._offering():
+            part.check()
+        if self.takings.waiting or self.takings.begun:
+            self.takings.check()
+
+    def _offering(self) -> list[Giving | Offers]:
+        """Return the parts that offer pages: a drain under way, and what the settings switch on.
+
+        The others need neither members nor time.
+        """
+        parts: list[Giving | Offers] = [self.giving] if self.giving.state == HANDING_OVER else []
+        return [*parts, *(each for each in (self.copying, self.spilling) if each.rate)]
 
     def _note_deadline(self, now: float) -> None:
-        is_serving = self.giving.state == SERVING
-        self.spilling.serve(is_serving=is_serving)
-        self.copying.serve(is_serving=is_serving)
-        self._deadline = min(
-            self.giving.deadline(now), self.spilling.deadline(), self.copying.deadline()
-        )
+        self.spilling.is_serving = self.copying.is_serving = self.giving.state == SERVING
+        self._deadline = min((part.deadline(now) for part in self._offering()), default=inf)
 
     def _apply(self, sender: Origin, message: PlacementMessage, now: float) -> list[Effect]:
         match message:
@@ -195,7 +195,9 @@ class Placement:
             case ViewChanged(members):
                 return self._follow(members, now)
             case DrainBegan(until):
-                return [*self.giving.begin(until, now), *self.takings.turn_away()]
+                known = self._members.values()
+                begun = self.giving.begin(known, self.incarnation, until, now)
+                return [*begun, *self.takings.turn_away()]
             case DrainCancelled():
                 return self.giving.cancel()
             case PagesToGive():
@@ -210,10 +212,13 @@ class Placement:
 
     def _follow(self, members: Sequence[Member], now: float) -> list[Effect]:
         self._members = {member.incarnation: member for member in members}
-        self.takings.follow(self._members)
-        self.spilling.follow(members, self.incarnation, now)
-        self.copying.follow(members, self.incarnation, now)
-        effects = self.giving.follow(members, self.incarnation, now)
+        if self.takings.waiting:
+            self.takings.follow(self._members)
+        effects = [
+            effect
+            for part in self._offering()
+            for effect in part.follow(members, self.incarnation, now)
+        ]
         there = {m.incarnation for m in members if m.state in (ALIVE, SUSPECT)}
         others = frozenset(there - {self.incarnation})
         lost, self._others = self._others - others, others

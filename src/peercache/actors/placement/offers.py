@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Final, final
 
@@ -162,16 +162,16 @@ class Giving:
         """Return how many nodes may still take pages."""
         return sum(not target.is_given_up for target in self._targets.values())
 
-    def follow(self, members: Sequence[Member], own: int, now: float) -> list[Effect]:
+    def follow(self, members: Iterable[Member], own: int, now: float) -> list[Effect]:
         """Offer to the live members, but to this node."""
-        live = [m.incarnation for m in members if m.state == ALIVE and m.incarnation != own]
+        live = _others_alive(members, own)
         for gone in [target for target in self._targets if target not in live]:
             self._retake(self._targets.pop(gone).offer)
         for target in live:
             self._targets.setdefault(target, Recipient())
         return self.go_on(now)
 
-    def begin(self, until: float, now: float) -> list[Effect]:
+    def begin(self, members: Iterable[Member], own: int, until: float, now: float) -> list[Effect]:
         """Refuse new pages, and hand over those that are here; once it has begun, go on."""
         if self.state != SERVING:
             return []
@@ -179,8 +179,7 @@ class Giving:
         self._until, self._settle_until = until, now + UNFINISHED_S
         self._is_dry, self._is_asking = False, True
         self._behind = self._behind_bytes = 0
-        for target in self._targets.values():
-            target.is_given_up, target.times_full, target.rests_until = False, 0, -inf
+        self._targets = {target: Recipient() for target in _others_alive(members, own)}
         return [NotifyPool(DrainChanged(is_draining=True)), NotifyPool(RequestGive(again=True))]
 
     def cancel(self) -> list[Effect]:
@@ -259,8 +258,6 @@ class Giving:
 
     def deadline(self, now: float) -> float:
         """Return when something is due."""
-        if self.state != HANDING_OVER:
-            return inf
         due = [self._until, self._ask_at, *(until for _, _, until in self._offers.values())]
         if self._queue:
             due += [
@@ -323,8 +320,10 @@ class Giving:
         self._offers.clear()
         self._behind = self._behind_bytes = 0
         self._ask_at, self._is_asking = inf, False
-        for target in self._targets.values():
-            target.offer = 0
+
+
+def _others_alive(members: Iterable[Member], own: int) -> list[int]:
+    return [m.incarnation for m in members if m.state == ALIVE and m.incarnation != own]
 
 
 def bytes_of(records: Records) -> int:
@@ -437,6 +436,8 @@ class Offers:
     pace: Pace = attrs.field(factory=Pace)
     may_give: Callable[[int], bool] = lambda _: True
     """Whether this node may hand over pages of a namespace, given its tag."""
+    is_serving: bool = True
+    """Whether it may offer: a node that is drained does not."""
     progress: OfferProgress = attrs.field(factory=OfferProgress)
     not_moved: Callable[[str, int], None] = lambda _, __: None
     """Counts pages that were refused or failed, by reason."""
@@ -457,7 +458,6 @@ class Offers:
     _coldest_age_s: float = 0.0
     """Of the pages of this node, when it named what is offered."""
     _only_new: bool = False
-    _is_serving: bool = True
     _seen_at: float = inf
     _begins_at: float = -inf
     _began_at: float = -inf
@@ -469,7 +469,7 @@ class Offers:
     def _last_before_any(self) -> int:
         return COPY_NUMBERS if self.is_copying else SPILL_NUMBERS
 
-    def follow(self, members: Sequence[Member], own: int, now: float) -> None:
+    def follow(self, members: Sequence[Member], own: int, now: float) -> list[Effect]:
         """Offer to the live members, but to this node."""
         others = [member for member in members if member.incarnation != own]
         alive = [m for m in others if m.state == ALIVE]
@@ -485,14 +485,11 @@ class Offers:
             del self._silent_until[gone]
         if self._offered_to and self._offered_to not in self._targets:
             self._until = now
-        if not self.rate or not self._targets:
+        if not self._targets:
             self._due = self._seen_at = inf
         elif self._due == inf:
             self._due, self._seen_at = now + LOOK_S, now
-
-    def serve(self, *, is_serving: bool) -> None:
-        """Stop offering while this node is drained, and go on afterwards."""
-        self._is_serving = is_serving
+        return []
 
     def on_tick(self, now: float) -> list[Effect]:
         """Give up who is silent, or go on."""
@@ -514,7 +511,7 @@ class Offers:
             return [*made, *self._end(now)]
         return self._go_on(now)
 
-    def deadline(self) -> float:
+    def deadline(self, now: float) -> float:  # noqa: ARG002 - as that of a drain
         """Return when something is due."""
         return self._due
 
@@ -585,9 +582,9 @@ class Offers:
         """Ask the pool or the nodes for the next offer, if this node may make one now."""
         if self._rooms or self._offered_to or self._is_asking_pool:
             return []
-        if not self._is_serving or self._suspects or self._only_new:
+        if not self.is_serving or self._suspects or self._only_new:
             self._queue.clear()
-        if not self._is_serving or self._suspects or not self._targets:
+        if not self.is_serving or self._suspects or not self._targets:
             return []
         begins_at = max(self._begins_at, self.pace.free_at)
         if now < begins_at:

@@ -109,10 +109,6 @@ class PlacementFigures:
         rows = sorted(self._peers.values(), key=lambda row: -row.pages)
         return (*rows, self._others) if self._others.pages else tuple(rows)
 
-    def check(self) -> None:
-        """Assert the bound."""
-        assert len(self._peers) <= PEERS_MAX, f"{len(self._peers)} peers"
-
     def _add(self, more: MovedPages) -> None:
         known = self._peers.get(more.name)
         if known is None and len(self._peers) >= PEERS_MAX:
@@ -188,8 +184,9 @@ class Takings:
     figures: PlacementFigures = attrs.field(factory=PlacementFigures)
     min_age_s: float = 0.0
     """No page that was touched within this time is evicted for an offer."""
-    _open: dict[int, Taking] = attrs.field(factory=dict)
-    _waiting: dict[int, Taking] = attrs.field(factory=dict)
+    begun: dict[int, Taking] = attrs.field(factory=dict)
+    """What is being taken, by number."""
+    waiting: dict[int, Taking] = attrs.field(factory=dict)
     """By number, the one that has waited for longest first; one a `source`, all of them members."""
     _last: int = 0
 
@@ -217,37 +214,37 @@ class Takings:
             return [Send(origin, PagesTaken(message.number, bytes((ABORTED,)) * len(records)))]
         is_copy = isinstance(message, OfferSpill) and message.is_copy
         # An honest node sends its next offer when it has no answer to hope for.
-        self._drop([t for t in self._waiting.values() if t.source == (origin.identity, is_copy)])
+        self._drop([t for t in self.waiting.values() if t.source == (origin.identity, is_copy)])
         self._last += 1
         namespace = space_of(message.namespace)
         taking = Taking(origin, message.number, namespace, records, member, now, ages, is_copy)
-        self._waiting[self._last] = taking
+        self.waiting[self._last] = taking
         taking.is_due = taking.spilled
         return self._begin() if taking.is_due else [Send(origin, RequestDrainState(self._last))]
 
     def drain_state(self, sender: int, report: ReportDrainState) -> list[Effect]:
         """Take the answer of an offerer: only who drains hands pages over."""
-        taking = self._waiting.get(report.request)
+        taking = self.waiting.get(report.request)
         if taking is None or taking.origin.identity != sender:
             return []
         if report.figures.get("state") != HANDING_OVER:
-            del self._waiting[report.request]
+            del self.waiting[report.request]
             return [self._full(taking.origin, taking.number, len(taking.records), NOT_DRAINING)]
         taking.is_due = True
         return self._begin()
 
     def follow(self, members: Collection[int]) -> None:
         """Forget what waits of offerers that are no members any more."""
-        self._drop([t for t in self._waiting.values() if t.origin.identity not in members])
+        self._drop([t for t in self.waiting.values() if t.origin.identity not in members])
 
     def turn_away(self) -> list[Effect]:
         """Take nothing more: this node is drained itself."""
-        refused, self._waiting = self._waiting, {}
+        refused, self.waiting = self.waiting, {}
         return [self._full(t.origin, t.number, len(t.records), DRAINING) for t in refused.values()]
 
     def granted(self, granted: Granted) -> list[Effect]:
         """Read what has room."""
-        taking = self._open[granted.sequence]
+        taking = self.begun[granted.sequence]
         taking.states = granted.states
         chosen = np.frombuffer(granted.states, np.uint8) == RESERVED
         if not chosen.any():
@@ -273,7 +270,7 @@ class Takings:
 
     def pulled(self, done: PullDone) -> list[Effect]:
         """Commit what has arrived, with the checksums that its records had."""
-        taking = self._open[done.job]
+        taking = self.begun[done.job]
         chosen = np.frombuffer(taking.states, np.uint8) == RESERVED
         written = np.zeros(len(chosen), np.uint8)
         written[chosen] = np.frombuffer(done.arrived, np.uint8)
@@ -284,7 +281,7 @@ class Takings:
 
     def committed(self, committed: Committed, others: Collection[int]) -> list[Effect]:
         """Report to the offerer which pages this node holds now. others: the other members."""
-        taking = self._open[committed.sequence]
+        taking = self.begun[committed.sequence]
         is_new = np.frombuffer(committed.states, np.uint8) == COMMITTED
         self.figures.took(taking.member, int(is_new.sum()), bytes_of(taking.records[is_new]))
         states = _kept(taking, committed) if taking.spilled else committed.states
@@ -299,22 +296,22 @@ class Takings:
 
     def check(self) -> None:
         """Assert the bounds."""
-        assert len(self._open) <= TAKINGS_MAX, f"{len(self._open)} offers are being taken"
-        offerers = {taking.origin.identity for taking in self._open.values()}
-        assert len(offerers) == len(self._open), "two offers of one node are read"
-        sources = {taking.source for taking in self._waiting.values()}
-        assert len(sources) == len(self._waiting), "two offers of one kind and node wait"
+        assert len(self.begun) <= TAKINGS_MAX, f"{len(self.begun)} offers are being taken"
+        offerers = {taking.origin.identity for taking in self.begun.values()}
+        assert len(offerers) == len(self.begun), "two offers of one node are read"
+        sources = {taking.source for taking in self.waiting.values()}
+        assert len(sources) == len(self.waiting), "two offers of one kind and node wait"
 
     def _begin(self) -> list[Effect]:
         """Ask the pool for free room for the offers whose turn it is."""
         effects: list[Effect] = []
-        busy = {taking.origin.identity for taking in self._open.values()}
-        for number, taking in list(self._waiting.items()):
-            if len(self._open) >= TAKINGS_MAX:
+        busy = {taking.origin.identity for taking in self.begun.values()}
+        for number, taking in list(self.waiting.items()):
+            if len(self.begun) >= TAKINGS_MAX:
                 break
             if taking.is_due and taking.origin.identity not in busy:
                 busy.add(taking.origin.identity)
-                self._open[number] = self._waiting.pop(number)
+                self.begun[number] = self.waiting.pop(number)
                 keys = taking.records["key"].tobytes()
                 lengths = taking.records["length"].astype("<u8").tobytes()
                 reserve = Reserve(0, number, taking.namespace, keys, lengths)
@@ -327,7 +324,7 @@ class Takings:
         return effects
 
     def _answer(self, sequence: int, states: bytes) -> list[Effect]:
-        taking = self._open.pop(sequence)
+        taking = self.begun.pop(sequence)
         return [Send(taking.origin, PagesTaken(taking.number, states)), *self._begin()]
 
     def _count_rest(self, states: bytes) -> None:
@@ -341,7 +338,7 @@ class Takings:
         return Send(origin, PagesTaken(number, bytes((REFUSED_FULL,)) * pages))
 
     def _drop(self, gone: Sequence[Taking]) -> None:
-        self._waiting = {number: t for number, t in self._waiting.items() if t not in gone}
+        self.waiting = {number: t for number, t in self.waiting.items() if t not in gone}
 
 
 def _kept(taking: Taking, committed: Committed) -> bytes:
