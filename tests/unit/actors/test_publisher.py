@@ -353,6 +353,22 @@ def test_a_commit_that_waits_keeps_its_timeout_however_many_are_answered_meanwhi
     assert [(a.request, a.published) for a in told] == [(9, 0)]
 
 
+def test_a_commit_keeps_its_timeout_if_those_of_answered_ones_are_forgotten_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it is never answered if its owner has died."""
+    monkeypatch.setattr(waiters, "WAITERS_MAX", 4)
+    made = publisher_in(ring_of(A))
+    for at in range(8):
+        take(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
+        take(made, A, Acknowledged(made.numbers[A]), 0.0)
+    take(made, ME, commit_of(records_of(ME, [100], 900), request=9, timeout_s=50.0), 0.0)
+
+    told = answers(ticked(made, 50.0))
+
+    assert [(a.request, a.published) for a in told] == [(9, 0)]
+
+
 def test_puts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch goes in several messages, each of which must be acknowledged."""
     monkeypatch.setattr(publisher, "RECORDS_A_MESSAGE_MAX", 10)

@@ -177,7 +177,7 @@ class Publisher:
                 return [*published, *self._drop(newest_of(drops), now)]
             case RemovalDone():
                 removed = self._waiting.remove(message, self._streams, now)
-                self._due = min(self._due, self._waiting.deadline())
+                self._due = min(self._due, self._waiting.due)
                 return removed
             case Acknowledged() | SummaryMatches() | SummaryDiffers():
                 return self._on_owner(sender.identity, message, now)
@@ -205,10 +205,12 @@ class Publisher:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Answer commits after their timeout, continue to re-publish, send overdue summaries."""
-        effects, lagging = self._waiting.expire(now)
-        for owner in sorted(lagging & self._streams.keys()):
-            self._streams[owner].lagging = True
-            effects += self._waiting.give_up(owner)
+        effects: list[Effect] = []
+        if self._waiting.due <= now:
+            effects, lagging = self._waiting.expire(now)
+            for owner in sorted(lagging & self._streams.keys()):
+                self._streams[owner].lagging = True
+                effects += self._waiting.give_up(owner)
         if self._is_leaving and self._former_until <= now and self._turning.is_idle:
             self._is_leaving = False
             self._turning.leave()
@@ -221,7 +223,9 @@ class Publisher:
                 ring = b"" if is_notified else self._ring.version
                 effects.append(Send(owner, stream.summary(now, next_at, ring)))
         self._due = self._next_due(now)
-        return [*effects, *self._following.on_tick(now)]
+        if self._following.due <= now:
+            effects += self._following.on_tick(now)
+        return effects
 
     def deadline(self) -> float:
         """Return when a commit's timeout passes, a slice may be sent, or a summary is due."""
@@ -231,9 +235,10 @@ class Publisher:
         """Assert the invariants that are cheap to check."""
         table = self._table
         assert len(table.rows) + len(table.free) == len(table.live), "a row lost or used twice"
-        assert len(self._waiting) <= WAITERS_MAX, "too many waiters"
+        assert len(self._waiting.waiters) <= WAITERS_MAX, "too many waiters"
         assert self.incarnation not in self._streams, "a stream to this node itself"
-        self._following.check()
+        if self._following.is_followed:
+            self._following.check()
 
     # --- the pool ---------------------------------------------------------------------------------
 
@@ -244,7 +249,7 @@ class Publisher:
         if len(committed.here):
             rings = [self._ring, *self._former(now)]
             self._waiting.join(waiter, self.incarnation, self._table, rings, self._streams)
-        self._due = min(self._due, self._waiting.deadline())
+        self._due = min(self._due, self._waiting.due)
         return [*effects, *self._waiting.answer_if_done(waiter)]
 
     def _publish(self, records: Records, now: float, waiter: int = 0) -> list[Effect]:
@@ -501,7 +506,9 @@ class Publisher:
 
     def _settled(self, owner: int, messages: list[Sent], now: float) -> list[Effect]:
         """Answer the commits of these messages, and withdraw the rows that they handed over."""
-        effects = self._waiting.look(self._streams[owner])
+        # Without a timeout to come, nothing waits.
+        is_awaited = self._waiting.due < math.inf
+        effects = self._waiting.look(self._streams[owner]) if is_awaited else []
         for sent in messages:
             self._waiting.acknowledge(sent.waiter, owner, sent.positions)
             effects += self._waiting.answer_if_done(sent.waiter)
@@ -582,7 +589,7 @@ class Publisher:
         return max(1, min(most, int(self._allowance)))
 
     def _next_due(self, now: float) -> float:
-        turning, due = self._turning, self._waiting.deadline()
+        turning, due = self._turning, self._waiting.due
         if self._is_leaving and turning.is_idle:
             due = min(due, max(self._former_until, now + STEP_S))
         is_repairing = False

@@ -17,7 +17,6 @@ answers always give what the node held at that change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -144,7 +143,9 @@ class WaitingCommits:
     Removals are among them: they wait until owners have acknowledged that the pages are gone.
     """
 
-    _waiters: dict[int, _Waiter] = attrs.field(factory=dict)
+    waiters: dict[int, _Waiter] = attrs.field(factory=dict)
+    due: float = inf
+    """When `expire` is due: the next timeout; inf if nothing waits."""
     _timeout: list[tuple[float, int]] = attrs.field(factory=list)
     """When each waiter's timeout passes: a heap, which may contain answered ones."""
     _last: int = 0
@@ -152,14 +153,10 @@ class WaitingCommits:
     """The waiters that have joined the wait of an earlier commit."""
     _removals: dict[int, _Removal] = attrs.field(factory=dict)
 
-    def __len__(self) -> int:
-        """Return how many commits wait."""
-        return len(self._waiters)
-
     def admit(self, committed: PagesCommitted, now: float) -> int:
         """Let a commit wait; return its number."""
         waiter = self._number(now + min(committed.timeout_s, TIMEOUT_MAX_S))
-        self._waiters[waiter] = _Waiter(committed, now)
+        self.waiters[waiter] = _Waiter(committed, now)
         return waiter
 
     def remove(
@@ -177,29 +174,31 @@ class WaitingCommits:
 
     def _number(self, until: float) -> int:
         """Return a new number with this deadline."""
-        self._last += 1
-        heappush(self._timeout, (until, self._last))
-        if len(self._timeout) > 2 * WAITERS_MAX:
+        if len(self._timeout) >= 2 * WAITERS_MAX:
+            # Before the new one, which is not among the waiters yet.
             self._timeout = [
                 entry
                 for entry in self._timeout
-                if entry[1] in self._waiters or entry[1] in self._removals
+                if entry[1] in self.waiters or entry[1] in self._removals
             ]
             heapify(self._timeout)
+        self._last += 1
+        heappush(self._timeout, (until, self._last))
+        self.due = self._timeout[0][0]
         return self._last
 
     def expect(
         self, waiter: int, owner: int, positions: npt.NDArray[np.intp], *, is_awaited: bool
     ) -> None:
         """Note that these records of a waiter were sent to an owner; the answer may wait."""
-        waiting = self._waiters[waiter]
+        waiting = self.waiters[waiter]
         waiting.change(positions, 1)
         if is_awaited and len(positions):
             waiting.awaited[owner] = waiting.awaited.get(owner, 0) + len(positions)
 
     def acknowledge(self, waiter: int, owner: int, positions: npt.NDArray[np.intp]) -> None:
         """Note that an owner has acknowledged these of a waiter's records."""
-        waiting = self._waiters.get(waiter)
+        waiting = self.waiters.get(waiter)
         if waiting is None:
             return
         waiting.change(positions, -1)
@@ -221,7 +220,7 @@ class WaitingCommits:
         own: this node, which does not count as owner. rings: the current one, then the recent
              former ones.
         """
-        waiting = self._waiters[waiter]
+        waiting = self.waiters[waiter]
         here = waiting.committed.here
         places = len(waiting.committed.records) + np.arange(len(here))
         if not len(rings[0]):
@@ -254,7 +253,7 @@ class WaitingCommits:
                 if removal.is_over:
                     effects.append(self._removals.pop(number).answer())
         for waiter in list(self._joining):
-            waiting = self._waiters[waiter]
+            waiting = self.waiters[waiter]
             joined = waiting.joined.get(stream.owner)
             if joined is None:
                 continue
@@ -271,18 +270,18 @@ class WaitingCommits:
     def give_up(self, owner: int) -> list[Effect]:
         """Stop waiting for an owner; answer the commits that waited only for it."""
         effects: list[Effect] = []
-        for waiter, waiting in list(self._waiters.items()):
+        for waiter, waiting in list(self.waiters.items()):
             if waiting.awaited.pop(owner, None) is not None:
                 effects += self.answer_if_done(waiter)
         return effects
 
     def answer_if_done(self, waiter: int) -> list[Effect]:
         """Answer a commit if it has nothing to wait for, no timeout, or if too many wait."""
-        waiting = self._waiters.get(waiter)
+        waiting = self.waiters.get(waiter)
         if waiting is None:
             return []
         has_timeout = waiting.committed.timeout_s > 0
-        if not waiting.awaited or not has_timeout or len(self._waiters) > WAITERS_MAX:
+        if not waiting.awaited or not has_timeout or len(self.waiters) > WAITERS_MAX:
             return self._answer(waiter)
         return []
 
@@ -292,22 +291,19 @@ class WaitingCommits:
         lagging: set[int] = set()
         while self._timeout and self._timeout[0][0] <= now:
             waiter = heappop(self._timeout)[1]
-            waiting = self._waiters.get(waiter)
+            waiting = self.waiters.get(waiter)
             if waiting is not None and now - waiting.since >= LAGGING_S:
                 lagging.update(waiting.awaited)
             effects += self._answer(waiter)
             if (removal := self._removals.pop(waiter, None)) is not None:
                 effects.append(removal.answer())
+        self.due = self._timeout[0][0] if self._timeout else inf
         return effects, lagging
-
-    def deadline(self) -> float:
-        """Return the earliest time of the next timeout; inf if no commit is pending."""
-        return self._timeout[0][0] if self._timeout else math.inf
 
     def _answer(self, waiter: int) -> list[Effect]:
         # Removed before it is answered, so that a later acknowledgement or timeout does not find
         # it.
-        waiting = self._waiters.pop(waiter, None)
+        waiting = self.waiters.pop(waiter, None)
         if waiting is None:
             return []
         self._joining.pop(waiter, None)
@@ -403,8 +399,6 @@ class Following:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Answer requests with a change, or after their timeout; stop without followers."""
-        if now < self.due:
-            return []
         self._answer_at = inf
         effects: list[Effect] = []
         for origin, (asked, until) in list(self._waiting.items()):
