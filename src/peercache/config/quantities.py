@@ -33,6 +33,10 @@ _SWITCHES = {
 }  # fmt: skip
 
 
+_LOOPBACK = tuple(map(ipaddress.ip_network, ("127.0.0.0/8", "::1", "::ffff:127.0.0.0/104")))
+"""The last one is IPv4 as IPv6 sockets show it."""
+
+
 def parse_size(value: Any) -> int:
     """Return bytes from 1048576, "4GiB", "100gb" or "1.5 MiB"."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -113,17 +117,10 @@ def parse_networks(value: Any) -> tuple[str, ...]:
 def is_loopback(host: str) -> bool:
     """Return whether an address, or the name localhost, can be reached only from this host."""
     try:
-        return plain_ip(host.partition("%")[0]).is_loopback
+        number = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host == "localhost"
-
-
-def plain_ip(written: str | bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IP address, or raise ValueError. IPv6 sockets show IPv4 addresses as mapped ones:
-    those are returned as IPv4.
-    """
-    found = ipaddress.ip_address(written)
-    return getattr(found, "ipv4_mapped", None) or found
+    return any(number in network for network in _LOOPBACK)
 
 
 def parse_users(value: Any) -> tuple[str, ...]:

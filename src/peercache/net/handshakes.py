@@ -24,7 +24,6 @@ import pynng
 from pynng import _nng
 from pynng._nng import ffi, lib
 
-from peercache.config.quantities import plain_ip
 from peercache.installation.library import function
 from peercache.net.peers import Address
 from peercache.observability.reasons import (
@@ -35,6 +34,7 @@ from peercache.observability.reasons import (
     OLD_TLS,
     REFUSED_BY_PEER,
 )
+from peercache.trust.sharing import plain_ip
 
 SILENCE_S = 10.0
 """Timeout without a byte of a peer in its handshake. nng's own timeout of this length has no
@@ -233,4 +233,4 @@ def _open_files() -> Sequence[int]:
 
 def plain(address: Any) -> Address:
     """Return an address in normal form: without a zone, and mapped IPv4 as IPv4."""
-    return str(plain_ip(address[0].partition("%")[0])), address[1]
+    return str(plain_ip(address[0])), address[1]

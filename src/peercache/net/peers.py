@@ -17,12 +17,12 @@ import attrs
 import pynng
 from pynng._nng import ffi, lib
 
-from peercache.config.quantities import format_address, plain_ip
+from peercache.config.quantities import format_address
 from peercache.errors import Rejected
 from peercache.observability.reasons import EXPIRED
 from peercache.trust.files import LiveTls, TlsFiles
 from peercache.trust.identity import SHARED_NAME, CertificateRole, Identity, until_among
-from peercache.trust.sharing import Sharing
+from peercache.trust.sharing import Sharing, plain_ip
 
 
 @final

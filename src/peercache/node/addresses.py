@@ -27,7 +27,7 @@ from peercache.actors.effects import Effect
 from peercache.actors.membership.actor import Membership
 from peercache.config.entries import heads_of
 from peercache.config.home import default_home
-from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address, plain_ip
+from peercache.config.quantities import DEFAULT_DATA_PORT, format_address, parse_address
 from peercache.config.settings import Config
 from peercache.errors import AddressTaken, ConfigError
 from peercache.fabric.tcp.sockets import open_listeners
@@ -39,6 +39,7 @@ from peercache.trust.sharing import (
     GROUP_FILE_MODE,
     PRIVATE_FILE_MODE,
     Sharing,
+    plain_ip,
 )
 
 RESOLVE_S = 1.0

@@ -24,7 +24,6 @@ from typing import TypeAlias
 
 import attrs
 
-from peercache.config.quantities import plain_ip
 from peercache.errors import ConfigError, Rejected
 
 Address: TypeAlias = tuple[str, int]
@@ -221,7 +220,7 @@ class Sharing:
         local, remote: those of the accepted connection. A connection from another host is not
                        checked here: it has no uid.
         """
-        if not _without_zone(remote[0]).is_loopback:
+        if not plain_ip(remote[0]).is_loopback:
             return ""
         try:
             uid = uid_of_tcp_peer(local, remote)
@@ -258,7 +257,7 @@ def uid_of_tcp_peer(local: Address, remote: Address) -> int | None:
                    socket that its process has closed belongs to no uid.
     Raises OSError if no descriptor is free, because a lookup needs one.
     """
-    ends = (_without_zone(remote[0]), remote[1]), (_without_zone(local[0]), local[1])
+    ends = (plain_ip(remote[0]), remote[1]), (plain_ip(local[0]), local[1])
     exhausted: OSError | None = None
     for look in (_uid_by_netlink, _uid_by_table):
         try:
@@ -360,8 +359,12 @@ _OPEN_STATES = frozenset({1, 2, 4, 5, 8, 9, 11})
 request without a socket."""
 
 
-def _without_zone(host: str) -> _Host:
-    return plain_ip(host.partition("%")[0])
+def plain_ip(written: str | bytes) -> _Host:
+    """Return an IP address without its zone, or raise ValueError. IPv6 sockets show IPv4 addresses
+    as mapped ones: those are returned as IPv4.
+    """
+    found = ipaddress.ip_address(written.partition("%")[0] if isinstance(written, str) else written)
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _uid_by_netlink(sought: _End, other: _End) -> int | None:

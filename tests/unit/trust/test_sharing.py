@@ -418,7 +418,7 @@ def test_a_connection_from_another_host_has_no_uid_to_judge() -> None:
 
 
 def test_loopback_is_known_in_every_spelling() -> None:
-    for host in ("127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"):
+    for host in ("127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1", "::ffff:7f08:901"):
         assert is_loopback(host), host
     for host in ("10.0.0.1", "::", "fe80::1%eth0", "0.0.0.0"):
         assert not is_loopback(host), host
