@@ -36,6 +36,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from peercache.client.client import Client
 from peercache.client.report import reporting
+from peercache.engines.decline import worth_reporting
 from peercache.engines.lanes import AdapterLanes, harmless
 from peercache.engines.late_client import TIMEOUT_FRACTION, LateClient, engine_config
 from peercache.lmcache.config import PeerCacheL2AdapterConfig
@@ -227,6 +228,7 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
         if not isinstance(params, PeerCacheL2AdapterConfig):
             params = PeerCacheL2AdapterConfig(params)
         config = engine_config(params.settings, os.environ, engine="lmcache")
+        self._config = config
         name = config.namespace or DEFAULT_NAME
         self._log = get_logger(component="lmcache")
         self._addresses = Addresses(name)
@@ -430,8 +432,10 @@ class PeerCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache h
             keys, [by_group.get(key.object_group_id) or self._addresses.likely(key) for key in keys]
         )
         found = client.touch(names)
+        rows = [(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt) for key in keys]
+        reported = worth_reporting(client, self._config, names, found, rows)
         with self._lock:
-            for place in np.flatnonzero(found).tolist():
+            for place in np.flatnonzero(reported).tolist():
                 bits.set(place)
                 self._locked[keys[place]] += 1
         if keys and not found[0] and self._addresses.is_serialized(keys[0]):

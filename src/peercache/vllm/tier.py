@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from peercache.client.client import Client
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.client.report import reporting
+from peercache.engines.decline import worth_reporting
 from peercache.engines.hints import Naming, RequestHints
 from peercache.engines.lanes import CLOSE_S, AdapterLanes, CallLane, harmless
 from peercache.engines.late_client import NOT_OPEN, TIMEOUT_FRACTION, LateClient, engine_config
@@ -75,14 +76,18 @@ REQUESTS_MAX = 65536
 class Lookups:
     """Verdicts by request and key. One call at a time, except `settle`."""
 
-    def __init__(self, ask: Callable[[str, list[bytes]], None]) -> None:
+    def __init__(self, ask: Callable[[Any, list[bytes]], None]) -> None:
         """`ask` starts a lookup without waiting; `settle` must finally be called for each key."""
         self._ask = ask
         self._verdicts: dict[str, dict[bytes, bool | None]] = {}
-        self._batch: dict[str, list[bytes]] = {}
+        self._batch: dict[str, tuple[Any, list[bytes]]] = {}
 
-    def verdict(self, request: str, key: bytes) -> bool | None:
-        """Return whether a chunk is held; None if that is not known yet."""
+    def verdict(self, context: Any, key: bytes) -> bool | None:
+        """Return whether a chunk is held; None if that is not known yet.
+
+        context: vLLM's of the request.
+        """
+        request = context.req_id
         known = self._verdicts.get(request)
         if known is None:
             if len(self._verdicts) >= REQUESTS_MAX:
@@ -90,14 +95,14 @@ class Lookups:
             known = self._verdicts[request] = {}
         if key not in known:
             known[key] = None
-            self._batch.setdefault(request, []).append(key)
+            self._batch.setdefault(request, (context, []))[1].append(key)
         return known[key]
 
     def flush(self) -> None:
         """Start the lookups of this step."""
         batch, self._batch = self._batch, {}
-        for request, keys in batch.items():
-            self._ask(request, keys)
+        for context, keys in batch.values():
+            self._ask(context, keys)
 
     def settle(self, request: str, keys: Iterable[bytes], *, held: Iterable[bool]) -> None:
         """Store verdicts, unless the request has finished. Any thread may call this."""
@@ -174,7 +179,7 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     @harmless(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether a chunk is a miss or a hit, or not known yet."""
-        held = self._lookups.verdict(req_context.req_id, bytes(key))
+        held = self._lookups.verdict(req_context, bytes(key))
         if held is None:
             return LookupResult.RETRY
         return LookupResult.HIT if held else LookupResult.MISS
@@ -281,14 +286,27 @@ class PeerCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._settle_failed(job, job.keys)
         self._finished.append(JobResult(job.job_id, success=False, successful_keys=()))
 
-    def _ask(self, request: str, keys: list[bytes]) -> None:
+    def _ask(self, context: Any, keys: list[bytes]) -> None:
+        request = context.req_id
         self._hints.saw(keys, request)
         self._lanes.ask.submit(
-            lambda: self._lookups.settle(request, keys, held=self._touch(self._names(keys))),
+            lambda: self._lookups.settle(request, keys, held=self._look_up(keys, context)),
             lambda: self._lookups.settle(request, keys, held=[False] * len(keys)),
         )
 
     # --- in the lanes' threads -----------------------------------------------------------------
+
+    def _look_up(self, keys: list[bytes], context: Any) -> list[bool]:
+        """Return which chunks of a request to report."""
+        names = self._names(keys)
+        found, client = self._touch(names), self._late.client
+        # vLLM asks group by group, and for sliding windows from their end.
+        position = getattr(context, "get_offload_key_position", None)
+        ends = [] if position is None else [position(key) for key in keys]
+        if client is None or not ends or None in ends:
+            return found
+        groups = [key[-GROUP_BYTES:] for key in keys]
+        return worth_reporting(client, self._config, names, found, groups, ends)
 
     def _touch(self, names: PageKeys) -> list[bool]:
         client = self._late.client

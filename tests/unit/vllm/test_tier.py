@@ -559,9 +559,10 @@ def test_lookups_of_requests_that_never_end_do_not_grow() -> None:
     """A lost end of a request costs its memory once, and no more than the bound."""
     from peercache.vllm.tier import REQUESTS_MAX, Lookups
 
-    lookups = Lookups(lambda request, keys: None)
+    lookups = Lookups(lambda context, keys: None)
     for number in range(REQUESTS_MAX):
-        lookups.verdict(str(number), b"k")
-    assert lookups.verdict("one more", b"k") is False
+        lookups.verdict(SimpleNamespace(req_id=str(number)), b"k")
+    one_more = SimpleNamespace(req_id="one more")
+    assert lookups.verdict(one_more, b"k") is False
     lookups.forget("7")
-    assert lookups.verdict("one more", b"k") is None
+    assert lookups.verdict(one_more, b"k") is None
