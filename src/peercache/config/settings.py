@@ -556,13 +556,14 @@ class Config:
     decline: str = setting(
         choice("off", "cost"),
         "off",
-        "Which found pages a batch_exists does not report: cost means those that take longer to "
-        "read, as this client has measured, than the engine takes to compute them.",
+        "Which found pages batch_exists and the engines' adapters do not report: cost means those "
+        "that take longer to read, as this client has measured, than the engine takes to compute.",
     )
     page_compute_ms: float = setting(
         MILLISECONDS,
         0.0,
-        "Milliseconds that the engine takes to compute one page, for decline; 0 is unknown.",
+        "Milliseconds that the engine takes to compute one page, for decline; 0 is unknown. A page "
+        "of vLLM and LMCache is a chunk.",
         low=0,
     )
     location_cache_entries: int = setting(
