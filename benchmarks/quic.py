@@ -161,9 +161,16 @@ def start(line: str, stderr: int | None = None) -> subprocess.Popen[str]:
     )
 
 
+def finish(line: str, stderr: int | None = None) -> int:
+    """Run a command; return its exit status."""
+    with start(line, stderr) as process:
+        process.communicate()
+    return process.returncode
+
+
 def ip(line: str) -> None:
     """Run `ip`."""
-    assert start(f"ip {line}").wait() == 0, line
+    assert finish(f"ip {line}") == 0, line
 
 
 @contextlib.contextmanager
@@ -254,14 +261,14 @@ def run(hosts: tuple[str, str], candidate: Candidate, files: Sequence[Settings],
         row.failure = "the client failed"
     finally:
         server.terminate()
-        server.wait()
+        server.communicate()
 
 
 def compile_c(name: str, folder: Path, more: str = "") -> str:
     """Return a compiled program of this folder, "" if it does not compile here."""
     made = folder / name
     line = f"cc -D_GNU_SOURCE -O2 -o {made} {HERE / name}.c {more}"
-    return str(made) if start(line, subprocess.DEVNULL).wait() == 0 else ""
+    return str(made) if finish(line, subprocess.DEVNULL) == 0 else ""
 
 
 def main(given: Sequence[str]) -> None:
