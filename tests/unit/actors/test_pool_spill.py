@@ -303,6 +303,22 @@ def test_pages_of_one_age_come_and_go_in_the_same_slots(
     assert rig.oldest(5)[-5:] == ([90, 91, 0, 1, 2] if not others else [0, 90, 91, 1, 2])
 
 
+def test_a_page_expires_once_whose_slot_had_another_page_of_its_age() -> None:
+    """Pages of one age come, are removed, and come again; a page next to them stays."""
+    rig = Spiller(pages=1024, quotas=parse_quotas("chat=50%,ttl=60s"))
+    chat = space_of(Namespace("chat").tag())
+    offer(rig, [(1, GRANULE), (2, GRANULE)], [50.0, 0.0], tag=chat)
+    rig.say(Remove(9, chat, key(1)), NODE)
+    rig.now += 0.01
+    offer(rig, [(3, GRANULE), (4, GRANULE)], [50.0, 50.0], tag=chat)
+
+    rig.now += 20.0
+    rig.pool.on_tick(rig.now)
+
+    rig.pool.check()
+    assert rig.holds(2, 3, 4) == [True, False, False]
+
+
 def test_a_page_that_came_from_another_node_and_is_read_is_as_any_other() -> None:
     """And it may be spilled again."""
     rig = Spiller(pages=8)

@@ -244,13 +244,15 @@ class SizeClass:
                 if slot.touched > upto:
                     break
                 found.append(slot)
-        while len(found) < most and self.moved:
+        came: dict[int, Slot] = {}
+        while len(found) + len(came) < most and self.moved:
             moved = self._coldest_moved()
             if moved is None or moved.touched > upto:
                 break
             heappop(self._moved_order)
-            found.append(moved)
-        return found
+            # It has two entries if another page of the same age was in it before.
+            came[moved.first] = moved
+        return [*found, *came.values()]
 
     def move_in(self, slot: Slot, touched: int) -> None:
         """Let a slot be one that was last touched then, on another node."""
