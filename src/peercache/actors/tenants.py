@@ -11,6 +11,7 @@ There are metrics of tenants only if there are quotas; gauges are computed on ac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Final, final
 
 import attrs
@@ -45,6 +46,7 @@ class Tenant:
               page gets before they expire.
     priority: of the tenants over their quotas, the one with the lowest priority loses pages first.
     ttl_s:    how long after their last use its pages expire; 0: never.
+    stored_at: when a client stored pages of it last.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Tenant:
     taken: int = 0
     retained: int = 0
     blocked: int = 0
+    stored_at: float = -inf
     is_exact: bool = False
 
     @property

@@ -279,6 +279,27 @@ def test_a_page_that_came_from_another_node_keeps_its_age() -> None:
     assert rig.oldest(7) == [0, 1, 2, 90, 3, 4, 91]
 
 
+def test_what_clients_store_in_slots_that_they_reserved_ahead_needs_room_too() -> None:
+    """A pool names pages for it, and reports no room, as for what is reserved by name."""
+    rig = Spiller(pages=64)
+
+    def store_ahead(*numbers: int) -> None:
+        rig.sequence += 1
+        lengths = np.full(len(numbers), GRANULE, "<u8").tobytes()
+        rig.say(Reserve(5, rig.sequence, 1, b"", lengths))
+        named = b"".join(map(key, numbers))
+        rig.say(Commit(6, rig.sequence, b"\1" * len(numbers), bytes(len(lengths)), 0.5, named))
+        rig.now += 10.0
+
+    for first in range(0, 62, 2):
+        store_ahead(first, first + 1)
+    assert (rig.cold(), rig.room()[0]) == ({}, 0), "two pages have room"
+
+    store_ahead(62, 63)
+
+    assert list(rig.cold())[:4] == [1, 0, 3, 2]
+
+
 @pytest.mark.parametrize("rounds", [STALE_MIN - 1, STALE_MIN, STALE_MIN + 1, STALE_MIN + 2])
 @pytest.mark.parametrize("others", [0, 4])
 @pytest.mark.parametrize("before", [35.0, 5.0])
@@ -478,6 +499,37 @@ def test_pages_of_other_namespaces_take_nothing_from_a_tenant_within_its_quota(
     assert states.count(COMMITTED) == 8 - keeps
     assert states.count(REFUSED_FULL) == keeps
     assert rig.holds(0, 1, 2, 3).count(True) == keeps
+
+
+@pytest.mark.parametrize(
+    ("rule", "writer", "names"),
+    [
+        ("a=50%", "b", range(8, 64)),
+        ("a=2%", "b", range(7)),
+        ("a=12%", "a", range(8)),
+        ("a=25%", "a", range(8, 64)),
+        ("c=50%", "b", range(64)),
+        ("b=88%", "b", range(8)),
+    ],
+)
+def test_no_page_of_a_tenant_within_its_quota_is_offered_for_pages_of_other_tenants(
+    rule: str, writer: str, names: range
+) -> None:
+    """However old it is. What is over a quota may go, and for its own pages a tenant's own."""
+    rig = Spiller(pages=64, quotas=parse_quotas(rule))
+    for number in range(8):
+        rig.store(number, namespace=tag_named("a"))
+    rig.now += 1000.0
+    for number in range(8, 64):
+        rig.store(number, namespace=tag_named("b"))
+    rig.now += 1000.0
+
+    rig.store(*range(64, 68), namespace=tag_named(writer))
+    rig.now += PERIOD_S
+
+    named = set(rig.cold())
+    assert named
+    assert named <= set(names)
 
 
 def test_an_offer_of_absurd_pages_takes_those_that_are_not() -> None:

@@ -441,7 +441,7 @@ class Pool:
         )
         self._reservations.begin(origin.identity, reserve.sequence, reservation)
         if copied is None and reserve.keys:
-            self._spill.demand.note(reservation.granules, self._slots.now)
+            self._spill.stored(reservation.granules, terms.tenant, self._slots.now)
         effects = self._end(self._pages.in_slots(evicted), firsts)
         self._evicted_count += len(evicted)
         if evicted:
@@ -496,6 +496,7 @@ class Pool:
                 known, spare = self._reservations.name(
                     client, commit.sequence, commit.keys, granules
                 )
+                self._spill.stored(granules, self.tenants.of(known.namespace), now)
                 for slot in spare:
                     self._slots.release(slot)
             if known.mirrored_at is None and origin != PROMOTER:

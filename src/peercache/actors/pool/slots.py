@@ -391,9 +391,12 @@ class SlotAllocator:
                 found += size_class.expired(upto, most - len(found))
         return found
 
-    def coldest_touched(self) -> int | None:
-        """Return when the page that goes next was touched; None: no page may go."""
-        own = [size_class.coldest_own() for size_class in self._classes.values()]
+    def coldest_touched(self, of: Container[Tenant] | None = None) -> int | None:
+        """Return when the page that goes next was touched; None: no page may go.
+
+        of: tenants; None: all.
+        """
+        own = [each.coldest_own() for each in self._classes_of(of)]
         return min((slot.touched for slot in own if slot is not None), default=None)
 
     def moved_granules(self) -> int:
@@ -404,9 +407,12 @@ class SlotAllocator:
         """Return whether a held slot is among those that `coldest_held` names."""
         return slot.first in slot.extent.size_class.held
 
-    def coldest_held(self) -> Iterator[Slot]:
-        """Iterate over the slots to evict next, without mirrors and what came from other nodes."""
-        queues = [size_class.held.values() for size_class in self._classes.values()]
+    def coldest_held(self, of: Container[Tenant] | None = None) -> Iterator[Slot]:
+        """Iterate over the slots to evict next, without mirrors and what came from other nodes.
+
+        of: tenants; None: all.
+        """
+        queues = [size_class.held.values() for size_class in self._classes_of(of)]
         return merge(*queues, key=touch_of)
 
     def release(self, slot: Slot) -> None:
@@ -454,6 +460,10 @@ class SlotAllocator:
         assert taken <= self.usable, f"{taken} granules taken of {self.usable}"
         assert 0 <= self._unassigned <= len(self._units), f"{self._unassigned} units unassigned"
         assert bool(taken) == bool(self._classes), f"{taken} granules in {self.class_count} classes"
+
+    def _classes_of(self, tenants: Container[Tenant] | None) -> list[SizeClass]:
+        classes = self._classes.values()
+        return [one for one in classes if tenants is None or one.tenant in tenants]
 
     # --- finding room ----------------------------------------------------------------------------
 

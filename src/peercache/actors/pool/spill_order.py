@@ -22,6 +22,7 @@ from peercache.actors.mailboxes import ColdPages
 from peercache.actors.pool.page_table import Page, PageTable
 from peercache.actors.pool.size_classes import touch_of
 from peercache.actors.pool.slots import SlotAllocator
+from peercache.actors.tenants import Tenant
 from peercache.model.records import Records
 
 SPILL_AHEAD_DIVISOR: Final = 8
@@ -54,6 +55,10 @@ SPILL_PAGES: Final = 64
 
 SPILL_LOOK: Final = 16384
 """Pages that are looked at for it: a millisecond or two."""
+
+OWN_NEED_S: Final = 60.0
+"""How long after its last set a namespace that has used its quota up gives pages to other nodes: it
+evicts its own."""
 
 SPILL_AGAIN_S: Final = 2.0
 """How soon a page is named again that no node took. Meanwhile it counts as one that may go."""
@@ -110,6 +115,11 @@ class SpillOrder:
     after: int = 0
     """Pages with no greater generation are not named."""
 
+    def stored(self, granules: int, tenant: Tenant, now: float) -> None:
+        """Note that a client of a tenant stores so much."""
+        self.demand.note(granules, now)
+        tenant.stored_at = now
+
     def spare(self, now: float) -> int:
         """Return the granules that are free beyond what clients may store; negative: lacking."""
         most = -(-self.slots.usable // SPILL_AHEAD_DIVISOR)
@@ -150,11 +160,12 @@ class SpillOrder:
         """
         if only_new:
             self.withhold()
-        lacking, coldest = -self.spare(now), self.slots.coldest_touched()
+        givers = self._givers(now)
+        lacking, coldest = -self.spare(now), self.slots.coldest_touched(givers)
         if coldest is None or lacking <= 0:
             return ColdPages((), 0.0)
         coldest_age_s = self.slots.ages.age(coldest, now)
-        named = self._named(lacking, coldest_age_s, now)
+        named = self._named(lacking, coldest_age_s, givers, now)
         groups: dict[int, list[Page]] = {}
         for page in reversed(named):
             groups.setdefault(page.namespace, []).append(page)
@@ -180,9 +191,11 @@ class SpillOrder:
             and self.slots.is_cold(page.slot)
         ]
 
-    def _named(self, lacking: int, coldest_age_s: float, now: float) -> list[Page]:
+    def _named(
+        self, lacking: int, coldest_age_s: float, givers: dict[Tenant, float], now: float
+    ) -> list[Page]:
         """Name pages that are nearly as old as the coldest one, the youngest first."""
-        looked = list(islice(self.slots.coldest_held(), SPILL_LOOK))
+        looked = list(islice(self.slots.coldest_held(givers), SPILL_LOOK))
         newest = self.slots.ages.clock_at(now - coldest_age_s * SPILL_AGE)
         old = looked[: bisect_right(looked, newest, key=touch_of)]
         room, named = max(SPILL_BYTES // self.granule, 1), list[Page]()
@@ -190,7 +203,10 @@ class SpillOrder:
             is_enough = lacking <= 0 and not named
             if is_enough or room <= 0 or len(named) >= SPILL_PAGES:
                 break
-            granules = slot.extent.size_class.granules
+            size_class = slot.extent.size_class
+            granules, tenant = size_class.granules, size_class.tenant
+            if givers[tenant] <= 0:
+                continue
             lacking -= granules
             (page,) = self.pages.in_slots([slot])
             # What has a copy elsewhere is not lost with its place here.
@@ -199,7 +215,22 @@ class SpillOrder:
                 page.named_at, page.named_touched = now, slot.touched
                 named.append(page)
                 room -= granules
+                givers[tenant] -= granules
         return named
+
+    def _givers(self, now: float) -> dict[Tenant, float]:
+        """Return the tenants whose pages are evicted for what clients store, and how much may go.
+
+        A tenant within its quota loses no page to other tenants, only to its own clients.
+        """
+        tenants, givers = self.slots.tenants, dict[Tenant, float]()
+        if not tenants.are_several:
+            return {tenants.others: inf}
+        for tenant in tenants.all():
+            is_own_need = now - tenant.stored_at <= OWN_NEED_S
+            if tenant.is_over or (is_own_need and not tenant.may_have(self.slots.unit)):
+                givers[tenant] = inf if is_own_need else tenant.taken - tenant.quota
+        return givers
 
     def _ages(self, pages: list[Page], now: float) -> npt.NDArray[np.float64]:
         ages = np.array([self.slots.ages.age(page.slot.touched, now) for page in pages])
