@@ -58,6 +58,8 @@ def test_pages_that_take_longer_to_read_than_to_compute_are_not_reported(
     assert off.batch_exists(KEYS) == PAGES
     assert cost.contains(KEYS) == [True] * PAGES
     assert (off.worth_reading(KEYS), cost.worth_reading(KEYS)) == (PAGES, 0)
+    # An engine may ask for a whole prompt of which only the first pages are known.
+    assert cost.worth_reading([*KEYS, *keys_of("unknown", 4 * PAGES)]) == 0
     assert declined(off) == {}
 
     assert read(cost, KEYS[:1]) == [True]

@@ -270,6 +270,7 @@ class Client:
         """Return how many leading keys take less time to read than to compute.
 
         For pages that `contains` or `touch` has just found: those do not shorten what they return.
+        Unknown keys after the last of these pages change nothing.
         compute_s: as in `batch_exists`. All keys with `decline` off, or without measurements.
         """
 

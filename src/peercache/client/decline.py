@@ -114,8 +114,10 @@ class Decliner:
         if isinstance(given, float | int) and self._are_cheap(keys, given):
             return len(keys), ""
         stated = np.atleast_1d(np.asarray(given, np.float64))[: len(keys)]
-        seconds: Seconds = np.broadcast_to(stated, len(keys))
         records, are_found = self._cache.find(keys)
+        reach = len(keys) - int(np.argmax(are_found[::-1]))
+        # What is not found after that is computed in any case.
+        seconds: Seconds = np.where(np.arange(len(keys)) < reach, stated, 0.0)
         known: list[tuple[Line, Mask | None]] = []
         unknown: list[Part] = []
         for source, chosen in by_source(records):
