@@ -197,7 +197,7 @@ test-rdma: $(STAMP)
 	@$(BIN)/python -m tests.rdma.rig test $(PYTEST_FLAGS)
 
 # A Debian for arm64 is made in the user's cache folder the first time (tests/aarch64/__main__.py).
-# PYTEST_FLAGS are arguments in place of the usual ones: PYTEST_FLAGS=tests/unit/memory
+# Without PYTEST_FLAGS all unit tests run, in parts; with them one emulator runs what they name.
 aarch64: $(STAMP)
 	@$(BIN)/python -m tests.aarch64 $(PYTEST_FLAGS)
 

@@ -1,11 +1,17 @@
-"""What `make aarch64` says where it cannot run, and its stand-in for calls that qemu lacks."""
+"""What `make aarch64` prints where it cannot run, its table, and its stand-in for calls."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
+
+from tests import second_chance
+from tests.aarch64 import parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +87,94 @@ def test_its_copies_are_those_of_the_kernel(tmp_path: Path) -> None:
 
     assert ours == kernels
     assert "(9000, 0) True" in ours
+
+
+SOME_TESTS = """
+import os, signal
+import pytest
+def test_one(): pass
+def test_two(): assert False
+def test_three(): pytest.skip("not here")
+@pytest.mark.parametrize("n", [1, 2])
+def test_four(n): assert False
+@pytest.mark.parametrize("n", [1, 2])
+def test_five(n): assert n == 1
+"""
+KILLED = """
+import os, signal
+def test_one(): pass
+def test_two(): os.kill(os.getpid(), signal.SIGKILL)
+def test_three(): pass
+"""
+
+
+def some_parts(
+    checkout: Path, folders: dict[str, str], left_out: str
+) -> Callable[[Sequence[str], Path], int]:
+    """Make a checkout with unit tests; return what starts pytest there."""
+    for name, text in folders.items():
+        (checkout / "tests" / "unit" / name).mkdir(parents=True)
+        (checkout / "tests" / "unit" / name / f"test_{name}.py").write_text(text)
+    listed = checkout / "tests" / "aarch64" / "left_out.txt"
+    listed.parent.mkdir()
+    listed.write_text(left_out)
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow:\n  rdma:\n")
+    (checkout / "conftest.py").write_text(
+        "from tests.examples import register_profiles\nregister_profiles()\n"
+    )
+
+    def begin(arguments: Sequence[str], output: Path) -> int:
+        command = ["env", "-C", str(checkout), sys.executable, "-m", "pytest", *arguments]
+        flags = os.O_WRONLY | os.O_CREAT
+        return os.posix_spawnp(
+            "env",
+            command,
+            {**os.environ, "PYTHONPATH": str(ROOT)},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+        )
+
+    return begin
+
+
+def test_each_test_of_each_part_is_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an emulator that is killed did not run is counted, and is no success."""
+    begin = some_parts(
+        tmp_path,
+        {"some": SOME_TESTS, "killed": KILLED},
+        "tests/unit/some/test_some.py::test_four  # both\n"
+        "tests/unit/some/test_some.py::test_five[2]  # one of them\n",
+    )
+
+    status = parts.run(begin, tmp_path, tmp_path / "kept", at_once=2)
+
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert status == 1
+    assert rows["some"][1:6] == ["2", "1", "1", "3", "0"]
+    assert rows["killed"][1:6] == ["1", "0", "0", "0", "2"]
+    assert rows["killed"][-3:] == ["ended", "with", "-9"]
+    assert rows["all"][1:6] == ["3", "1", "1", "3", "2"]
+    assert rows["FAILED"] == ["FAILED", "tests/unit/some/test_some.py::test_two"]
+    assert "assert False" in (tmp_path / "kept" / "some.log").read_text()
+
+
+def test_only_parts_that_ran_and_passed_are_a_success(tmp_path: Path) -> None:
+    """A part whose tests cannot be imported has none."""
+    well = some_parts(tmp_path / "a", {"well": "def test_one(): pass"}, "")
+    broken = some_parts(tmp_path / "b", {"broken": "import no_such_module"}, "")
+
+    assert parts.run(well, tmp_path / "a", tmp_path / "kept", at_once=1) == 0
+    assert parts.run(broken, tmp_path / "b", tmp_path / "kept", at_once=1) == 1
+
+
+def test_what_is_left_out_exists_and_has_a_reason() -> None:
+    """A renamed test would run again, and fail there."""
+    for test, reason in second_chance.listed(ROOT / parts.LEFT_OUT).items():
+        file, _, name = test.partition("::")
+        function = name.partition("[")[0].rpartition("::")[2]
+        assert f"def {function}(" in (ROOT / file).read_text(), test
+        assert len(reason) > 20, test
