@@ -18,7 +18,7 @@ LEFT_OUT = "tests/aarch64/left_out.txt"
 """In the syntax of tests/real_time.txt: what the emulator cannot do, each with its reason."""
 FLAGS = (
     "-q", "-m", "not slow and not rdma", "--hypothesis-profile=fast",
-    "-o", "faulthandler_timeout=3600", "-p", "tests.aarch64.plugin",
+    "-o", "faulthandler_timeout=3600", "-p", "tests.aarch64.plugin", "-p", "no:randomly",
 )  # fmt: skip
 COLUMNS = ("passed", "failed", "skipped", "left out", "not run")
 
