@@ -207,7 +207,7 @@ def test_a_slow_disk_is_declined(rig: Rig) -> None:
     rig.world.publish(*[rig.world.nodes[1].keep(name) for name in "xyz"])
     rig.world.nodes[1].latency_s, rig.world.nodes[1].portion = 0.1, 0
 
-    assert rig.worth("xyz", compute_s=0.5) == (0, "slow_disk")
+    assert rig.worth("xyz", compute_s=4.0) == (0, "slow_disk")
 
 
 def test_a_process_without_threads_declines_nothing_unmeasured(

@@ -17,7 +17,7 @@ from peercache.fabric.tcp import server as tcp_server
 from peercache.fabric.tcp import wire
 from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.unit.fabric.secured import (
     Cluster,
     connect,
@@ -107,7 +107,7 @@ def test_all_certificates_together_hold_no_more_than_there_is(
     server: PageServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that waits for room has it when those that do not receive have been hung up on."""
-    monkeypatch.setattr(tcp_server, "SEND_STALL_S", 1.0)
+    monkeypatch.setattr(tcp_server, "SEND_STALL_S", FACTOR)
     contexts = [openssl_client(cluster.client_files(f"slow-{n}")) for n in range(5)]
     with ExitStack() as stack:
         slow = [stack.enter_context(stuck(server, each)) for each in contexts for _ in range(2)]

@@ -15,6 +15,7 @@ import pytest
 from peercache.fabric.tcp import wire
 from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
+from tests.pace import FACTOR
 from tests.unit.fabric.secured import (
     Cluster,
     connect,
@@ -25,7 +26,8 @@ from tests.unit.fabric.secured import (
 )
 from tests.unit.fabric.serving import PageServer
 
-WATCHED_S = 1.0
+WATCHED_S = FACTOR
+"""A slow machine needs a part of it for what comes before."""
 
 
 class Records:
