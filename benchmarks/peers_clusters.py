@@ -215,11 +215,8 @@ def _open(store: str, engines: list[Engine], size: Size, settings: list[dict[str
 def _start_ours(size: Size, pool_bytes: int, folder: Path) -> Cluster:
     processes = NodeProcesses(log_folder=str(folder))
     cluster = f"peers-{os.getpid()}-{time.time_ns()}"
-    # The node whose client sets has most of the memory of all three: slots ahead take at most 1/32
-    # of a pool, so in a small one there are none for a batch, unlike in the pool of an engine.
-    pools = {"a": pool_bytes * 5 // 2, "b": pool_bytes // 4, "c": pool_bytes // 4}
     try:
-        nodes = start_cluster(processes, cluster, pools)
+        nodes = start_cluster(processes, cluster, dict.fromkeys(("a", "b", "c"), pool_bytes))
         engines = _engines(sys.executable, dict(os.environ), folder, "ours")
         settings = [{"cluster": cluster, "home": node.home} for node in nodes.values()]
         _open("ours", engines, size, settings)
@@ -232,7 +229,7 @@ def _start_ours(size: Size, pool_bytes: int, folder: Path) -> Cluster:
         if node.poll() is None:
             node.send_signal(number)
 
-    return Cluster("ours", ("shm", "tcp"), engines, signal_node, pools["a"], processes.close)
+    return Cluster("ours", ("shm", "tcp"), engines, signal_node, pool_bytes, processes.close)
 
 
 def _start_mooncake(size: Size, pool_bytes: int, folder: Path) -> Cluster:
