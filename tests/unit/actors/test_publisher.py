@@ -348,9 +348,9 @@ def test_a_commit_that_waits_keeps_its_timeout_however_many_are_answered_meanwhi
         take(made, ME, commit_of(records_of(ME, [at], 2 + 2 * at), timeout_s=50.0), 0.0)
         take(made, A, Acknowledged(made.numbers[A]), 0.0)
 
-    told = answers(ticked(made, 50.0))
+    answered = answers(ticked(made, 50.0))
 
-    assert [(a.request, a.published) for a in told] == [(9, 0)]
+    assert [(a.request, a.published) for a in answered] == [(9, 0)]
 
 
 def test_a_commit_keeps_its_timeout_if_those_of_answered_ones_are_forgotten_for_it(
@@ -364,9 +364,9 @@ def test_a_commit_keeps_its_timeout_if_those_of_answered_ones_are_forgotten_for_
         take(made, A, Acknowledged(made.numbers[A]), 0.0)
     take(made, ME, commit_of(records_of(ME, [100], 900), request=9, timeout_s=50.0), 0.0)
 
-    told = answers(ticked(made, 50.0))
+    answered = answers(ticked(made, 50.0))
 
-    assert [(a.request, a.published) for a in told] == [(9, 0)]
+    assert [(a.request, a.published) for a in answered] == [(9, 0)]
 
 
 def test_puts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
