@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import ODD
 from peercache.observability.reasons import INTERNAL, PEER_UNREACHABLE, REFUSED
+from tests.descriptors import open_files
 
 GRANULE = 16384
 NODE = Incarnation(9)
@@ -108,16 +109,6 @@ def asking(
 def generations_of(offsets: U64) -> U64:
     """Return the words that `publish` gives slots."""
     return np.uint64(100) + np.uint64(2) * (offsets // np.uint64(GRANULE))
-
-
-def descriptors_of(path: Path) -> list[str]:
-    """Return the descriptors of this process that are of a file."""
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            if each.readlink() == path:
-                found.append(each.name)
-    return found
 
 
 def fabric(**options: Any) -> ShmFabric:
@@ -328,7 +319,7 @@ def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> N
     shm = fabric()
     owners = [publish(shm_dir, node, slots=1) for node in range(1, SEGMENTS_MAX + 2)]
     before = [mappings(owner.path) for owner in owners]
-    descriptors = descriptors_of(owners[1].path)
+    descriptors = open_files().count(owners[1].path)
     for number, owner in enumerate(owners[:-1], 1):
         assert shm.reaches(member(owner.path, number))
     assert shm.reaches(member(owners[0].path, 1))
@@ -337,7 +328,7 @@ def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> N
 
     more = [mappings(owner.path) - b for owner, b in zip(owners, before, strict=True)]
     assert more == [2, 0] + [2] * (len(owners) - 2)
-    assert descriptors_of(owners[1].path) == descriptors
+    assert open_files().count(owners[1].path) == descriptors
     shm.close()
     for owner in owners:
         owner.close()

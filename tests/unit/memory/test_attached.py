@@ -26,6 +26,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, SEAL
 from peercache.trust.sharing import Sharing
+from tests.descriptors import open_files
 
 GRANULE = 16384
 NODE = Incarnation(5)
@@ -416,22 +417,13 @@ def test_populate_ends_where_the_kernel_refuses(
 
 def test_closed_segment_keeps_no_descriptor(owner: PublishedSegment) -> None:
     """A descriptor of a dead node's file would keep all of its memory."""
-    before = descriptors_of(owner.path)
+    before = open_files().count(owner.path)
     segment = attach(owner.path)
-    assert descriptors_of(owner.path) > before
+    assert open_files().count(owner.path) > before
 
     segment.close(1.0)
 
-    assert descriptors_of(owner.path) == before
-
-
-def descriptors_of(path: Path) -> int:
-    """Return how many descriptors of this process are of a file."""
-    count = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            count += each.readlink() == path
-    return count
+    assert open_files().count(owner.path) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a file of another user")

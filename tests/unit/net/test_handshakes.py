@@ -22,9 +22,8 @@ from peercache.net.peers import ControlTls
 from peercache.net.sockets import Dialer, Listener
 from peercache.observability import reasons
 from tests.certificates import Certificates
-from tests.descriptors import no_descriptors
+from tests.descriptors import no_descriptors, open_files
 from tests.pace import TIMEOUT_S, wait_until
-from tests.unit.net.peers import files_open
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
 """The head of a record that is never whole."""
@@ -74,9 +73,9 @@ def connect(listener: Listener) -> socket.socket:
 
 def strangers(listener: Listener, count: int) -> list[socket.socket]:
     """Connect as so many strangers, and return when the listener has taken them."""
-    before = files_open()
+    before = set(open_files())
     connections = [connect(listener) for _ in range(count)]
-    wait_until(lambda: files_open() == before + 2 * count, "both ends of each are open")
+    wait_until(lambda: len(set(open_files()) - before) == 2 * count, "both ends of each are open")
     return connections
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from peercache.trust.sharing import Sharing
 from peercache.wire.envelope import WIRE_VERSION, versions_spoken
 from peercache.wire.messages.declared import Role
 from peercache.wire.messages.session import OPERATOR, Hello
+from tests.descriptors import open_files
 
 FITTING = Hello(
     request=0,
@@ -348,13 +349,7 @@ def _with_lock(home: str, client: int = CLIENT) -> Hello:
 def _locks_open(home: str) -> int:
     """Return how many of this process's descriptors are of lock files: other tests leave others."""
     folder = folder_of(home)
-    return sum(link.parent == folder for link in _open_files())
-
-
-def _open_files() -> Iterator[Path]:
-    for one in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # The one that lists them has gone by now.
-            yield one.readlink()
+    return sum(file.parent == folder for file in open_files())
 
 
 OPERATES = attrs.evolve(FITTING, namespace="", geometry=OPERATOR, lock="", secret=b"", granule=0)

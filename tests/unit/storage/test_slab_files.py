@@ -39,6 +39,7 @@ from peercache.storage.slab_files import (
     aligned,
     consistent,
 )
+from tests.descriptors import open_files
 from tests.unit.storage.rig import MIB, Log
 
 
@@ -63,15 +64,8 @@ def write(files: SlabFiles, number: int, blocks: int = 1) -> None:
 
 def open_slabs(folder: Folder) -> list[int]:
     """Return the slabs whose files this process has open, once for each descriptor."""
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = Path(link.readlink())
-        except OSError:
-            continue
-        if target.parent == folder.path and target.name.startswith("slab"):
-            found.append(int("".join(filter(str.isdigit, target.name))))
-    return sorted(found)
+    slabs = [file for file in open_files() if file.parent == folder.path]
+    return sorted(int(slab.name[5:11]) for slab in slabs if slab.name.startswith("slab-"))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, outcome: int | OSError) -> None:
