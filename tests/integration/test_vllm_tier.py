@@ -24,6 +24,7 @@ from tests.integration.other_engines import (
 )
 from tests.pace import wait_until
 from tests.system.nodes import LocalCluster, NodeProcess
+from tests.system.relay import SlowLink
 
 PROMPT_TOKENS = 600
 CHUNKS = PROMPT_TOKENS // 128
@@ -146,6 +147,33 @@ def test_another_engine_loads_what_the_first_one_stored_and_outlives_its_node(
         assert engine.ask(prompt(1)) == said[1]
         assert engine.metric(READ_BYTES) * 3 == 3 * CHUNKS * CHUNK_BYTES
         assert engine.process.poll() is None
+
+
+def test_an_engine_computes_what_takes_longer_to_read(venv: Path, model: Path) -> None:
+    """A new engine reads over a fast link, and declines all chunks over a slow one."""
+    compute_s = 10.0  # A busy machine has a twentieth of it to measure the link.
+    costs = {"fabric": "tcp", "decline": "cost", "page_compute_ms": 1000 * compute_s}
+    prompts = [prompt(seed) for seed in range(2)]
+    with SlowLink.open() as link, LocalCluster() as cluster:
+        first = cluster.start(pool="64MiB", flags=link.flags)
+        second = cluster.start(pool="64MiB")
+        cluster.wait_for_members(second, 2)
+        watcher = cluster.client(first)
+        with VllmServer(venv, model, at(cluster, first)) as engine:
+            engine.wait()
+            said = [engine.ask(each) for each in prompts]
+            wait_until(lambda: watcher.stats()["home_pool_pages"] == 2 * CHUNKS)
+
+        chunk_times = (0.0, 5 * compute_s)
+        read = []
+        for seconds, each, tokens in zip(chunk_times, prompts, said, strict=True):
+            link.data.byte_s = seconds / CHUNK_BYTES
+            with VllmServer(venv, model, at(cluster, second, **costs)) as engine:
+                engine.wait()
+                assert engine.ask(each) == tokens
+                read.append(engine.metric(READ_BYTES))
+                assert engine.metric(FAILED_LOADS) == 0
+        assert read == [CHUNKS * CHUNK_BYTES, 0]
 
 
 def test_an_engine_that_computes_otherwise_takes_no_chunk(
