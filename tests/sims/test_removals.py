@@ -37,7 +37,7 @@ class Scene:
     """One node's removals, of members 1 and 2."""
 
     seen: Removals = attrs.field(factory=Removals)
-    actor: Remover = attrs.field(factory=Remover)
+    actor: Remover = attrs.field(factory=lambda: Remover(dead_s=6.0))
 
     def __attrs_post_init__(self) -> None:
         self.say(Origin(0), ViewChanged((member(1), member(2))), 0.0)

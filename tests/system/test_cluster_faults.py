@@ -39,6 +39,7 @@ from tests.system.nodes import (
 )
 
 STALL_S = 0.25
+SMALL_BYTES = 16 * 1024
 
 
 def test_a_killed_holder_is_missed_in_time_and_its_keys_can_be_set_again_at_once() -> None:
@@ -62,6 +63,42 @@ def test_a_killed_holder_is_missed_in_time_and_its_keys_can_be_set_again_at_once
         assert stored == [True] * 16
         wait_until(lambda: read(reader, keys) == [True] * 32)
         assert reader.stats()["pages_missed_peer_unreachable"] >= 16
+
+
+@pytest.mark.slow
+def test_a_removal_names_a_dead_node_as_long_as_its_pages_can_be_read() -> None:
+    """SIGKILL: what a removal has not reported as missed is found by no client of the host.
+
+    They have the dead node's memory mapped, and each follows the view in its own time; one has lost
+    its home node.
+    """
+    soon = ("--heartbeat-s", "0.5", "--suspect-s", "1.5", "--dead-s", "2.5")
+    with LocalCluster() as cluster, capture_logs() as logged:
+        first, second, third = [cluster.start(flags=soon) for _ in range(3)]
+        for node in (first, second, third):
+            cluster.wait_for_members(node, 3)
+        remover = cluster.client(first, op_timeout_s=0.3)
+        readers = [remover, *[cluster.client(node) for node in (third, second, second)]]
+        keys = keys_of("dead", 240)
+        assert all(readers[1].batch_set(keys, pages_of(keys, SMALL_BYTES)))
+        assert [read(each, keys, SMALL_BYTES) for each in readers] == [[True] * 240] * 4
+
+        third.kill()
+        found: list[str] = []
+        complete = 0
+        for key in keys:
+            logged.clear()
+            remover.remove([key])
+            if not any("client.removal_incomplete" in line for line in logged):
+                complete += 1
+                for number, each in enumerate(readers):
+                    found += [f"get {number}"] * read(each, [key], SMALL_BYTES)[0]
+                    found += [f"exists {number}"] * each.contains([key])[0]
+            if complete == 20:
+                break
+            time.sleep(0.05)
+
+        assert (found, complete) == ([], 20)
 
 
 @pytest.mark.usefixtures("stalls")

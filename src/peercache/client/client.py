@@ -286,8 +286,9 @@ class Client:
 
         No get finds them afterwards; but if a node is killed while a slow disk still deletes them
         (longer than a tenth of a second), it may have them again after its restart. Members that do
-        not answer within `op_timeout_s` keep their pages: the log then has
-        `client.removal_incomplete`. A page counts once for each holder.
+        not answer within `op_timeout_s` keep their pages, and those of members that died or left
+        less than 8 s ago may still be read: the log then has `client.removal_incomplete`. A page
+        counts once for each holder.
         """
 
         def ask(until: float) -> int:
@@ -310,7 +311,7 @@ class Client:
     def clear(self) -> int:
         """Drop every page of this namespace on every live node; return how many were removed.
 
-        Members that do not answer within `op_timeout_s` keep their pages, as with `remove`.
+        Members that do not answer, or have just ended, may keep their pages, as with `remove`.
         """
 
         def ask(until: float) -> int:

@@ -96,7 +96,7 @@ class NodeActors:
         self.disk = _disk(config, metrics)
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)
         self.rdma = RdmaActor(channels_a_client_max=CHANNELS_FACTOR * config.max_channels_per_peer)
-        self.removal = Remover()
+        self.removal = Remover(dead_s=config.dead_s)
         self.placement = _placement(config, me, rng, spaces)
         self.placement.show(metrics)
         self.mailboxes = NodeMailboxes()

@@ -11,13 +11,14 @@ import pytest
 from peercache.actors.effects import NotifyDirectory, Send
 from peercache.actors.mailboxes import RemovalDone, ViewChanged
 from peercache.actors.origin import Origin
-from peercache.actors.removal.actor import PENDING_MAX, TIMEOUT_MAX_S, Remover
+from peercache.actors.removal.actor import FOLLOWS_S, PENDING_MAX, TIMEOUT_MAX_S, Remover
 from peercache.model.member import ALIVE, DEAD, LEFT, SUSPECT, Member
 from peercache.wire.messages.pool import Clear, Demote, Remove, Removed, Retain, Retained
 from peercache.wire.messages.session import Refused
 
 CLIENT = Origin(0x77, pipe=4)
 CLEAR = Clear(9, 5, timeout_s=2.0)
+DEAD_S = 6.0
 
 
 def view(**states: int) -> ViewChanged:
@@ -32,9 +33,9 @@ def answered(removed: Removed) -> NotifyDirectory:
 
 @pytest.fixture
 def remover() -> Remover:
-    remover = Remover()
+    remover = Remover(dead_s=DEAD_S)
     states = {"m1": ALIVE, "m2": SUSPECT, "m3": DEAD, "m4": LEFT, "m5": ALIVE}
-    assert remover.on_message(Origin(0), view(**states), 0.0) == []
+    assert remover.on_message(Origin(0), view(**states), -DEAD_S) == []
     return remover
 
 
@@ -86,13 +87,47 @@ def test_only_a_member_that_was_asked_is_counted_and_once(remover: Remover) -> N
 
 
 def test_a_member_that_has_gone_is_waited_for_no_longer(remover: Remover) -> None:
-    """Its memory is gone, and its pages with it."""
+    """But it is named: other clients of its host have its memory mapped."""
     remover.on_message(CLIENT, CLEAR, 10.0)
     remover.on_message(Origin(1), Removed(1, 2), 10.1)
 
     ended = remover.on_message(Origin(0), view(m1=ALIVE, m2=DEAD), 10.2)
 
-    assert ended == [answered(Removed(9, 2))]
+    assert ended == [answered(Removed(9, 2, (2, 5)))]
+
+
+@pytest.mark.parametrize("end", [DEAD, LEFT])
+def test_a_member_is_named_until_all_must_know_of_its_end(remover: Remover, end: int) -> None:
+    """From when it was first seen ended, by whatever view; afterwards it is gone."""
+    answers = []
+    for now in (10.0, 12.0, 10.0 + DEAD_S + FOLLOWS_S):
+        remover.on_message(Origin(0), view(m1=ALIVE, m2=end), now)
+        (sent,) = remover.on_message(CLIENT, CLEAR, now)
+        assert isinstance(sent, Send)
+        assert isinstance(sent.message, Clear)
+        answers += remover.on_message(Origin(1), Removed(sent.message.request, 3), now)
+
+    assert answers == [answered(Removed(9, 3, missed)) for missed in ((2,), (2,), ())]
+
+
+def test_a_member_that_was_held_dead_and_is_back_is_asked_like_any(remover: Remover) -> None:
+    """It answers for itself."""
+    remover.on_message(Origin(0), view(m1=ALIVE, m2=DEAD), 10.0)
+    remover.on_message(Origin(0), view(m1=ALIVE, m2=ALIVE), 10.5)
+    remover.on_message(CLIENT, CLEAR, 11.0)
+
+    assert remover.on_message(Origin(1), Removed(1, 0), 11.1) == []
+    assert remover.on_message(Origin(2), Removed(1, 4), 11.1) == [answered(Removed(9, 4))]
+
+
+def test_a_retain_names_no_member_that_has_ended(remover: Remover) -> None:
+    """It protects no page there."""
+    remover.on_message(Origin(0), view(m1=ALIVE, m2=DEAD), 10.0)
+    remover.on_message(CLIENT, RETAIN, 10.0)
+
+    sent = remover.on_message(Origin(1), Retained(1, b"\1\1\1"), 10.1)
+
+    assert sent == [Send(CLIENT, Retained(9, b"\1\1\1"))]
 
 
 def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: Remover) -> None:
@@ -102,11 +137,11 @@ def test_a_view_without_one_member_leaves_the_others_to_be_waited_for(remover: R
     assert remover.on_message(Origin(0), view(m1=ALIVE, m5=ALIVE), 10.1) == []
 
     assert remover.on_message(Origin(1), Removed(1, 3), 10.2) == []
-    assert remover.on_message(Origin(5), Removed(1, 4), 10.3) == [answered(Removed(9, 7))]
+    assert remover.on_message(Origin(5), Removed(1, 4), 10.3) == [answered(Removed(9, 7, (2,)))]
 
 
 def test_a_node_without_a_view_answers_at_once() -> None:
-    assert Remover().on_message(CLIENT, CLEAR, 1.0) == [answered(Removed(9, 0))]
+    assert Remover(dead_s=DEAD_S).on_message(CLIENT, CLEAR, 1.0) == [answered(Removed(9, 0))]
 
 
 @pytest.mark.parametrize(("asked_s", "until"), [(1e300, 10.0 + TIMEOUT_MAX_S), (-5.0, 10.0)])

@@ -7,7 +7,8 @@ Sends   Remove, Clear, Retain and Demote to every live member, this node include
         Refused to the client; RemovalDone to the directory, which answers the client of a removal.
 Keeps   the count is the sum of the members' answers, each member counted once; a page is retained
         or demoted if one member does so. A member that did not answer in time is named. A member
-        that has left the view is no longer waited for.
+        that has died or left is not waited for, but a removal names it for `dead_s + FOLLOWS_S`:
+        until then others may still read its pages.
 Limits  PENDING_MAX removals at once, and TIMEOUT_MAX_S for each.
 """
 
@@ -42,6 +43,11 @@ PENDING_MAX: Final = 256
 TIMEOUT_MAX_S: Final = 10.0
 """Longest wait for the members, whatever timeout a client has."""
 
+FOLLOWS_S: Final = 2.0
+"""How long clients may use a view that their node has replaced: they request the changes once a
+second, and once more if an answer is lost. Until then they read the memory of a dead node of their
+host, which they have mapped, and `exists` finds its pages on every host."""
+
 
 @final
 @attrs.define(eq=False)
@@ -50,7 +56,8 @@ class Removal:
 
     waiting: the members that have not answered, in order.
     states:  for these two: the best state that was reported for each page; None for a removal.
-    missed:  members that may still name pages that others have removed.
+    missed:  members that may still name pages that others have removed, or whose pages may still be
+             read though they are gone.
     """
 
     origin: Origin
@@ -83,9 +90,16 @@ class Removal:
 @final
 @attrs.define
 class Remover:
-    """Forwards removals to every member, on behalf of clients, and sums the answers."""
+    """Forwards removals to every member, on behalf of clients, and sums the answers.
 
+    dead_s: that of the cluster. A node that no master has notified of an end for so long holds the
+            masters dead, and judges by itself.
+    """
+
+    _dead_s: float
     _live: tuple[int, ...] = ()
+    _ended_at: dict[int, float] = attrs.field(factory=dict)
+    """When each dead or left member of the view was first seen so."""
     _pending: dict[int, Removal] = attrs.field(factory=dict)
     _last_number: int = 0
 
@@ -97,7 +111,7 @@ class Remover:
             case Removed() | Retained():
                 return self._count(sender.identity, message)
             case ViewChanged():
-                return self._follow(message)
+                return self._follow(message, now)
         assert_never(message)
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -126,7 +140,8 @@ class Remover:
         if isinstance(message, Retain | Demote):
             states = bytes((NOT_HERE,)) * (len(message.keys) // KEY_BYTES)
         waiting = dict.fromkeys(self._live)
-        removal = Removal(sender, message.request, now + timeout_s, waiting, states)
+        missed = dict.fromkeys(self._just_ended(now))
+        removal = Removal(sender, message.request, now + timeout_s, waiting, states, missed=missed)
         if not self._live:
             return [removal.answer()]
         self._pending[number] = removal
@@ -144,17 +159,23 @@ class Remover:
             removal.missed.update(dict.fromkeys(set(reply.missed) & set(self._live)))
         return self._end_if_answered(reply.request)
 
-    def _follow(self, view: ViewChanged) -> list[Effect]:
-        self._live = tuple(
-            sorted(m.incarnation for m in view.members if m.state in (ALIVE, SUSPECT))
-        )
+    def _follow(self, view: ViewChanged, now: float) -> list[Effect]:
+        live = {m.incarnation for m in view.members if m.state in (ALIVE, SUSPECT)}
+        ended = {m.incarnation for m in view.members} - live
+        self._live = tuple(sorted(live))
+        self._ended_at = {member: self._ended_at.get(member, now) for member in ended}
         effects: list[Effect] = []
-        live = dict.fromkeys(self._live)
         for number, removal in list(self._pending.items()):
             for gone in [member for member in removal.waiting if member not in live]:
                 del removal.waiting[gone]
+                removal.missed[gone] = None
             effects += self._end_if_answered(number)
         return effects
+
+    def _just_ended(self, now: float) -> list[int]:
+        """Return the members that other nodes or their clients may still hold alive."""
+        since = now - self._dead_s - FOLLOWS_S
+        return [member for member, at in self._ended_at.items() if at > since]
 
     def _end_if_answered(self, number: int) -> list[Effect]:
         return [] if self._pending[number].waiting else [self._pending.pop(number).answer()]

@@ -188,7 +188,8 @@ class Clear:
 class Removed:
     """Answer a Remove or Clear: the number of removed pages.
 
-    missed: the members that did not answer in time, and may still hold pages.
+    missed: the members that did not answer in time, and may still hold pages, and those that have
+            just died or left, whose pages may still be read.
     """
 
     declared: ClassVar = Declared(27, Receiver.REMOVAL, NODES)
