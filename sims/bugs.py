@@ -26,6 +26,7 @@ from peercache.actors.ports import DISK_LATE, DISK_UNTRIED
 from peercache.actors.promote.actor import Promotions
 from peercache.actors.publisher import actor as publisher
 from peercache.actors.publisher import streams
+from peercache.actors.removal.actor import Remover
 from peercache.actors.runtime import SELF, Mailbox
 from peercache.model import records
 from peercache.model.member import ALIVE
@@ -410,6 +411,17 @@ def _nothing_is_void(_: Any) -> Any:
 
 
 REMOVED_COMES_BACK: Patches = ((reservations.Mirrors, "is_void", _nothing_is_void),)
+
+
+def _none_has_just_ended(_: Any) -> Any:
+    def just_ended(self: Any, now: float) -> list[int]:
+        del self, now
+        return []
+
+    return just_ended
+
+
+DEAD_NOT_NAMED: Patches = ((Remover, "_just_ended", _none_has_just_ended),)
 
 
 def _for_50_ms(right: Any) -> Any:

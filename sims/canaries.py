@@ -31,6 +31,7 @@ from sims import (
 )
 from sims.canary import Canary
 from sims.doubting import doubt
+from sims.outliving import outlive
 from sims.play import play
 from sims.queueing import queue
 from sims.racing import race, race_drains, race_spills
@@ -492,6 +493,13 @@ CANARIES: tuple[Canary, ...] = (
         5,
         patches=bugs.REMOVED_COMES_BACK,
         story=race,
+    ),
+    Canary(
+        "dead-not-named",
+        "a removal names no member that has just died, although its pages can still be read",
+        5,
+        patches=bugs.DEAD_NOT_NAMED,
+        story=outlive,
     ),
     *bugs_placement.CANARIES,
     *bugs_copies.CANARIES,

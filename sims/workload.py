@@ -19,6 +19,7 @@ from peercache.model.runs import PageRuns
 from peercache.observability.reasons import ABSENT, INTERNAL, MISS_REASONS, VERIFY_FAILED
 from peercache.paths.cluster import Cluster
 from peercache.paths.search import ANSWERS_MAX
+from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import Clear, Remove, Retain
 from sims.client import Answers, SimClient
 from sims.content import POISON, content_of
@@ -267,19 +268,22 @@ class Calls:
             for name, pages in (("prefix:reported", 2 * reported), ("prefix:short", short)):
                 self.counts[name] = self.counts.get(name, 0) + pages
 
-    async def ask_all(self, client: SimClient, message: Remove | Clear | Retain) -> None:
-        """Remove, clear or retain at every live member, through the home node."""
+    async def ask_all(self, client: SimClient, message: Remove | Clear | Retain) -> Message | None:
+        """Remove, clear or retain at every live member; return the home node's answer."""
         timeout_s = client.config.op_timeout_s
+        answer: Message | None = None
         started = trio.current_time()
         attached = client.tie.attached
         if attached is not None:
             message = attrs.evolve(message, timeout_s=timeout_s / 2)
-            await client.asker.ask([(attached.incarnation, message)], _until(client, timeout_s))
+            asked = [(attached.incarnation, message)]
+            answer = (await client.asker.ask(asked, _until(client, timeout_s)))[0]
         if isinstance(message, Remove):
             client.cache.end(np.frombuffer(message.keys, KEY))
         elif isinstance(message, Clear):
             client.cache.end()
         self._ended(client, type(message).__name__, started, timeout_s, np.ones(0, np.bool_), [])
+        return answer
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from sims.copying import copy
 from sims.doubting import doubt
 from sims.expiring import expire
 from sims.following import follow
+from sims.outliving import outlive
 from sims.play import play
 from sims.queueing import queue
 from sims.racing import race, race_copies, race_drains, race_spills
@@ -43,6 +44,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         turn,
         doubt,
         queue,
+        pytest.param(outlive, marks=pytest.mark.slow),
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
         pytest.param(race_spills, marks=pytest.mark.slow),
@@ -63,6 +65,7 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
     ("canary", "checkers"),
     [
         pytest.param("removed-comes-back", {"came-back"}, marks=pytest.mark.slow),
+        pytest.param("dead-not-named", {"removed-found"}, marks=pytest.mark.slow),
         pytest.param("handed-over-though-removed", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("spilled-though-removed", {"came-back"}, marks=pytest.mark.slow),
         pytest.param("copied-though-removed", {"came-back"}, marks=pytest.mark.slow),
