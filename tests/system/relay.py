@@ -10,6 +10,7 @@ import time
 
 import attrs
 
+from tests.pace import LOOK_S
 from tests.system.nodes import Closing
 
 NODE_HOST, LINK_HOST = "127.0.0.2", "127.0.0.3"
@@ -23,7 +24,8 @@ BEHIND_S = 0.02
 class Relay(Closing):
     """Passes bytes between those who connect and a target, in one thread.
 
-    byte_s: seconds for each byte that the target sends, over all connections; 0 is no limit.
+    byte_s: seconds for each byte that the target sends, over all connections; 0 is no limit, inf
+            lets none pass. A change holds at once.
     """
 
     def __init__(self, at: tuple[str, int], target: tuple[str, int], byte_s: float = 0.0) -> None:
@@ -69,7 +71,7 @@ class Relay(Closing):
             raw = source.recv(PIECE if self.byte_s else 1 << 18)
             if raw:
                 if is_slow and self.byte_s:
-                    self._wait(len(raw) * self.byte_s)
+                    self._wait(len(raw))
                 other.sendall(raw)
                 return
         for end in (source, other):
@@ -78,11 +80,14 @@ class Relay(Closing):
                 self._selector.unregister(end)
             end.close()
 
-    def _wait(self, seconds: float) -> None:
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now - BEHIND_S) + seconds
-        if self._free_at > now:
-            time.sleep(self._free_at - now)
+    def _wait(self, size: int) -> None:
+        begins = max(self._free_at, time.monotonic() - BEHIND_S)
+        while not self._is_ended.is_set():
+            self._free_at = begins + size * self.byte_s
+            left_s = self._free_at - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, LOOK_S))
 
 
 @attrs.frozen

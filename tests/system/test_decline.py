@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 
 from peercache import Client
 from tests.pace import wait_until
-from tests.system.nodes import PAGE_BYTES, LocalCluster, empty, keys_of, pages_of, read
+from tests.system.nodes import CALL_S, PAGE_BYTES, LocalCluster, empty, keys_of, pages_of, read
 from tests.system.relay import SlowLink
 
-PAGES, COMPUTE_S = 32, 0.2
-SLOW_BYTE_S = 2 * COMPUTE_S / PAGE_BYTES
+PAGES, COMPUTE_S = 32, 0.02
+SLOW_BYTE_S = 0.4 / PAGE_BYTES
+"""Reading a few pages takes longer than computing all, whatever else delays the first read."""
+LONG_S = 60.0
+"""A page takes longer to compute than any link and machine here takes to deliver it."""
 KEYS = keys_of("declined", PAGES)
 
 
@@ -34,9 +38,10 @@ def cluster(link: SlowLink) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def client_of(cluster: LocalCluster, decline: str) -> Client:
-    settings = {"decline": decline, "page_compute_ms": COMPUTE_S * 1000}
-    return cluster.client(cluster.nodes[0], fabric="tcp", **settings)
+def client_of(cluster: LocalCluster, decline: str, compute_s: float = COMPUTE_S) -> Client:
+    """Return a client whose deadline leaves time for all pages while others use the link, too."""
+    settings = {"decline": decline, "page_compute_ms": compute_s * 1000}
+    return cluster.client(cluster.nodes[0], fabric="tcp", op_timeout_s=10 * CALL_S, **settings)
 
 
 def declined(client: Client) -> dict[str, object]:
@@ -49,11 +54,12 @@ def test_pages_that_take_longer_to_read_than_to_compute_are_not_reported(
     cluster: LocalCluster, link: SlowLink
 ) -> None:
     """From the first prompt on, and a get of them hits all the same."""
-    link.data.byte_s = SLOW_BYTE_S
+    link.data.byte_s = math.inf
     off, cost = client_of(cluster, "off"), client_of(cluster, "cost")
 
     assert cost.batch_exists(KEYS) == 0
     assert declined(cost) == {"unmeasured": PAGES}
+    link.data.byte_s = SLOW_BYTE_S
     wait_until(lambda: cost.batch_touch(KEYS) == 0 and "slow_fabric" in declined(cost))
     assert off.batch_exists(KEYS) == PAGES
     assert cost.contains(KEYS) == [True] * PAGES
@@ -74,8 +80,8 @@ def test_a_prefix_is_reported_to_whom_it_takes_longer_to_compute(
     cost = client_of(cluster, "cost")
     wait_until(lambda: cost.batch_exists(KEYS) == 0 and "slow_fabric" in declined(cost))
 
-    assert cost.batch_exists(KEYS, compute_s=60.0) == PAGES
-    longer = [60.0] * 4 + [0.0] * (PAGES + 1 - 4)
+    assert cost.batch_exists(KEYS, compute_s=LONG_S) == PAGES
+    longer = [LONG_S] * 4 + [0.0] * (PAGES + 1 - 4)
     assert cost.batch_exists([*KEYS, "unknown"], compute_s=longer) == 4
 
 
@@ -84,7 +90,7 @@ def test_a_fast_link_is_measured_before_the_first_prompt(
 ) -> None:
     """Nothing is declined."""
     link.data.byte_s = 0.0
-    cost = client_of(cluster, "cost")
+    cost = client_of(cluster, "cost", LONG_S)
 
     assert cost.batch_exists(KEYS) == PAGES
     assert read(cost, KEYS) == [True] * PAGES

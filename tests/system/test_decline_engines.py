@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -25,12 +26,15 @@ from tests.unit.lmcache.fake_lmcache import MemoryObject, ObjectKey, readable
 from tests.unit.vllm import fake_vllm
 from tests.unit.vllm.fake_vllm import LookupResult, job
 
-CHUNKS, COMPUTE_S, TOKENS = 12, 0.2, 16
-SLOW = {"decline": "cost", "page_compute_ms": COMPUTE_S * 1000}
-SLOW_BYTE_S = 2 * COMPUTE_S / PAGE_BYTES
-HALF = {"decline": "cost", "page_compute_ms": 10_000, "op_timeout_s": 1.0}
+CHUNKS, TOKENS = 12, 16
+PAGE_S = 0.4
+SLOW_BYTE_S = PAGE_S / PAGE_BYTES
+SLOW = {"decline": "cost", "page_compute_ms": 20}
+"""Reading a page takes longer than computing all, whatever else delays the first read."""
+WORTH = {"decline": "cost", "page_compute_ms": 60_000}
+HALF = {**WORTH, "op_timeout_s": 8.0}
 """Worth reading, but two pages of each of these chunks do not all arrive within a get."""
-HALF_BYTE_S = 0.05 / PAGE_BYTES
+HALF_BYTE_S = 1.5 / PAGE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +157,14 @@ def test_vllm_computes_chunks_that_take_longer_to_read(
     cluster: LocalCluster, link: SlowLink, opened: Opened
 ) -> None:
     """From the first request on; each request has the verdict that it was given first."""
-    link.data.byte_s = SLOW_BYTE_S
+    link.data.byte_s = math.inf
     with tier_of(opened, at(cluster, cluster.nodes[0])) as (tier, _):
         assert hits(tier, "a", FULL) == [True] * CHUNKS
         assert declined(opened) == {}
     with tier_of(opened, at(cluster, cluster.nodes[0], **SLOW)) as (tier, _):
         assert hits(tier, "a", FULL) == [False] * CHUNKS
         assert declined(opened) == {"unmeasured": CHUNKS}
+        link.data.byte_s = SLOW_BYTE_S
         others = map(str, itertools.count())
         wait_until(
             lambda: not any(hits(tier, next(others), FULL)) and "slow_fabric" in declined(opened)
@@ -174,7 +179,7 @@ def test_vllm_reads_what_it_was_promised(
 ) -> None:
     """A link that becomes slow after the lookup shortens no load."""
     link.data.byte_s = 0.0
-    with tier_of(opened, at(cluster, cluster.nodes[0], **SLOW)) as (tier, rows):
+    with tier_of(opened, at(cluster, cluster.nodes[0], **WORTH)) as (tier, rows):
         stored = rows[:3].copy()
         rows[:] = 0
         assert hits(tier, "a", FULL) == [True] * CHUNKS
@@ -238,13 +243,14 @@ def test_lmcache_is_not_offered_objects_that_take_longer_to_read(
     cluster: LocalCluster, link: SlowLink, opened: Opened
 ) -> None:
     """It locks none of them; a load of them is a hit all the same."""
-    link.data.byte_s = SLOW_BYTE_S
+    link.data.byte_s = math.inf
     with adapter_of(opened, at(cluster, cluster.nodes[0])) as adapter:
         assert found(adapter, OBJECTS) == [True] * len(OBJECTS)
         assert declined(opened) == {}
     with adapter_of(opened, at(cluster, cluster.nodes[0], **SLOW)) as adapter:
         assert found(adapter, OBJECTS) == [False] * len(OBJECTS)
         assert declined(opened) == {"unmeasured": len(OBJECTS)}
+        link.data.byte_s = SLOW_BYTE_S
         wait_until(lambda: not any(found(adapter, OBJECTS)) and "slow_fabric" in declined(opened))
         into = MemoryObject(bytes(PAGE_BYTES))
         task = adapter.submit_load_task(OBJECTS[3:4], [into])
@@ -278,7 +284,7 @@ def test_chunks_behind_a_missing_one_save_lmcache_no_computing(
     link.data.byte_s = SLOW_BYTE_S
     missing = [ObjectKey(bytes([100 + at]) * 32, kv_rank=1) for at in range(5)]
     broken = [*RANKS[0][:2], *missing, *RANKS[0][7:]]
-    costs = {**SLOW, "page_compute_ms": 1.5 * COMPUTE_S * 1000}
+    costs = {**SLOW, "page_compute_ms": 0.75 * PAGE_S * 1000}
     with adapter_of(opened, at(cluster, cluster.nodes[0], **costs)) as adapter:
         wait_until(lambda: not any(found(adapter, broken)) and "slow_fabric" in declined(opened))
 
