@@ -24,6 +24,14 @@ def open_files() -> list[Path]:
     return found
 
 
+def open_within(folder: str | Path) -> list[Path]:
+    """Return what is open of a folder, itself included, also where it was removed meanwhile."""
+    inside = (f"{folder}/", f"{folder} (deleted)")
+    return [
+        file for file in open_files() if str(file) == str(folder) or str(file).startswith(inside)
+    ]
+
+
 @contextmanager
 def no_descriptors(*, left: int = 0) -> Iterator[None]:
     """Let this process open no more than `left` files for the length of a block."""

@@ -357,8 +357,9 @@ def test_a_reader_that_does_not_read_lets_nodes_wait(monkeypatch: pytest.MonkeyP
 def test_close_ends_the_threads() -> None:
     """Nothing runs on, also while a node keeps a question."""
     nodes = {A: MadeUpNode(5)}
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with followed(nodes, {A}) as (holds, _):
         holds({A: 0})
-        assert threading.active_count() > before
-    wait_until(lambda: threading.active_count() <= before)
+        begun = set(threading.enumerate()) - before
+        assert begun
+    wait_until(lambda: not any(thread.is_alive() for thread in begun))

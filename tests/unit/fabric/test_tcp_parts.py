@@ -188,14 +188,17 @@ def test_nearer_deadline_is_not_kept_waiting_by_a_farther_one() -> None:
 
 def test_close_ends_the_thread() -> None:
     """Nothing of a closed fabric runs on."""
+    before = set(threading.enumerate())
     watchdog = Watchdog(time.monotonic)
     watchdog.release(watchdog.watch(lambda: None, time.monotonic() + 3600))
-    before = [thread.name for thread in threading.enumerate()]
+    begun = [
+        each for each in set(threading.enumerate()) - before if each.name == "peercache-deadlines"
+    ]
+    assert len(begun) == 1
 
     watchdog.close()
 
-    after = [thread.name for thread in threading.enumerate()]
-    assert before.count("peercache-deadlines") == after.count("peercache-deadlines") + 1
+    assert not begun[0].is_alive()
 
 
 def test_a_thread_that_could_not_be_started_is_started_for_the_next_read(

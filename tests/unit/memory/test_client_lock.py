@@ -27,6 +27,7 @@ from peercache.memory.client_lock import (
     remove_folder,
 )
 from peercache.trust.sharing import Sharing
+from tests.descriptors import open_within
 from tests.pace import wait_until
 
 CLIENT = 0xABCDEF
@@ -207,7 +208,6 @@ def test_a_file_removed_before_its_lock_is_looked_at_is_made_again(
 ) -> None:
     """To hold the lock of a file without a name is to hold nothing that a node could find."""
     path = folder_of(home) / lock_name(CLIENT)
-    before = len(list(Path("/proc/self/fd").iterdir()))
     real = fcntl.lockf
     interleaved = iter([path.unlink])
 
@@ -225,18 +225,17 @@ def test_a_file_removed_before_its_lock_is_looked_at_is_made_again(
     assert _is_locked_for_others(path)
     assert path.read_bytes() == lock.secret
     lock.release()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert not open_within(folder_of(home))
 
 
 def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     """It names the setting and the path; no descriptor is left behind."""
     (tmp_path / "file").touch()
-    before = len(list(Path("/proc/self/fd").iterdir()))
 
     with pytest.raises(ConfigError, match=r"home.*file"):
         ClientLock(f"ipc://{tmp_path}/file/node.ipc", CLIENT, OURS)
 
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert not open_within(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -380,13 +379,12 @@ def test_a_folder_that_goes_meanwhile_is_made_again(
 
 def test_a_lock_whose_folder_is_gone_is_released(home: str) -> None:
     """The node has removed everything: that is no reason to keep the lock, or to raise."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
     lock = ClientLock(home, CLIENT, OURS)
     shutil.rmtree(folder_of(home))
 
     lock.release()
 
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert not open_within(folder_of(home))
 
 
 def test_a_link_in_the_place_of_the_folder_is_not_followed(home: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from peercache.model.records import RECORD, RECORD_BYTES, Records
 from sims.tables import header_of
 from tests.children import fork
 from tests.descriptors import open_files
+from tests.pace import TIMEOUT_S
 from tests.unit.actors.table_check import check_table
 from tests.unit.memory.watched import WatchedWriter
 
@@ -214,7 +216,6 @@ def test_a_table_whose_first_index_has_no_memory_is_not_made(watched_writer: Wat
 
 AHEAD_BYTES = 2**21
 """Of rows, as `_table_ahead.c` has it."""
-WAIT_S = 5.0
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def size_of(file: int) -> int:
 
 
 def has_come(happened: Callable[[], bool]) -> bool:
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + TIMEOUT_S
     while not (has := happened()) and time.monotonic() < until:
         time.sleep(0.001)
     return has
@@ -245,8 +246,12 @@ def has_come(happened: Callable[[], bool]) -> bool:
 
 def threads() -> set[Path]:
     """Return those of all tables, a failed test's included."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {each for each in tasks if (each / "comm").read_text().strip() == "peercache-table"}
+    found = set()
+    for each in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended meanwhile.
+            if (each / "comm").read_text().strip() == "peercache-table":
+                found.add(each)
+    return found
 
 
 def busy_ns(thread: Path) -> int:
@@ -340,8 +345,9 @@ def test_the_thread_takes_no_signal(file: int) -> None:
 
 def test_a_fork_lets_go_of_the_table(file: int) -> None:
     """It has no such thread, which it would wait for."""
-    table = table_in(file)
     before = threads()
+    table = table_in(file)
+    (thread,) = threads() - before
 
     def let_go() -> None:
         nonlocal table
@@ -355,7 +361,7 @@ def test_a_fork_lets_go_of_the_table(file: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert ended
-    assert threads() == before
+    assert thread in threads()
     check_table(table)
 
 
@@ -363,7 +369,7 @@ def test_a_node_has_the_thread_and_private_memory_has_none(file: int) -> None:
     before = threads()
     private = DirectoryShard(incarnation=A)
     asked = DirectoryTable(bytes(16), answer_max=8, rows_max=1000, loads_ahead=True)
-    assert threads() == before
+    assert threads() <= before
     shared = DirectoryShard(incarnation=A, table_file=file)
     assert len(threads() - before) == 1
     del private, asked, shared

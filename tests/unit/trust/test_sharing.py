@@ -19,7 +19,7 @@ from peercache.config.quantities import is_loopback
 from peercache.errors import ConfigError, Rejected
 from peercache.trust import sharing as module
 from peercache.trust.sharing import Sharing, peer_uid, uid_of_tcp_peer
-from tests.descriptors import no_descriptors
+from tests.descriptors import no_descriptors, open_within
 
 STRANGER = 65_534
 OURS = os.geteuid()
@@ -140,14 +140,13 @@ def test_links_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(0o700)
 
-    before = len(list(Path("/proc/self/fd").iterdir()))
     with folder_of(tmp_path) as folder:
         with pytest.raises(OSError, match="link"):
             Sharing.of().open_file("link", os.O_RDONLY, folder=folder, what="a link")
         for name in ("pipe", "folder"):
             with pytest.raises(Rejected, match="no regular file"):
                 Sharing.of().open_file(name, os.O_RDONLY, folder=folder, what=f"a {name}")
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert not open_within(tmp_path)
 
 
 @needs_root
