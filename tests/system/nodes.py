@@ -29,6 +29,8 @@ from peercache.memory.layout import HEADER_BYTES, Layout, parse_header
 from tests.pace import TIMEOUT_S, wait_until
 
 PAGE_BYTES = 128 * 1024
+EVICTED_IS_GONE = ("--spill", "off")
+"""Else a page that is evicted seconds after it was stored may have a place at another node."""
 CALL_S = 20.0
 """The deadline of a call: some of them fit into TIMEOUT_S."""
 Page = npt.NDArray[np.uint8]
@@ -180,9 +182,11 @@ class LocalCluster:
         self.nodes.append(node)
         return node
 
-    def start_many(self, count: int, *, pool: str = "16MiB") -> list[NodeProcess]:
+    def start_many(
+        self, count: int, *, pool: str = "16MiB", flags: Sequence[str] = ()
+    ) -> list[NodeProcess]:
         """Start nodes and wait until all know all."""
-        nodes = [self.start(pool=pool) for _ in range(count)]
+        nodes = [self.start(pool=pool, flags=flags) for _ in range(count)]
         for node in nodes:
             self.wait_for_members(node, count)
         return nodes

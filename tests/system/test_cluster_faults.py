@@ -28,6 +28,7 @@ from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
     CALL_S,
     DIES_WRITING,
+    EVICTED_IS_GONE,
     PAGE_BYTES,
     LocalCluster,
     capture_logs,
@@ -304,7 +305,7 @@ def test_a_restart_with_the_same_addresses_never_serves_the_old_pages() -> None:
 def test_evict_between_exists_and_get_is_a_miss() -> None:
     """The pool reuses the slot after exists said yes: the get misses, with no wrong byte."""
     with LocalCluster() as cluster:
-        node, _ = cluster.start_many(2, pool="2MiB")
+        node, _ = cluster.start_many(2, pool="2MiB", flags=EVICTED_IS_GONE)
         writer = cluster.client(node)
         readers = [cluster.client(node, fabric=fabric) for fabric in ("shm", "tcp")]
         keys, others = keys_of("evicted", 16), keys_of("evictors", 16)
@@ -322,16 +323,16 @@ def test_evict_between_exists_and_get_is_a_miss() -> None:
 def test_stale_records_after_join_evict_and_leave_are_never_hits() -> None:
     """Owners change twice while the pages are evicted: what comes back is a miss or the truth."""
     with LocalCluster() as cluster:
-        first, second = cluster.start_many(2, pool="2MiB")
+        first, second = cluster.start_many(2, pool="2MiB", flags=EVICTED_IS_GONE)
         writer = cluster.client(first)
         reader = cluster.client(second, fabric="tcp")
         keys, others = keys_of("stale", 16), keys_of("newer", 16)
         writer.batch_set(keys, pages_of(keys))
         wait_until(lambda: reader.batch_exists(keys) == 16)
 
-        third = cluster.start(pool="2MiB")
+        third = cluster.start(pool="2MiB", flags=EVICTED_IS_GONE)
         cluster.wait_for_members(third, 3)
-        writer.batch_set(others, pages_of(others))
+        assert writer.batch_set(others, pages_of(others)) == [True] * 16
         assert third.terminate() == 0
         cluster.wait_for_members(first, 2)
 

@@ -23,7 +23,7 @@ from peercache.events.publishing import BlockPublisher
 from peercache.model.keys import Namespace, page_keys
 from peercache.model.records import IN_FILES, IN_MEMORY
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, command, keys_of, pages_of, read
+from tests.system.nodes import EVICTED_IS_GONE, LocalCluster, command, keys_of, pages_of, read
 from tests.unit.connector.rig import PAGE_TOKENS, Engine, mapping_of
 from tests.unit.events.test_publishing import ANY, replayed
 
@@ -56,7 +56,7 @@ def named(keys: list[str]) -> list[bytes]:
 def test_an_index_equals_what_nodes_hold_through_stores_evictions_and_death() -> None:
     """Pages of before, new ones, removed and evicted ones; a killed node, and its successor."""
     with LocalCluster() as cluster:
-        nodes = cluster.start_many(2, pool="8MiB")
+        nodes = cluster.start_many(2, pool="8MiB", flags=EVICTED_IS_GONE)
         one, two = (node.ready["control"] for node in nodes)
         early, late = keys_of("early", PAGES), keys_of("late", PAGES)
         client, other = (cluster.client(node) for node in nodes)

@@ -17,6 +17,7 @@ from peercache import Client
 from peercache.model.keys import Namespace
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import (
+    EVICTED_IS_GONE,
     PAGE_BYTES,
     LocalCluster,
     NodeProcess,
@@ -59,7 +60,8 @@ def test_demoted_pages_are_evicted_first_and_read_from_disk(tmp_path: Path) -> N
     """Without a disk they are gone; a page that was used since is not. Any node takes the hint."""
     with LocalCluster() as cluster:
         disk = ("--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "64MiB")
-        plain, with_disk = cluster.start(pool="8MiB"), cluster.start(pool="8MiB", flags=disk)
+        plain = cluster.start(pool="8MiB", flags=EVICTED_IS_GONE)
+        with_disk = cluster.start(pool="8MiB", flags=(*disk, *EVICTED_IS_GONE))
         for node in (plain, with_disk):
             cluster.wait_for_members(node, 2)
             client, other = cluster.client(node), cluster.client(plain)

@@ -8,7 +8,7 @@ import pytest
 
 from peercache import Client
 from tests.pace import wait_until
-from tests.system.nodes import LocalCluster, keys_of, pages_of, read
+from tests.system.nodes import EVICTED_IS_GONE, LocalCluster, keys_of, pages_of, read
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def flood(client: Client, name: str) -> None:
 def test_retained_pages_outlive_a_flood_until_their_time() -> None:
     """A client of another node asks; the holder keeps them, and lets them go when asked to."""
     with LocalCluster() as cluster:
-        cluster.start_many(2, pool="8MiB")
+        cluster.start_many(2, pool="8MiB", flags=EVICTED_IS_GONE)
         holder = cluster.client(cluster.nodes[0])
         asker = cluster.client(cluster.nodes[1])
         keys = keys_of("retained", MINE)
