@@ -18,7 +18,7 @@ from peercache.wire.envelope import Envelope
 from peercache.wire.messages.directory import Lookup
 from peercache.wire.messages.membership import ShareView
 from tests.hostile.strangers import MIB, Caller, Vitals, one_node
-from tests.pace import at_best, wait_until
+from tests.pace import paced, wait_until
 from tests.system.nodes import LocalCluster, script
 from tests.unit.actors.membership_cluster import member
 from tests.unit.net.peers import CLUSTER, Asking
@@ -88,21 +88,28 @@ def flooding(folder: Path) -> Iterator[str]:
 
 @pytest.mark.slow  # a flood that measures time
 def test_a_deadline_is_kept_whatever_a_member_sends(tmp_path: Path) -> None:
-    """A question with 0.1 s returns within 0.15 s; the dearest messages arrive all the while."""
+    """Questions return within one and a half times theirs, while the dearest messages arrive."""
+    arrived = 0
     with flooding(tmp_path) as url, Asking({7: url}) as client:
 
-        def took_s() -> float:
-            client.breakers.answered(7)
-            began = time.monotonic()
-            client.asker.ask([(7, Lookup(0, bytes(16)))], began + 0.1)
-            return time.monotonic() - began
+        def longest(pace_s: float) -> float:
+            """Return the most that one took, in deadlines."""
+            nonlocal arrived
+            took = []
+            for _ in range(6):
+                client.breakers.answered(7)
+                began = time.monotonic()
+                client.asker.ask([(7, Lookup(0, bytes(16)))], began + pace_s)
+                took.append((time.monotonic() - began) / pace_s)
+                # Else each collection of garbage goes through all of them, for a second at last.
+                arrived += len(client.unasked)
+                client.unasked.clear()
+            return max(took)
 
-        longest = 0.0
-        for _ in range(6):
-            longest = max(longest, at_best(took_s, below=0.15))
+        most = paced(longest, lambda most: most < 1.5)
 
-    assert client.unasked, "nothing arrived, so nothing was shown"
-    assert longest < 0.15
+    assert arrived, "nothing arrived, so nothing was shown"
+    assert most < 1.5
 
 
 STOPS_BEFORE_COPYING = """
