@@ -311,7 +311,11 @@ def test_pages_by_hand_and_the_end_of_a_namespace(
         assert f"! {nodes[0].ready['control']} did not answer".encode() in (
             capsysbinary.readouterr().out
         )
-        nodes[0].resume()
+        nodes[0].kill()
+        dead = nodes[0].ready["control"]
+        wait_until(lambda: gathered(cluster, nodes[1])[dead].seen == "dead")
+        assert cli.main([*clear, "--yes"]) == 1
+        assert f"! {dead} has just ended (dead)".encode() in capsysbinary.readouterr().out
 
 
 def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Path) -> None:
