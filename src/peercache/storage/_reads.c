@@ -1,9 +1,10 @@
 /* Many reads at once, by one thread: io_uring without a library of its own.
  *
- * A ring belongs to one thread. The kernel copies the vectors of a read when it is submitted; the
- * memory that they name is written to until the read has been waited for.
+ * A ring belongs to one thread. It is kept full, and what has been read is verified, without Python.
+ * The memory of a read is written to until the read has been waited for.
  */
 #include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +12,42 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+
+#define BLOCK_BYTES 4096
+#define KEY_BYTES 16
+#define DONE 0
+
+/* The beginning of a slot, as in layout.py. */
+struct slot {
+    uint8_t format[12];
+    uint32_t length;
+    uint8_t key[KEY_BYTES];
+    uint64_t space, place, sequence, checksum;
+    uint32_t written, variant;
+    uint64_t check;
+};
+
+/* A page to be read, as in ring.py. */
+struct page {
+    uint8_t key[KEY_BYTES];
+    uint64_t space;
+    uint32_t variant;
+    int32_t file;    /* -1: not this page. */
+    uint64_t length; /* It is read in whole blocks. */
+    uint64_t place;
+    uint64_t offset; /* In the pool. */
+};
+
+/* What is the same for all calls of a thread. */
+struct setting {
+    uint8_t *pool;
+    uint8_t *blocks;       /* A block for the header of each page of a call. */
+    const uint8_t *format; /* How each slot begins. */
+    uint64_t (*checksum_of)(const void *, size_t);
+    uint64_t pool_bytes, slab_bytes;
+    uint32_t pages_max; /* Of a call. */
+    uint32_t depth;     /* Reads in flight at most. */
+};
 
 #if defined(__has_include)
 #if __has_include(<linux/io_uring.h>)
@@ -21,14 +58,41 @@
 #if defined(IORING_FEAT_SUBMIT_STABLE) && defined(__NR_io_uring_setup)
 #include <sys/mman.h>
 
+/* Return the bytes of a header block and a page in whole blocks. */
+static uint64_t slot_bytes(const struct page *page)
+{
+    return (1 + (page->length + BLOCK_BYTES - 1) / BLOCK_BYTES) * BLOCK_BYTES;
+}
+
+static int is_in_pool(const struct setting *setting, const struct page *page)
+{
+    return page->length <= setting->pool_bytes && page->offset <= setting->pool_bytes &&
+           slot_bytes(page) - BLOCK_BYTES <= setting->pool_bytes - page->offset;
+}
+
+/* Return whether a read of `bytes` (or -errno) brought the page, and what is in its slot is right. */
+static int is_valid(const struct setting *setting, const struct page *page, const struct slot *slot,
+                    int64_t bytes)
+{
+    return bytes == (int64_t)slot_bytes(page) &&
+           memcmp(slot->format, setting->format, sizeof(slot->format)) == 0 &&
+           memcmp(slot->key, page->key, KEY_BYTES) == 0 && slot->length == page->length &&
+           slot->space == page->space && slot->variant == page->variant &&
+           slot->place == page->place &&
+           slot->check == setting->checksum_of(slot, offsetof(struct slot, check)) &&
+           slot->checksum == setting->checksum_of(setting->pool + page->offset, page->length);
+}
+
 struct reads {
+    struct setting setting;
     int ring;
-    uint32_t *submit_head, *submit_tail, submit_mask;
+    uint32_t *submit_tail, submit_mask;
     uint32_t *done_head, *done_tail, done_mask;
     struct io_uring_sqe *entries;
     struct io_uring_cqe *done;
     void *queues;
     size_t queues_bytes, entries_bytes;
+    struct iovec pieces[];
 };
 
 static void close_reads(struct reads *reads)
@@ -42,11 +106,11 @@ static void close_reads(struct reads *reads)
     free(reads);
 }
 
-/* Make a ring for this many reads. Return NULL and set errno if the kernel has none for us. */
-void *peercache_reads_open(uint32_t count)
+/* Make a ring. Return NULL and set errno if the kernel has none for us. */
+void *peercache_reads_open(const struct setting *setting)
 {
     struct io_uring_params params;
-    struct reads *reads = calloc(1, sizeof(*reads));
+    struct reads *reads = calloc(1, sizeof(*reads) + 2 * setting->pages_max * sizeof(struct iovec));
     const uint32_t needed = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_SUBMIT_STABLE;
     size_t submit_bytes, done_bytes;
     uint32_t *array;
@@ -54,9 +118,10 @@ void *peercache_reads_open(uint32_t count)
 
     if (!reads)
         return NULL;
+    reads->setting = *setting;
     reads->queues = reads->entries = MAP_FAILED;
     memset(&params, 0, sizeof(params));
-    reads->ring = (int)syscall(__NR_io_uring_setup, count, &params);
+    reads->ring = (int)syscall(__NR_io_uring_setup, setting->pages_max, &params);
     if (reads->ring < 0)
         goto failed;
     if ((params.features & needed) != needed) {
@@ -76,7 +141,6 @@ void *peercache_reads_open(uint32_t count)
     if (reads->entries == MAP_FAILED)
         goto failed;
 #define AT(offset) ((uint32_t *)((char *)reads->queues + (offset)))
-    reads->submit_head = AT(params.sq_off.head);
     reads->submit_tail = AT(params.sq_off.tail);
     reads->submit_mask = *AT(params.sq_off.ring_mask);
     reads->done_head = AT(params.cq_off.head);
@@ -102,61 +166,107 @@ void peercache_reads_close(void *reads)
     close_reads(reads);
 }
 
-/* Start a read into memory of several pieces. Return 0, or an error of the kernel as -errno: then
- * the read was not started. The caller starts at most as many reads as the ring is made for. */
-int peercache_reads_start(void *ring, int file, uint64_t offset, const struct iovec *pieces,
-                          uint32_t count, uint64_t name)
+/* Queue the read of a page, behind so many others. */
+static void queue(struct reads *reads, const struct page *page, uint32_t at, uint32_t queued)
 {
-    struct reads *reads = ring;
-    uint32_t tail = *reads->submit_tail; /* Only this thread changes it. */
-    struct io_uring_sqe *entry = &reads->entries[tail & reads->submit_mask];
-    long started;
+    const struct setting *setting = &reads->setting;
+    struct iovec *pieces = &reads->pieces[2 * at];
+    struct io_uring_sqe *entry =
+        &reads->entries[(*reads->submit_tail + queued) & reads->submit_mask];
 
+    pieces[0].iov_base = setting->blocks + at * BLOCK_BYTES;
+    pieces[0].iov_len = BLOCK_BYTES;
+    pieces[1].iov_base = setting->pool + page->offset;
+    pieces[1].iov_len = slot_bytes(page) - BLOCK_BYTES;
     memset(entry, 0, sizeof(*entry));
     entry->opcode = IORING_OP_READV;
-    entry->fd = file;
-    entry->off = offset;
+    entry->fd = page->file;
+    entry->off = page->place % setting->slab_bytes;
     entry->addr = (uint64_t)(uintptr_t)pieces;
-    entry->len = count;
-    entry->user_data = name;
-    __atomic_store_n(reads->submit_tail, tail + 1, __ATOMIC_RELEASE);
-    do
-        started = syscall(__NR_io_uring_enter, reads->ring, 1, 0, 0, NULL, 0);
-    while (started < 0 && errno == EINTR);
-    if (started == 1)
-        return 0;
-    /* The kernel takes entries in this call only, so an entry that it left can be withdrawn. */
-    __atomic_store_n(reads->submit_tail, tail, __ATOMIC_RELEASE);
-    return started < 0 ? -errno : -EAGAIN;
+    entry->len = 2;
+    entry->user_data = at;
 }
 
-/* Wait until a read has ended. Return its name, and its bytes or -errno in `result`. If the kernel
- * refuses to wait, this looks once in a millisecond: the mapping keeps the ring, and a read writes to
- * its memory until its result is here, so none is given up. */
-uint64_t peercache_reads_wait(void *ring, int64_t *result)
+/* Start the queued reads; return how many the kernel took. */
+static uint32_t start(struct reads *reads, uint32_t queued)
+{
+    uint32_t tail = *reads->submit_tail; /* Only this thread changes it. */
+    uint32_t started = 0;
+    long some;
+
+    __atomic_store_n(reads->submit_tail, tail + queued, __ATOMIC_RELEASE);
+    while (started < queued) {
+        some = syscall(__NR_io_uring_enter, reads->ring, queued - started, 0, 0, NULL, 0);
+        if (some > 0)
+            started += (uint32_t)some;
+        else if (some == 0 || errno != EINTR)
+            break;
+    }
+    /* The kernel takes entries in this call only, so those that it left can be withdrawn. */
+    __atomic_store_n(reads->submit_tail, tail + started, __ATOMIC_RELEASE);
+    return started;
+}
+
+/* Wait until a read has ended. If the kernel refuses to wait, look once in a millisecond: the mapping
+ * keeps the ring, and a read writes to its memory until its result is here, so none is given up. */
+static void wait_for_one(const struct reads *reads, uint32_t head)
 {
     const struct timespec pause = {.tv_nsec = 1000000};
-    struct reads *reads = ring;
-    uint32_t head = *reads->done_head; /* Only this thread changes it. */
-    struct io_uring_cqe *entry;
-    uint64_t name;
 
     while (head == __atomic_load_n(reads->done_tail, __ATOMIC_ACQUIRE))
         if (syscall(__NR_io_uring_enter, reads->ring, 0, 1, IORING_ENTER_GETEVENTS, NULL, 0) < 0 &&
             errno != EINTR)
             nanosleep(&pause, NULL);
-    entry = &reads->done[head & reads->done_mask];
-    name = entry->user_data;
-    *result = entry->res;
-    __atomic_store_n(reads->done_head, head + 1, __ATOMIC_RELEASE);
-    return name;
+}
+
+/* Read pages, and note which are exactly what they should be; the others are left to the caller.
+ * Return when no read is in flight. is_over: one byte; once it is set, no read is started. */
+void peercache_reads_load(void *ring, const struct page *pages, uint32_t count, uint8_t *outcomes,
+                          uint64_t *checksums, const uint8_t *is_over)
+{
+    struct reads *reads = ring;
+    uint32_t head = *reads->done_head; /* Only this thread changes it. */
+    uint32_t next = 0, not_verified = 0;
+    int is_refused = 0;
+
+    if (count > reads->setting.pages_max)
+        count = reads->setting.pages_max;
+    for (;;) {
+        /* What has ended is replaced at once, so that the device is busy during the verification. */
+        uint32_t ended = __atomic_load_n(reads->done_tail, __ATOMIC_ACQUIRE) - head;
+        uint32_t queued = 0, started;
+
+        for (; next < count && not_verified - ended + queued < reads->setting.depth &&
+               !is_refused && !__atomic_load_n(is_over, __ATOMIC_RELAXED); next++)
+            if (pages[next].file >= 0 && is_in_pool(&reads->setting, &pages[next]))
+                queue(reads, &pages[next], next, queued++);
+        started = start(reads, queued);
+        is_refused |= started < queued;
+        not_verified += started;
+        if (!not_verified)
+            return;
+        if (!ended) {
+            wait_for_one(reads, head);
+        } else {
+            const struct io_uring_cqe *entry = &reads->done[head & reads->done_mask];
+            uint64_t at = entry->user_data;
+            const struct slot *slot = (const void *)(reads->setting.blocks + at * BLOCK_BYTES);
+
+            if (is_valid(&reads->setting, &pages[at], slot, entry->res)) {
+                checksums[at] = slot->checksum;
+                __atomic_store_n(&outcomes[at], DONE, __ATOMIC_RELEASE);
+            }
+            __atomic_store_n(reads->done_head, ++head, __ATOMIC_RELEASE);
+            not_verified--;
+        }
+    }
 }
 
 #else /* Headers older than io_uring. */
 
-void *peercache_reads_open(uint32_t count)
+void *peercache_reads_open(const struct setting *setting)
 {
-    (void)count;
+    (void)setting;
     errno = ENOSYS;
     return NULL;
 }
@@ -166,18 +276,10 @@ void peercache_reads_close(void *reads)
     (void)reads;
 }
 
-int peercache_reads_start(void *ring, int file, uint64_t offset, const struct iovec *pieces,
-                          uint32_t count, uint64_t name)
+void peercache_reads_load(void *ring, const struct page *pages, uint32_t count, uint8_t *outcomes,
+                          uint64_t *checksums, const uint8_t *is_over)
 {
-    (void)ring, (void)file, (void)offset, (void)pieces, (void)count, (void)name;
-    return -ENOSYS;
-}
-
-uint64_t peercache_reads_wait(void *ring, int64_t *result)
-{
-    (void)ring;
-    *result = -ENOSYS;
-    return 0;
+    (void)ring, (void)pages, (void)count, (void)outcomes, (void)checksums, (void)is_over;
 }
 
 #endif

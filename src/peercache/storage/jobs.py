@@ -88,19 +88,25 @@ class Unit:
     """Pages of one job that one thread moves.
 
     outcomes: those of these pages; the thread sets each as soon as it is known.
-    is_over:  the deadline has passed, and the pages were answered without waiting for the thread.
+    over:     one byte, which compiled code reads, too: see `is_over`.
     """
 
     job: Job
     pages: range
     until: float
     outcomes: bytearray = attrs.field(init=False)
-    is_over: bool = False
+    over: bytearray = attrs.field(init=False)
     late: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         """Start with all pages untried."""
         self.outcomes = bytearray((DISK_UNTRIED,)) * len(self.pages)
+        self.over = bytearray(1)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the pages were answered at the deadline, without the thread."""
+        return bool(self.over[0])
 
 
 class Workers:
@@ -284,7 +290,7 @@ class Workers:
         self._expire_pending(now)
         for unit in self._running:
             if not unit.is_over and unit.until <= now:
-                unit.is_over = True
+                unit.over[0] = True
                 # The thread may continue to set outcomes; those of this moment count.
                 states = bytes(unit.outcomes)
                 unit.late = tuple(

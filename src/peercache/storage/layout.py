@@ -34,6 +34,8 @@ SLOT = struct.Struct("<8sII16sQQQQII")
 SLAB = struct.Struct("<8sIIQQ")
 CHECK = struct.Struct("<Q")
 _SLOT_MAGIC = b"PCSLOT\r\n"
+SLOT_FORMAT: Final = struct.pack("<8sI", _SLOT_MAGIC, FORMAT_VERSION)
+"""How each slot begins."""
 _SLAB_MAGIC = b"PCSLAB\r\n"
 _SLAB_NAME = re.compile(r"slab-(\d{6})\.pcs", re.ASCII)
 

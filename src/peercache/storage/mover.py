@@ -4,8 +4,8 @@ Keeps   a slot is written from bytes of one page: the generation word of the pag
         its record before and after the write, and the checksum in the header is computed before the
         write. So the slot holds that page, or a checksum that does not match. A page that is read
         is DONE only if its header names its place, key, namespace and length, and the bytes in the
-        pool have the header's checksum. Only a Load writes to the pool's memory, and only within
-        its slots.
+        pool have the header's checksum: the ring (`is_valid` in _reads.c) and calls (`_problem`)
+        compare the same. Only a Load writes to the pool's memory, and only within its slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any, Final
 
 import attrs
@@ -38,6 +37,7 @@ from peercache.model.records import HAS_CHECKSUM
 from peercache.model.runs import U64
 from peercache.storage.jobs import Job, Unit
 from peercache.storage.layout import SlotHeader, checksum_of, pack_slot, parse_slot
+from peercache.storage.ring import READS_AT_ONCE, Ring
 from peercache.storage.slab_files import NoRoomError, SlabFiles
 
 UNIT_BYTES: Final = 4 * 2**20
@@ -90,13 +90,17 @@ class PageMover:
         files: SlabFiles,
         *,
         pool: PoolMemory,
+        reads_at_once: int = READS_AT_ONCE,
         ended: Callable[[str], None],
         log: Any,
     ) -> None:
-        """Move between `files` and the pool's memory. ended: called with the reason of a broken
-        disk.
+        """Move between `files` and the pool's memory.
+
+        reads_at_once: reads in flight of each thread.
+        ended:         called with the reason of a broken disk.
         """
         self._files = files
+        self._reads_at_once = reads_at_once
         self._memory = pool.pages.data
         self._words = pool.words
         self._granule = np.uint64(pool.granule)
@@ -181,6 +185,20 @@ class PageMover:
     # --- reading ----------------------------------------------------------------------------------
 
     def _load(self, unit: Unit, effect: Load) -> None:
+        ring = self._ring()
+        if ring.is_open:
+            places = effect.places[unit.pages.start : unit.pages.stop]
+            slabs = (places // np.uint64(self._files.folder.slab_bytes)).tolist()
+            with self._files.using(slabs) as files:
+                ring.load(unit, effect, files)
+            if DISK_DONE in unit.outcomes:
+                self._failures = 0
+        rest = [index for index, outcome in enumerate(unit.outcomes) if outcome != DISK_DONE]
+        if rest:
+            self._load_by_calls(unit, effect, rest)
+
+    def _load_by_calls(self, unit: Unit, effect: Load, rest: list[int]) -> None:
+        """Load the pages that the ring has not loaded; this finds, and logs, what is wrong."""
         begin, end = unit.pages.start, unit.pages.stop
         places: list[int] = effect.places[begin:end].tolist()
         lengths: list[int] = effect.lengths[begin:end].tolist()
@@ -189,25 +207,20 @@ class PageMover:
         memory = self._headers()
         blocks = [memory[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in range(len(places))]
         loading = _Loading(unit, effect, places, lengths, blocks, views)
-        runs = list(_runs(list(range(len(places))), places, lengths))
-        reads = self._files.read_all([(places[run[0]], loading.buffers_of(run)) for run in runs])
-        with closing(reads):
-            for number, result in reads:
-                if unit.is_over:
-                    return
-                self._load_run(loading, runs[number], result)
+        for run in _runs(rest, places, lengths):
+            if unit.is_over:
+                return
+            self._load_run(loading, run)
 
-    def _load_run(self, loading: _Loading, run: list[int], result: Callable[[], int]) -> None:
-        """Verify the pages of a run that was read. result: returns the bytes, or raises OSError."""
+    def _load_run(self, loading: _Loading, run: list[int]) -> None:
+        """Read and verify the pages of a run."""
         unit, places, begin = loading.unit, loading.places, loading.unit.pages.start
         found: dict[int, int] = {}
         replaced: set[int] = set()
-        results = [result]
 
         def read(some: list[int]) -> None:
             buffers = loading.buffers_of(some)
-            # Pages of a run that failed are read one by one.
-            count = results.pop()() if results else self._files.read(places[some[0]], buffers)
+            count = self._files.read(places[some[0]], buffers)
             if len(some) > 1 and count < sum(map(len, buffers)):
                 # A read ends before a bad block without an error; the blocks after it are good.
                 raise OSError(errno.EIO, f"read {count} bytes")
@@ -282,6 +295,19 @@ class PageMover:
             self._ended(f"{self._files.folder.path} is read-only")
         elif self._failures >= FAILURES_MAX:
             self._ended(f"{self._failures} calls in a row failed, the last with: {error}")
+
+    def _ring(self) -> Ring:
+        """Return this thread's ring."""
+        ring: Ring | None = getattr(self._own, "ring", None)
+        if ring is None:
+            ring = self._own.ring = Ring(
+                self._memory,
+                self._headers(),
+                pages_max=UNIT_PAGES,
+                slab_bytes=self._files.folder.slab_bytes,
+                depth=self._reads_at_once,
+            )
+        return ring
 
     def _headers(self) -> memoryview:
         """Return this thread's memory for header blocks."""

@@ -1,13 +1,10 @@
 """Slab files: created when first needed, opened on use, read and written with direct I/O.
 
-Owns    the descriptors of the slabs, at most FILES_OPEN_MAX, and the slot size of each slab.
+Owns    the descriptors of the slabs, and the slot size of each slab.
 Keeps   a slab file is allocated completely before a slot is written, or not created at all; the
         floor of free space is checked before. A slab's header has its slot size before a slot is
         written. No descriptor is closed during a call.
-Limits  FILES_OPEN_MAX descriptors; READS_AT_ONCE reads of a thread.
-
-A thread has several reads in flight by io_uring. Where the kernel has none for this process (before
-Linux 5.5, or forbidden in a container), it reads one after the other.
+Limits  FILES_OPEN_MAX descriptors, except for those in use.
 
 Direct I/O requires aligned offsets, lengths and memory: all are blocks of 4 KiB here. If the file
 system refuses it, or is full at the start, the same calls use the page cache, and that is logged
@@ -20,17 +17,15 @@ one counts. The pages themselves are verified when they are loaded.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +35,6 @@ import numpy.typing as npt
 
 from peercache.actors.disk.slabs import BLOCK_BYTES, slot_blocks, slot_blocks_of, slots_in
 from peercache.actors.ports import DISK_ENTRY
-from peercache.installation.library import Begin, function
 from peercache.model.keys import parts_of
 from peercache.storage.folder import Folder, slab_files
 from peercache.storage.layout import (
@@ -62,21 +56,6 @@ NO_FILE: Final = "a link, or no file"
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-READS_AT_ONCE: Final = 16
-"""Reads in flight of one thread: with four threads as many as FILES_OPEN_MAX, and as a disk needs
-for its full rate with small reads."""
-
-_open = function("peercache_reads_open", ctypes.c_void_p, ctypes.c_uint32)
-_close = function("peercache_reads_close", None, ctypes.c_void_p)
-_start = function(
-    "peercache_reads_start", ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64,
-    ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64,
-)  # fmt: skip
-_wait = function(
-    "peercache_reads_wait", ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
-)
-
-
 class NoRoomError(Exception):
     """The file system is full, or would have less free than its floor."""
 
@@ -88,31 +67,6 @@ class _Opened:
     file: int
     uses: int = 0
     is_over: bool = False
-
-
-class _Ring:
-    """One thread's reads in flight. `at` is None if the kernel has no io_uring for this process."""
-
-    def __init__(self) -> None:
-        self.at: int | None = _open(READS_AT_ONCE)
-
-    def __del__(self) -> None:
-        # A thread that ends has waited for its reads; one that is stuck does not end.
-        if self.at is not None:
-            _close(self.at)
-
-    def start(self, name: int, file: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Start a read; return 0, or -errno if it was not started."""
-        pieces = [(ctypes.addressof(Begin.from_buffer(part)), len(part)) for part in buffers]
-        vectors = np.array(pieces, np.uint64)
-        started: int = _start(self.at, file, offset, vectors.ctypes.data, len(vectors), name)
-        return started
-
-    def wait(self) -> tuple[int, int]:
-        """Wait until a read has ended; return its name, and its bytes or -errno."""
-        result = ctypes.c_int64()
-        name: int = _wait(self.at, result)
-        return name, result.value
 
 
 class SlabFiles:
@@ -128,7 +82,6 @@ class SlabFiles:
         self._making = threading.Lock()
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
         self._unsynced: set[int] = set()
-        self._own = threading.local()
         self.is_direct = self._probe()
         self.blocks_of: dict[int, int] = {}
         """The slot size of each slab that has one."""
@@ -205,57 +158,17 @@ class SlabFiles:
         with self._use(number) as file:
             return os.preadv(file, buffers, offset)
 
-    def read_all(
-        self, reads: Sequence[tuple[int, Sequence[memoryview]]]
-    ) -> Generator[tuple[int, Callable[[], int]]]:
-        """Read at several places at once; yield the index of each read as it ends, and its result.
-
-        The result is a function like `read`: it returns the number of bytes, or raises OSError.
-        Close the iterator if it is not used up: it waits for the reads in flight.
-        """
-        ring = self._ring() if len(reads) > 1 else None
-        if ring is None:
-            for index, (place, buffers) in enumerate(reads):
-                yield index, partial(self.read, place, buffers)
-            return
-        started = 0
-        in_flight: dict[int, ExitStack] = {}
-        try:
-            while started < len(reads) or in_flight:
-                if started < len(reads) and len(in_flight) < READS_AT_ONCE:
-                    index, (place, buffers) = started, reads[started]
-                    started += 1
-                    use = self._start(ring, index, place, buffers)
-                    if use is None:
-                        # A plain read finds, and raises, what is wrong with the file.
-                        yield index, partial(self.read, place, buffers)
-                    else:
-                        in_flight[index] = use
-                    continue
-                index, count = ring.wait()
-                in_flight.pop(index).close()
-                yield index, partial(_count_or_error, count)
-        finally:
-            while in_flight:
-                in_flight.pop(ring.wait()[0]).close()
-
-    def _ring(self) -> _Ring | None:
-        """Return this thread's ring, None where there is no io_uring."""
-        ring: _Ring | None = getattr(self._own, "ring", None)
-        if ring is None:
-            ring = self._own.ring = _Ring()
-        return ring if ring.at is not None else None
-
-    def _start(
-        self, ring: _Ring, index: int, place: int, buffers: Sequence[memoryview]
-    ) -> ExitStack | None:
-        """Start a read, and keep its file open until the stack is closed."""
-        number, offset = divmod(place, self.folder.slab_bytes)
-        with ExitStack() as stack, suppress(OSError):
-            file = stack.enter_context(self._use(number))
-            if ring.start(index, file, offset, buffers) == 0:
-                return stack.pop_all()
-        return None
+    @contextmanager
+    def using(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Keep slabs open during a block; yield their descriptors, -1 of one that does not open."""
+        files: dict[int, int] = {}
+        with ExitStack() as stack:
+            for number in numbers:
+                if number not in files:
+                    files[number] = -1
+                    with suppress(OSError):
+                        files[number] = stack.enter_context(self._use(number))
+            yield [files[number] for number in numbers]
 
     def sync(self) -> None:
         """Make all earlier writes durable; waits for the disk. Raises OSError."""
@@ -400,13 +313,6 @@ class SlabFiles:
         if not works:
             self._log.warning("disk.direct_io_refused", folder=str(self.folder.path))
         return works
-
-
-def _count_or_error(count: int) -> int:
-    """Return the bytes of a read; raise its OSError."""
-    if count < 0:
-        raise OSError(-count, os.strerror(-count))
-    return count
 
 
 def _open_own(path: Path, flags: int) -> int:

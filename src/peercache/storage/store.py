@@ -51,6 +51,7 @@ from peercache.storage.folder import Folder, claim
 from peercache.storage.index_file import IndexWriter, load_index, remove_index
 from peercache.storage.jobs import Job, Unit, Workers
 from peercache.storage.mover import PageMover, PoolMemory, units_of
+from peercache.storage.ring import READS_AT_ONCE
 from peercache.storage.slab_files import NO_ROOM, SlabFiles
 
 STUCK_S: Final = 10.0
@@ -88,6 +89,7 @@ class DiskStore:
         notify: Callable[[DiskFact], None],
         free_floor: float = 0.05,
         threads: int = 4,
+        reads_at_once: int = READS_AT_ONCE,
         clock: Callable[[], float] = time.monotonic,
         stuck_s: float = STUCK_S,
         log: Any = None,
@@ -96,6 +98,7 @@ class DiskStore:
 
         cluster: the cluster of the folder's pages.
         notify: called with the results, from any thread, one at a time and in order; never blocks.
+        reads_at_once: reads in flight of each thread.
         clock:  the time of the deadlines in Write and Load; callable from any thread.
         """
         self._disk_path = disk_path
@@ -106,6 +109,7 @@ class DiskStore:
         self._reporting = threading.RLock()
         self._floor = free_floor
         self._threads = threads
+        self._reads_at_once = reads_at_once
         self._clock = clock
         self._stuck_s = stuck_s
         self._log = log if log is not None else get_logger()
@@ -217,6 +221,7 @@ class DiskStore:
         mover = PageMover(
             files,
             pool=self._pool,
+            reads_at_once=self._reads_at_once,
             ended=self._end,
             log=self._log,
         )
@@ -323,6 +328,8 @@ class DiskStore:
 def _keep_rows(index: IndexWriter, unit: Unit, states: bytes) -> None:
     """Put index rows of written pages, drop those of damaged ones."""
     effect = unit.job.effect
+    if isinstance(effect, Load) and not states.strip(bytes((DISK_DONE,))):
+        return
     outcomes = np.frombuffer(states, np.uint8)
     begin, end = unit.pages.start, unit.pages.stop
     if isinstance(effect, Load):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +29,6 @@ from peercache.storage.layout import (
 )
 from peercache.storage.slab_files import (
     PROBE_NAME,
-    READS_AT_ONCE,
     NoRoomError,
     SlabFiles,
     aligned,
@@ -230,145 +225,6 @@ def test_a_slab_that_cannot_be_read_is_logged(
     assert log.lines == [
         ("warning", "disk.slab_read_failed", {"file": slab_name(0), "error": "[Errno 5] broken"})
     ]
-
-
-def _blocks(count: int) -> tuple[memoryview, list[memoryview]]:
-    """Return aligned memory, and its blocks."""
-    memory = memoryview(mmap.mmap(-1, count * BLOCK_BYTES))
-    return memory, [memory[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in range(count)]
-
-
-def _without_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_files, "_open", lambda _count: None)
-
-
-@pytest.mark.parametrize("has_ring", [True, False], ids=["io_uring", "one after the other"])
-def test_reads_at_many_places_get_the_bytes_of_their_places(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, *, has_ring: bool
-) -> None:
-    """More reads than are in flight at once, in several slabs, each into two pieces of memory."""
-    if not has_ring:
-        _without_io_uring(monkeypatch)
-    files, count = files_of(folder), 3 * READS_AT_ONCE
-    places = [n % 3 * folder.slab_bytes + (1 + 2 * n) * BLOCK_BYTES for n in range(count)]
-    memory, blocks = _blocks(2 * count)
-    for slab in range(3):
-        files.prepare(slab, 2)
-    for n, at in enumerate(places):
-        memory[: 2 * BLOCK_BYTES] = bytes([n]) * BLOCK_BYTES + bytes([255 - n]) * BLOCK_BYTES
-        files.write(at, [memory[: 2 * BLOCK_BYTES]])
-    memory[:] = bytes(len(memory))
-    reads = [(at, blocks[2 * n : 2 * n + 2]) for n, at in enumerate(places)]
-    ended = [(n, result()) for n, result in files.read_all(reads)]
-
-    assert sorted(ended) == [(n, 2 * BLOCK_BYTES) for n in range(count)]
-    for n in range(count):
-        assert bytes(blocks[2 * n]) == bytes([n]) * BLOCK_BYTES
-        assert bytes(blocks[2 * n + 1]) == bytes([255 - n]) * BLOCK_BYTES
-    assert len(open_slabs(folder)) <= 3
-
-
-def test_a_read_that_fails_raises_at_its_result_only(folder: Folder) -> None:
-    """A slab that is missing, and the end of a file: the other reads have their bytes."""
-    files = files_of(folder)
-    files.prepare(0, 1)
-    write(files, 0)
-    gone, beyond = 5 * folder.slab_bytes, folder.slab_bytes - BLOCK_BYTES
-    blocks = _blocks(4)[1]
-    reads = [(gone, blocks[:1]), (BLOCK_BYTES, blocks[1:2]), (beyond, blocks[2:])]
-    results = dict(files.read_all(reads))
-
-    assert results[1]() == BLOCK_BYTES
-    assert results[2]() == BLOCK_BYTES
-    with pytest.raises(FileNotFoundError):
-        results[0]()
-
-
-def _replace(target: str, file: int) -> int:
-    """Let this process's descriptors of a file or ring be others; return how many there were."""
-    names = [each.name for each in Path("/proc/self/fd").iterdir()
-             if os.path.realpath(each).endswith(target)]  # fmt: skip
-    for name in names:
-        os.dup2(file, int(name))
-    return len(names)
-
-
-def test_the_kernels_error_of_a_read_is_raised(folder: Folder) -> None:
-    """The descriptor of a slab becomes one that cannot be read."""
-    files = files_of(folder)
-    files.prepare(0, 1)
-    write(files, 0)
-    unreadable = os.open(folder.path / slab_name(0), os.O_WRONLY)
-    _replace(str(folder.path / slab_name(0)), unreadable)
-    blocks = _blocks(2)[1]
-    for _, result in files.read_all([(BLOCK_BYTES, blocks[:1]), (BLOCK_BYTES, blocks[1:])]):
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            result()
-    os.close(unreadable)
-
-
-def test_reads_in_flight_have_ended_when_the_iterator_is_closed(folder: Folder) -> None:
-    """Their slots may be used for other pages at once, and their file may be removed."""
-    files = files_of(folder)
-    files.prepare(0, 1)
-    write(files, 0, READS_AT_ONCE)
-    memory, blocks = _blocks(READS_AT_ONCE)
-    reads = files.read_all([((n + 1) * BLOCK_BYTES, [b]) for n, b in enumerate(blocks)])
-    next(reads)
-    reads.close()
-    memory[:] = b"x" * len(memory)
-    files.forget(0)
-
-    assert not open_slabs(folder)
-    assert bytes(memory) == b"x" * len(memory)
-
-
-def test_a_kernel_that_refuses_to_wait_keeps_no_thread_busy(folder: Folder) -> None:
-    """Reads in flight get their bytes, and further ones of the batch are plain reads.
-
-    A slab becomes a pipe, whose reads take as long as the test wants, and the ring's descriptor a
-    pipe, for which the kernel refuses every call.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall(425, 0, None)  # io_uring_setup
-    if ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
-        pytest.skip("the kernel has no io_uring for this process")
-    files = files_of(folder)
-    for slab in range(2):
-        files.prepare(slab, 1)
-        write(files, slab)
-    source, sink = os.pipe()
-    _replace(str(folder.path / slab_name(0)), source)
-    count = READS_AT_ONCE + 1
-    blocks = _blocks(count)[1]
-    places = [BLOCK_BYTES] * READS_AT_ONCE + [folder.slab_bytes + BLOCK_BYTES]
-    ended: list[tuple[int, int]] = []
-    busy_s: list[float] = []
-    wait_s = 0.5
-
-    def read() -> None:
-        for index, result in files.read_all(
-            [(at, [b]) for at, b in zip(places, blocks, strict=True)]
-        ):
-            ended.append((index, result()))
-            if len(ended) == 1:
-                assert _replace("/anon_inode:[io_uring]", source)
-                busy_s.append(-time.thread_time())
-        busy_s.append(time.thread_time())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    os.write(sink, b"p" * BLOCK_BYTES)
-    time.sleep(wait_s)
-    os.write(sink, b"p" * BLOCK_BYTES * (READS_AT_ONCE - 1))
-    thread.join()
-    os.close(source)
-    os.close(sink)
-
-    assert sorted(ended) == [(n, BLOCK_BYTES) for n in range(count)]
-    assert {bytes(block) for block in blocks[:-1]} == {b"p" * BLOCK_BYTES}
-    assert bytes(blocks[-1]) == b"\1" * BLOCK_BYTES
-    assert sum(busy_s) < wait_s / 10
 
 
 def _writes_directly(path: Path) -> bool:

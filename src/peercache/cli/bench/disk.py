@@ -1,7 +1,7 @@
 """`peercache bench disk`: the page store compared with the raw device.
 
-Pages are written and read in the order of their places, and then read one by one in a random order
-with several reads in flight.
+Pages are written and read in the order of their places, and then read in a random order by stores
+that have fewer or more reads in flight.
 
 The raw rate is measured in the same folder, in turn with the store, by as many threads, with calls
 of the same size past the page cache: the difference is what the store costs.
@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -41,22 +42,26 @@ from peercache.errors import ConfigError
 from peercache.model.keys import Namespace, tags_of
 from peercache.model.records import RECORD, RESIDENT
 from peercache.storage.mover import UNIT_BYTES, PoolMemory
+from peercache.storage.ring import READS_AT_ONCE
 from peercache.storage.store import DiskStore
 
 ROUNDS: Final = 3
 """After one that is not counted: a disk is slower where it was never written."""
 
-JOBS_AT_ONCE: Final = 4
-"""So many keep every thread busy while the last job of a batch ends."""
+JOBS_AT_ONCE: Final = 8
+"""Two for each thread by default, so that one that ends a job finds the next."""
 
 SINGLE_LOADS: Final = 200
 
 IN_FLIGHT: Final = (1, 8, 64)
-"""Reads of single pages at random places that are in flight at once."""
+"""Reads at random places that are in flight at once, while a batch is loaded."""
 
 GRANULE: Final = 16 * 2**10
 
 TIMEOUT_S: Final = 120.0
+
+
+Pages = npt.NDArray[np.intp]
 
 
 @attrs.frozen
@@ -82,19 +87,15 @@ class Bench:
         self.offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(slot)
         self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
         self.jobs = 0
-        wanted = 2 * page_count * (page_bytes + 2 * BLOCK_BYTES) + 4 * SLAB_BYTES_MAX
-        self.store = DiskStore(
+        self._new_store = partial(
+            DiskStore,
             str(folder / "store"),
-            size_bytes=wanted,
+            size_bytes=2 * page_count * (page_bytes + 2 * BLOCK_BYTES) + 4 * SLAB_BYTES_MAX,
             pool=PoolMemory(self.pages, words, GRANULE),
             notify=self.facts.put,
             free_floor=0.0,
-            threads=plan.threads,
         )
-        self.store.start()
-        opened = self._take()
-        if not isinstance(opened, DiskOpened):
-            raise ConfigError("folder", f"{plan.folder} cannot be used: {opened}")
+        opened = self._open(plan.threads, READS_AT_ONCE)
         self.index = DiskIndex(capacity_bytes=opened.usable_bytes, slab_bytes=opened.slab_bytes)
         if page_bytes > self.index.page_bytes_max:
             raise ConfigError("page-bytes", f"{self.index.page_bytes_max} at most here")
@@ -112,39 +113,18 @@ class Bench:
         self.calls = self._raw_calls(folder / "raw")
 
     def store_gb_s(self, *, write: bool) -> float:
-        """Return the rate of the whole working set through the store."""
-        wrong = 0
-        started = time.perf_counter()
-        in_flight = 0
-        for some in self.work.batches():
-            self._submit(some, write=write)
-            in_flight += 1
-            if in_flight == JOBS_AT_ONCE:
-                wrong += self._await_done()
-                in_flight -= 1
-        for _ in range(in_flight):
-            wrong += self._await_done()
-        if wrong:
-            raise ConfigError("folder", f"{wrong} pages were not written or read as they should")
-        return self.work.total_bytes / (time.perf_counter() - started) / 1e9
+        """Return the rate of the whole working set through the store, in the order of places."""
+        return self._gb_s(np.arange(self.work.pages), self._write if write else self._load)
 
     def scattered_gb_s(self, in_flight: int) -> float:
-        """Return the rate of loads of pages in a random order, so many of them in flight."""
-        jobs = min(in_flight, JOBS_AT_ONCE)
-        size = in_flight // jobs
-        chosen = np.random.default_rng(3).permutation(self.work.pages)
-        begins = range(0, self.work.pages - size + 1, size)
-        wrong = 0
-        started = time.perf_counter()
-        for number, begin in enumerate(begins):
-            if number >= jobs:
-                wrong += self._await_done()
-            self._load(chosen[begin : begin + size])
-        for _ in range(min(jobs, len(begins))):
-            wrong += self._await_done()
-        if wrong:
-            raise ConfigError("folder", f"{wrong} pages were not read as they should")
-        return len(begins) * size * self.work.page_bytes / (time.perf_counter() - started) / 1e9
+        """Return the rate of loads in a random order, by a store with so many reads in flight."""
+        threads = min(in_flight, self.plan.threads)
+        self.store.close()
+        self._open(threads, in_flight // threads)
+        gb_s = self._gb_s(np.random.default_rng(3).permutation(self.work.pages), self._load)
+        self.store.close()
+        self._open(self.plan.threads, READS_AT_ONCE)
+        return gb_s
 
     def raw_scattered_gb_s(self, in_flight: int) -> float:
         """Return the device's own rate of such reads, each by a thread."""
@@ -161,7 +141,7 @@ class Bench:
         times = []
         for page in chosen:
             started = time.perf_counter()
-            self._submit(slice(page, page + 1), write=False)
+            self._load(np.array([page]))
             self._await_done()
             times.append((time.perf_counter() - started) * 1e3)
         return times
@@ -229,10 +209,32 @@ class Bench:
         """Return whether the store goes past the page cache."""
         return self.store.is_direct
 
-    def _submit(self, pages: slice, *, write: bool) -> None:
-        if not write:
-            self._load(np.arange(self.work.pages)[pages])
-            return
+    def _open(self, threads: int, reads_at_once: int) -> DiskOpened:
+        self.store = self._new_store(threads=threads, reads_at_once=reads_at_once)
+        self.store.start()
+        opened = self._take()
+        if not isinstance(opened, DiskOpened):
+            raise ConfigError("folder", f"{self.plan.folder} cannot be used: {opened}")
+        return opened
+
+    def _gb_s(self, pages: Pages, move: Callable[[Pages], None]) -> float:
+        """Return the rate of the working set in this order."""
+        wrong = 0
+        started = time.perf_counter()
+        in_flight = 0
+        for some in self.work.batches():
+            move(pages[some])
+            in_flight += 1
+            if in_flight == JOBS_AT_ONCE:
+                wrong += self._await_done()
+                in_flight -= 1
+        for _ in range(in_flight):
+            wrong += self._await_done()
+        if wrong:
+            raise ConfigError("folder", f"{wrong} pages were not written or read as they should")
+        return self.work.total_bytes / (time.perf_counter() - started) / 1e9
+
+    def _write(self, pages: Pages) -> None:
         self.jobs += 1
         self.store.perform(
             Write(
@@ -241,7 +243,7 @@ class Bench:
             )
         )  # fmt: skip
 
-    def _load(self, pages: npt.NDArray[np.intp]) -> None:
+    def _load(self, pages: Pages) -> None:
         self.jobs += 1
         keys = b"".join(self.keys[page] for page in pages.tolist())
         self.store.perform(
