@@ -15,8 +15,9 @@ import pytest
 
 from peercache import Client
 from peercache.model.keys import Namespace
-from tests.pace import TIMEOUT_S, wait_until
+from tests.pace import TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
+    CALL_S,
     EVICTED_IS_GONE,
     PAGE_BYTES,
     LocalCluster,
@@ -125,8 +126,8 @@ def test_absurd_hints_are_counted_refusals() -> None:
     """Ten thousand keys, times that are none, pages of other names: an answer in time, no error."""
     with LocalCluster() as cluster:
         node = cluster.start(pool="8MiB")
-        client = cluster.client(node, op_timeout_s=2.0)
-        foreign = cluster.client(node, namespace=Namespace("another"), op_timeout_s=2.0)
+        client = cluster.client(node)
+        foreign = cluster.client(node, namespace=Namespace("another"))
         mine = keys_of("mine", 32)
         put(client, mine)
         many: list[Any] = [*mine, *keys_of("many", 10_000)]
@@ -136,7 +137,7 @@ def test_absurd_hints_are_counted_refusals() -> None:
             assert client.retain(many, seconds) == 16
             assert client.demote(many) == 16
             assert client.prefetch(many) == 32
-            assert time.monotonic() - began < 8.0
+            assert_within(time.monotonic() - began, 4 * CALL_S)
         for seconds in (-1.0, float("nan"), float("-inf")):
             assert client.retain(mine, seconds) == 32
             assert client.retain([], 1.0) == client.demote([]) == client.prefetch([]) == 0
