@@ -26,9 +26,10 @@ from peercache.events.blocks import (
     sequence_of,
 )
 from peercache.events.publishing import BlockPublisher
+from tests.pace import TIMEOUT_S
 
 ANY = "tcp://127.0.0.1:*"
-WAIT_MS = 10_000
+WAIT_MS = int(1000 * TIMEOUT_S)
 
 
 def stored(number: int) -> BlockStored:
@@ -158,6 +159,7 @@ def test_a_replay_from_before_what_is_kept_tells_everything_again(
     monkeypatch.setattr(publishing, "REPLAY_BATCHES_MAX", 2)
     monkeypatch.setattr(publishing, "EVENTS_A_BATCH", 1)
     monkeypatch.setattr(publishing, "QUIET_S", 0.1)
+    monkeypatch.setattr(publishing, "RESYNC_S", TIMEOUT_S)
     with closing(BlockPublisher(ANY, ANY, present=lambda: [stored(7)])) as publisher:
         publisher.publish([stored(number) for number in range(5)])
         while publisher.figures().events < 7:
@@ -168,7 +170,7 @@ def test_a_replay_from_before_what_is_kept_tells_everything_again(
             flat: list[BlockEvent] = []
             while stored(7) not in flat:
                 flat += received(reader)[1]
-            # Not again at once: a stranger could keep the publisher busy.
+            # Not again soon: a stranger could keep the publisher busy.
             replayed(publisher.replay, 0)
             assert publisher.figures().resyncs == 1
 
