@@ -11,6 +11,7 @@ Limits  POPULATE_CHUNK_BYTES a step, so that closing never waits long for a pref
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -18,14 +19,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from peercache.errors import PeerUnreachable, Rejected
+from peercache.installation.library import Begin, function
 from peercache.memory.copying import copy_pages, kernel_copies
 from peercache.memory.kernel import Bytes, address_of, let_go_in_children, prefault, unfault
 from peercache.memory.layout import HEADER_BYTES, Header, Layout, parse_header, segment_name
-from peercache.memory.seals import SealTable
 from peercache.model.ids import Incarnation, name_of
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import ODD, SEAL, Seals, unread_seals
@@ -38,6 +41,10 @@ FORBIDDEN = (
 
 POPULATE_CHUNK_BYTES = 16 * 2**20
 """A few milliseconds of page tables."""
+
+_LOAD = (ctypes.c_void_p, *(ctypes.c_uint64,) * 2, *(ctypes.c_void_p,) * 2, ctypes.c_uint64)
+_words = function("peercache_seals_words", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
+_load = function("peercache_seals_load", ctypes.c_int, *_LOAD, ctypes.c_int, keeps_gil=True)
 
 
 class AttachedSegment:
@@ -235,6 +242,49 @@ class AttachedSegment:
         with self._changed:
             self._unmapped = True
             self._changed.notify_all()
+
+
+@final
+class SealTable:
+    """The seals of a mapped segment, loaded by the offsets of slots.
+
+    The memory must stay mapped for as long as this is used.
+    """
+
+    def __init__(self, seals: Seals, *, granule: int, by_kernel: bool) -> None:
+        """Load from (n,) SEAL, one per granule.
+
+        by_kernel: load with the kernel's own copy, which survives a truncated file.
+        """
+        self._address, self._count = seals.ctypes.data, len(seals)
+        self._granule = granule
+        self._by_kernel = by_kernel
+
+    def words(self, offsets: U64) -> U64:
+        """Load words now, (n,) uint64: before any byte that the caller reads afterwards.
+
+        All are ODD if the table is not mapped any more, which only `by_kernel` detects.
+        """
+        words = np.empty(len(offsets), np.uint64)
+        return words if self._loaded(_words, offsets, words) else np.full(len(offsets), ODD)
+
+    def load(self, offsets: U64) -> Seals:
+        """Load seals now, (n,) SEAL: after all bytes that the caller has read, the words last.
+
+        All are unread if the table is not mapped any more, which only `by_kernel` detects.
+        """
+        seals: Seals = np.empty(len(offsets), SEAL)
+        return seals if self._loaded(_load, offsets, seals) else unread_seals(len(offsets))
+
+    def _loaded(self, load: Any, offsets: U64, into: npt.NDArray[Any]) -> bool:
+        assert offsets.dtype == np.uint64, offsets.dtype
+        done = load(
+            self._address, self._count, self._granule, offsets.tobytes(),
+            ctypes.addressof(Begin.from_buffer(into)), len(offsets), self._by_kernel,
+        )  # fmt: skip
+        # A wrong offset would load something else.
+        assert done >= 0, (offsets, self._count)
+        return bool(done)
 
 
 @contextmanager

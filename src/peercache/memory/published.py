@@ -16,6 +16,7 @@ has one mapped keeps reading the old bytes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -29,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peercache.errors import AddressTaken, PoolTooLarge, Rejected
+from peercache.installation.library import function
 from peercache.memory.kernel import Bytes, let_go_in_children, prefault, unfault
 from peercache.memory.layout import (
     Header,
@@ -39,7 +41,6 @@ from peercache.memory.layout import (
     segment_name,
     table_name,
 )
-from peercache.memory.seals import SealStore
 from peercache.model.ids import Incarnation
 from peercache.model.process import ForkGuard
 from peercache.model.runs import I64, U64
@@ -53,6 +54,11 @@ POPULATE_CHUNK_BYTES = 16 * 2**20
 CREATE_ATTEMPTS_MAX = 100
 """Each failed attempt means that another node's start removed the new file as a leftover in the
 microseconds before it was locked; a hundred in a row do not happen."""
+
+_store = function(
+    "peercache_seals_store", ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, *[ctypes.c_char_p] * 3,
+    ctypes.c_uint64, keeps_gil=True,
+)  # fmt: skip
 
 
 class PublishedSegment:
@@ -79,7 +85,7 @@ class PublishedSegment:
         mapping = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED)
         self._whole: Bytes = np.frombuffer(mapping, np.uint8)
         self.seals: Seals = np.frombuffer(mapping, SEAL, layout.seals_count, layout.seals_offset)
-        self._store = SealStore(self.seals)
+        self._seals_at = self.seals.ctypes.data
         self.words: U64 = self.seals["word"]
         self.pages: Bytes = self._whole[layout.pages_offset :]
 
@@ -143,12 +149,23 @@ class PublishedSegment:
         return self.usable_bytes
 
     def store_words(self, indices: I64, values: U64, named: Seals | None = None) -> None:
-        """Store `values[i]` at word `indices[i]`, in order; see `memory.seals.SealStore`.
+        """Store `values[i]` at word `indices[i]`, in order, each as one aligned 8-byte store.
 
         indices: (n,) int64, granules of the page memory. values: (n,) uint64.
-        named:   (n,) SEAL, whose key, space and length are stored before the words.
+        named:   (n,) SEAL, whose key, space and length are stored before the words; None keeps the
+                 current ones.
         """
-        self._store.store(indices, values, named)
+        assert indices.dtype == np.int64, indices.dtype
+        assert values.dtype == np.uint64, values.dtype
+        assert indices.shape == values.shape, (indices.shape, values.shape)
+        assert named is None or (named.dtype == SEAL and named.shape == indices.shape), named
+        # As bytes: asking numpy for the address of an array takes longer than the call.
+        done = _store(
+            self._seals_at, len(self.seals), indices.tobytes(), values.tobytes(),
+            None if named is None else named.tobytes(), len(indices),
+        )  # fmt: skip
+        # A wrong index would overwrite something else.
+        assert done, (indices, len(self.seals))
 
     def close(self) -> None:
         """Unlink the file and release the memory, after a running step of `populate`.
@@ -166,7 +183,6 @@ class PublishedSegment:
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._whole = self.pages = empty
         self.seals = np.empty(0, SEAL)
-        self._store = SealStore(self.seals)
         self.words = np.empty(0, np.uint64)
         os.close(self._file)
 

@@ -17,11 +17,10 @@ import pytest
 
 from peercache.errors import PeerUnreachable, Rejected
 from peercache.memory import attached, copying
-from peercache.memory.attached import AttachedSegment
+from peercache.memory.attached import AttachedSegment, SealTable
 from peercache.memory.copying import copy_pages
 from peercache.memory.layout import HEADER_BYTES, segment_name
 from peercache.memory.published import PublishedSegment
-from peercache.memory.seals import SealTable
 from peercache.model.ids import Incarnation
 from peercache.model.runs import PageRuns
 from peercache.model.seal import ODD, SEAL
