@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import resource
 import select
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
@@ -30,7 +31,7 @@ import attrs
 
 from peercache.errors import Rejected, RemoteProtocolError
 from peercache.net.breaker import HEDGE_MIN_S, Breakers
-from peercache.net.peers import ControlTls, Gate, Peer, Transport
+from peercache.net.peers import ControlTls, Gate, Peer
 from peercache.net.sockets import Dialer, UnusableAddress, alarm_of_thread, reached
 from peercache.observability.log import request_of
 from peercache.wire.codec import WrongCluster, WrongVersion, decode, encode
@@ -281,7 +282,7 @@ class Dialled:
         self._accepts = accepts
         self.is_connected = False
         self._is_broken = False
-        self._peer = Peer(Transport.TCP)
+        self._valid_until = float("inf")
         self.is_fresh = True
         self.is_redial = self.is_probed = False
         self.wake: Callable[[], None] = _no_waiter
@@ -302,14 +303,14 @@ class Dialled:
     @property
     def is_broken(self) -> bool:
         """Whether it has ended, or must not be used again."""
-        return self._is_broken or self._peer.has_expired()
+        return self._is_broken or self._valid_until <= time.time()
 
     @is_broken.setter
     def is_broken(self, is_broken: bool) -> None:
         self._is_broken = is_broken
 
     def _judged(self, peer: Peer) -> bool:
-        self._peer = peer
+        self._valid_until = peer.valid_until
         is_accepted = self._accepts(peer)
         # Another process listens there: a request fails now, not at its deadline.
         self.is_broken = self.is_broken or not is_accepted
