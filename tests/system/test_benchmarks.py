@@ -99,10 +99,10 @@ def test_set_pages_measures_every_row_and_reads_back_what_it_set(
 
 
 WALK_MAX = {
-    "get, warm, tcp": (14, 48),
-    "get, cold, tcp": (17, 82),
-    "get, warm, shm": (15, 58),
-    "set": (15, 64),
+    "get, warm, tcp": (13, 42),
+    "get, cold, tcp": (15, 64),
+    "get, warm, shm": (13, 44),
+    "set": (14, 52),
 }
 """Files that a call enters, and its moves between them: what a reader has to follow."""
 

@@ -118,7 +118,6 @@ class ShmFabric:
             segment.close(max(0.0, until - self._clock()))
 
     def _read(self, segment: AttachedSegment, read: PeerRead, deadline: float) -> Fetched:
-        seals = unread_seals(len(read.offsets))
         inside = _inside(segment, read)
         index = inside.nonzero()[0]
         runs, offsets = read.runs, read.offsets
@@ -127,8 +126,8 @@ class ShmFabric:
         # Before the first byte: otherwise a record of a later commit could validate older bytes.
         words = segment.words(offsets)
         is_there = still_committed(words, read.generations[index])
-        if not is_there.all():
-            seals["word"][index[~is_there]] = words[~is_there]
+        others, words = index[~is_there], words[~is_there]
+        if len(others):
             index, offsets = index[is_there], offsets[is_there]
         if len(index) < len(inside):
             runs = runs.take(index)
@@ -139,8 +138,10 @@ class ShmFabric:
             self._between()
         # Always after the bytes of all these pages.
         loaded = segment.seals(offsets[:count])
-        if count == len(seals):
+        if count == len(inside):
             return Fetched(loaded, "")
+        seals = unread_seals(len(inside))
+        seals["word"][others] = words
         seals[index[:count]] = loaded
         if count < len(index):
             if self._clock() >= deadline:

@@ -113,9 +113,7 @@ def copy_pages(
     Pages after the returned count may be partly copied. Never raises.
     """
     lengths = page_runs.lengths
-    first, last = (
-        (int(page_runs.starts[0]), int(page_runs.starts[-1])) if len(page_runs) else (0, 0)
-    )
+    first, last = (int(page_runs.starts[0]), int(page_runs.starts[-1])) if len(lengths) else (0, 0)
     ours = Side(page_runs.addresses[first:last], page_runs.sizes[first:last])
     copied = copy_runs(
         ours,

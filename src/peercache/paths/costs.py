@@ -16,7 +16,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import RESIDENT, Records
+from peercache.observability.reasons import DEADLINE
 
 MEASURED_S = 10.0
 """How long the measurements of a holder are used: load changes."""
@@ -94,19 +96,33 @@ class ReadCosts:
         self._in_flight: dict[int, int] = {}
         self._reads: dict[Source, _Reads] = {}
 
-    def begin(self, holder: int, size: int) -> None:
-        """Record that a read of `size` bytes begins."""
+    def begin(self, reads: Sequence[PeerRead]) -> None:
+        """Record that these reads of holders' memory begin."""
         with self._lock:
-            self._in_flight[holder] = self._in_flight.get(holder, 0) + size
+            for read in reads:
+                holder = read.member.incarnation
+                self._in_flight[holder] = self._in_flight.get(holder, 0) + _size_of(read)
 
-    def end(self, holder: int, size: int) -> None:
-        """Record the end of a read."""
+    def end(self, reads: Sequence[PeerRead], answers: Sequence[Fetched], took_s: float) -> None:
+        """Record the end of reads that began together, and what they cost.
+
+        answers: none if they were given up. took_s: the time from the first to the last one.
+        """
         with self._lock:
-            left = self._in_flight.get(holder, 0) - size
-            if left > 0:
-                self._in_flight[holder] = left
-            else:
-                self._in_flight.pop(holder, None)
+            for read in reads:
+                holder = read.member.incarnation
+                left = self._in_flight.get(holder, 0) - _size_of(read)
+                if left > 0:
+                    self._in_flight[holder] = left
+                else:
+                    self._in_flight.pop(holder, None)
+        for read, fetched in zip(reads, answers, strict=False):
+            memory = (read.member.incarnation, False)
+            alone_s = took_s if len(reads) == 1 else fetched.took_s
+            if not fetched.failure:
+                self.add(memory, _size_of(read), alone_s)
+            elif fetched.failure == DEADLINE:
+                self.add_cut_off(memory, read.lengths.tolist(), alone_s)
 
     def add(self, source: Source, size: int, took_s: float) -> None:
         """Record how long `size` bytes of a source took."""
@@ -154,6 +170,11 @@ class ReadCosts:
                 cost_s = latency_s + size * byte_s
         own_order = holder * self._salt % 2**64
         return math.floor(math.log2(cost_s)), own_order
+
+
+def _size_of(read: PeerRead) -> int:
+    """Estimate the bytes of a read: the pages of a batch nearly always have the same size."""
+    return int(read.lengths[0]) * len(read.lengths)
 
 
 def by_source(records: Records) -> list[tuple[Source, Mask | None]]:

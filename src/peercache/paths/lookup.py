@@ -346,7 +346,7 @@ class Locator:
         lagging = self._lagging(cluster)
         search = Search(keys, keys.tolist(), cluster, avoid, failed, self._may_read, lagging)
         search.cost_of = self._cost_of
-        if cached is not None:
+        if cached is not None and cached[1].any():
             search.take_cached(*cached)
         yield from self._look(search, cluster)
         asked_home = False
@@ -367,7 +367,6 @@ class Locator:
                 break
             yield from self._ask(search, cluster, targets, now, until)
         self._cache.store(search.found(), self._clock(), epoch=epoch)
-        search.spread_repeats()
         return search.whereabouts(timed_out=self._clock() >= until)
 
     def glance(
@@ -493,6 +492,8 @@ class Locator:
             looked = yield ReadTable(peer, packed, cluster.ring.version)
             if looked is not None:
                 search.take_looked(peer, positions, looked)
+                if search.known.all():
+                    return
 
     def _readable(self, cluster: Cluster) -> list[int]:
         """Return the members whose tables can be read, the home node first."""

@@ -33,10 +33,9 @@ from peercache.paths.steps import Ask, Checksum, Fetch, Post, Renew, Step
 from peercache.paths.verify import (
     checksum_portions,
     checksums_agree,
-    lack_checksums,
     names_another,
+    owed_checksums,
     verified,
-    wants_checksum,
 )
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.directory import ReportStale
@@ -365,6 +364,8 @@ class Reader:
     ) -> Generator[Step, Any, tuple[Whereabouts, Cluster]]:
         """Find the pages; if a holder has joined since the last view, get the new view first."""
         where = yield from self._locator.locate(keys, cluster, until, **rest)
+        if not where.strangers:
+            return where, cluster
         now = self._clock()
         if now >= until or not self._strangers.are_new(where.strangers, now):
             return where, cluster
@@ -446,23 +447,13 @@ class Reader:
             )
             for at, theirs, _ in groups
         )
-        # An estimate: the pages of a batch nearly always have the same size.
-        asked = [(r.member.incarnation, int(r.lengths[0]) * len(r.lengths)) for r in reads]
-        for holder, size in asked:
-            self._costs.begin(holder, size)
+        self._costs.begin(reads)
         began = self._clock()
+        answers: Sequence[Fetched] = ()
         try:
-            answers: Sequence[Fetched] = yield Fetch(reads, until)
+            answers = yield Fetch(reads, until)
         finally:
-            for holder, size in asked:
-                self._costs.end(holder, size)
-        took_s = self._clock() - began
-        for (holder, size), read, fetched in zip(asked, reads, answers, strict=True):
-            alone_s = took_s if len(reads) == 1 else fetched.took_s
-            if not fetched.failure:
-                self._costs.add((holder, False), size, alone_s)
-            elif fetched.failure == reasons.DEADLINE:
-                self._costs.add_cut_off((holder, False), read.lengths.tolist(), alone_s)
+            self._costs.end(reads, answers, self._clock() - began)
         disputed: list[Records] = []
         for (at, theirs, is_fresh), fetched in zip(groups, answers, strict=True):
             changed = yield from self._judge(batch, until, at, theirs, fetched)
@@ -480,9 +471,9 @@ class Reader:
         Returns the positions of wrong records.
         """
         hits = verified(records, self._space, fetched.seals)
-        lacking = lack_checksums(records, hits, self._verify)
+        lacking, owed = owed_checksums(batch.keys[places], records, hits, self._verify)
         hits[lacking] = False
-        corrupt, unchecked = yield from self._checked(batch, until, places, records, hits)
+        corrupt, unchecked = yield from self._checked(batch, until, places, records, owed)
         hits[corrupt] = False
         hits[unchecked] = False
         holder = int(records["holder"][0])
@@ -517,17 +508,15 @@ class Reader:
         return changed
 
     def _checked(
-        self, batch: _Batch, until: float, places: Places, records: Records, hits: Mask
+        self, batch: _Batch, until: float, places: Places, records: Records, owed: Places
     ) -> Generator[Step, Any, tuple[Places, Places]]:
-        """Return the verified pages with another checksum than their record's, and the pages that
+        """Return which of the `owed` pages have another checksum than their record's, and which
         were left unchecked for lack of time.
         """
-        wanted = wants_checksum(batch.keys[places], self._verify)
-        sampled = wanted[hits[wanted]]
-        if not len(sampled):
-            return sampled, sampled
-        wrong, checked = [sampled[:0]], 0
-        for part in checksum_portions(sampled, batch.lengths[places]):
+        if not len(owed):
+            return owed, owed
+        wrong, checked = [owed[:0]], 0
+        for part in checksum_portions(owed, batch.lengths[places]):
             # The first portion is always checked: it takes less time than is reserved for the
             # return.
             if checked and self._clock() >= until:
@@ -535,7 +524,7 @@ class Reader:
             digests = yield Checksum(batch.runs, places[part])
             wrong.append(part[~checksums_agree(records[part], digests)])
             checked += len(part)
-        return np.concatenate(wrong), sampled[checked:]
+        return np.concatenate(wrong), owed[checked:]
 
 
 class _Batch:

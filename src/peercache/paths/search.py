@@ -377,7 +377,7 @@ class Search:
         chosen: npt.NDArray[np.intp] = positions[owned]
         return chosen
 
-    def spread_repeats(self) -> None:
+    def _spread_repeats(self) -> None:
         """Copy the result of a repeated key from its last index to the others."""
         if not self._repeats:
             return
@@ -393,6 +393,8 @@ class Search:
             self._held_out_of_reach[place] = self._held_out_of_reach[source]
 
     def whereabouts(self, *, timed_out: bool) -> Whereabouts:
+        """Return the result for each key of the batch, at the end of the search."""
+        self._spread_repeats()
         whys = [""] * len(self.keys)
         for place in (~self.known).nonzero()[0].tolist():
             if self._held_out_of_reach[place]:

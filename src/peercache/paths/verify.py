@@ -81,13 +81,20 @@ def refuses_without_checksum(mode: str) -> bool:
     return mode == "full"
 
 
-def lack_checksums(
-    records: Records, hits: npt.NDArray[np.bool_], mode: str
-) -> npt.NDArray[np.intp]:
-    """Return the positions of hits that `mode` refuses: their records have no checksum."""
+def owed_checksums(
+    keys: PageKeys, records: Records, hits: npt.NDArray[np.bool_], mode: str
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Return what `mode` requires of these hits, as positions: two lists without common pages.
+
+    First those that it refuses, because their records have no checksum; then those whose bytes are
+    to be compared with the checksum.
+    """
+    wanted = wants_checksum(keys, mode)
+    owed = wanted[hits[wanted]]
     if not refuses_without_checksum(mode):
-        return np.empty(0, np.intp)
-    return np.flatnonzero(hits & ((records["flags"] & HAS_CHECKSUM) == 0))
+        return owed[:0], owed
+    is_there = (records["flags"][owed] & HAS_CHECKSUM) != 0
+    return owed[~is_there], owed[is_there]
 
 
 def checksums_agree(records: Records, digests: U64) -> npt.NDArray[np.bool_]:

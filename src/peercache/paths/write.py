@@ -486,7 +486,7 @@ class _Round:
         needs_checksums = refuses_without_checksum(self._verify)
         kept_back_s = (copied_by - self._clock()) * CHECKSUM_FRACTION if needs_checksums else 0.0
         until = copied_by - kept_back_s
-        if count == len(runs):
+        if count == len(written):
             count = yield Place(slots.offsets, runs, until)
             written[:count] = 1
         else:
@@ -494,7 +494,7 @@ class _Round:
             count = yield Place(slots.offsets[wanted], runs.take(wanted), until)
             written[wanted[:count]] = 1
         sampled = wants_checksum(portion.keys, self._verify)
-        if count < len(runs):
+        if count < len(written):
             sampled = sampled[written[sampled] == 1]
         for part in checksum_portions(sampled, runs.lengths):
             # A late page would be lost; without a checksum its generation still verifies it.

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import attrs
+import numpy as np
 import pytest
 
-from peercache.model.member import SUSPECT
+from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.reads import Fetched, PeerRead
 from peercache.model.records import ON_DISK, Records
+from peercache.model.runs import PageRuns
+from peercache.model.seal import unread_seals
 from peercache.net.breaker import (
     BACKOFF_MIN_S,
     HEDGE_FIRST_S,
@@ -481,10 +485,17 @@ class Clock:
         return self.now
 
 
+def read_of(holder: int, size: int) -> PeerRead:
+    """Return the read of one page."""
+    member = Member(holder, 1, ALIVE, 255, "h", "h:1", "h:1", "boot", "")
+    runs = PageRuns.of([[(0, size)]])
+    return PeerRead(member, np.zeros(1, np.uint64), runs.lengths, runs, np.full(1, 2, np.uint64))
+
+
 def read(costs: ReadCosts, holder: int, took_s: float, size: int = MIB) -> None:
-    costs.begin(holder, size)
-    costs.end(holder, size)
-    costs.add((holder, False), size, took_s)
+    reads = (read_of(holder, size),)
+    costs.begin(reads)
+    costs.end(reads, (Fetched(unread_seals(1), ""),), took_s)
 
 
 def test_a_holder_that_was_slow_lately_is_read_less() -> None:
@@ -504,10 +515,11 @@ def test_what_is_in_flight_counts() -> None:
     clock = Clock()
     costs = ReadCosts(salt=3, clock=clock)
     order = sorted((1, 2), key=costs.cost_of)
-    costs.begin(order[0], 64 * MIB)
+    given_up = (read_of(order[0], 64 * MIB),)
+    costs.begin(given_up)
 
     assert sorted((1, 2), key=costs.cost_of) == order[::-1]
-    costs.end(order[0], 64 * MIB)
+    costs.end(given_up, (), 1.0)
     assert sorted((1, 2), key=costs.cost_of) == order
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,8 @@ from peercache.paths.verify import (
     CHECKSUM_PORTION_BYTES,
     checksum_portions,
     checksums_agree,
-    lack_checksums,
     names_another,
+    owed_checksums,
     verified,
     wants_checksum,
 )
@@ -101,6 +102,13 @@ def test_sampling_chooses_by_key_one_in_sixty_four() -> None:
     assert wants_checksum(keys, "generation").tolist() == []
 
 
+def owed(records: Records, hits: npt.NDArray[np.bool_], mode: str) -> tuple[list[int], list[int]]:
+    """Return the hits that are refused and those to be checked; of three keys one is sampled."""
+    keys = np.array([bytes(15) + bytes([last]) for last in (1, 64, 2)], "V16")
+    lacking, checked = owed_checksums(keys, records, hits, mode)
+    return lacking.tolist(), checked.tolist()
+
+
 def test_a_record_without_a_checksum_agrees_where_not_every_page_must_have_one() -> None:
     """Its flag says whether there is one; a checksum of 0 with the flag is one."""
     records = np.zeros(3, RECORD)
@@ -111,9 +119,11 @@ def test_a_record_without_a_checksum_agrees_where_not_every_page_must_have_one()
     assert checksums_agree(records, wrong).tolist() == [True, False, False]
     assert checksums_agree(records, right).all()
     hits, misses = np.ones(3, np.bool_), np.zeros(3, np.bool_)
-    assert lack_checksums(records, hits, "full").tolist() == [0]
-    assert not len(lack_checksums(records, misses, "full"))
-    assert not len(lack_checksums(records, hits, "sampled"))
+    assert owed(records, hits, "full") == ([0], [1, 2])
+    assert owed(records, misses, "full") == ([], [])
+    assert owed(records, np.array([False, False, True]), "full") == ([], [2])
+    assert owed(records, hits, "generation") == ([], [])
+    assert owed(records, hits, "sampled") == ([], [1])
 
 
 @given(st.lists(st.integers(1, 3 * CHECKSUM_PORTION_BYTES), max_size=12))
