@@ -111,9 +111,9 @@ def paced(story: Callable[[float], T], kept_up: Callable[[T], bool]) -> T:
     it comes to is returned, so what never happens still fails its test.
     """
     for pace_s in PACES_S[:-1]:
-        told = story(pace_s)
-        if kept_up(told):
-            return told
+        reported = story(pace_s)
+        if kept_up(reported):
+            return reported
     return story(PACES_S[-1])
 
 

@@ -11,13 +11,13 @@ from peercache.manager.engine_stream import EngineStream
 from peercache.manager.gpu_blocks import GpuBlocks
 
 
-def check(told: dict[str, Any]) -> int:
+def check(reported: dict[str, Any]) -> int:
     """Follow the events of each layout, ask what was asked; return how many answers were no 0.
 
-    told: as `tests/integration/vllm_cache.py` prints it.
+    reported: as `tests/integration/vllm_cache.py` prints it.
     """
     hits = 0
-    for layout, engine in told.items():
+    for layout, engine in reported.items():
         blocks = GpuBlocks(["engine"])
         stream = EngineStream("engine", blocks)
         stream.connected()

@@ -32,7 +32,7 @@ class FakeQueuePairs:
     """
 
     def __init__(self, notify: Callable[[RdmaFact], None], *, absent_because: str = "") -> None:
-        """Hand facts to `tell`; the first one comes with the first `step`."""
+        """Hand facts to `notify`; the first one comes with the first `step`."""
         self._notify = notify
         self._absent_because = absent_because
         self._is_open = False

@@ -1,6 +1,6 @@
 """What sources of addresses ask, in this process: a resolver, an etcd, and a Kubernetes API.
 
-Each can be told which addresses there are, and made to die, to hang, and to answer garbage. The two
+Each can be given addresses, and made to die, to hang, and to answer garbage. The two
 that speak HTTP answer in the shapes that etcd 3.4 and Kubernetes 1.29 answer in.
 """
 

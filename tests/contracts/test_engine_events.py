@@ -13,13 +13,13 @@ FOLDER = Path(__file__).parent / "frozen"
 
 def test_the_index_knows_what_vllm_has() -> None:
     """In eleven layouts of groups of layers, with and without an adapter, while it evicts."""
-    told = json.loads(lzma.decompress((FOLDER / "vllm-0.32.0.json.xz").read_bytes()))
-    assert len(told) == 11
-    assert check(told) > 300
+    reported = json.loads(lzma.decompress((FOLDER / "vllm-0.32.0.json.xz").read_bytes()))
+    assert len(reported) == 11
+    assert check(reported) > 300
 
 
 def test_the_index_knows_what_vllm_has_with_a_draft() -> None:
     """Since vLLM 0.33 a block's hash then covers tokens behind it: in three layouts."""
-    told = json.loads(lzma.decompress((FOLDER / "vllm-0.33.0.json.xz").read_bytes()))
-    assert len(told) == 3
-    assert check(told) > 80
+    reported = json.loads(lzma.decompress((FOLDER / "vllm-0.33.0.json.xz").read_bytes()))
+    assert len(reported) == 3
+    assert check(reported) > 80

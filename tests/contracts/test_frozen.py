@@ -92,8 +92,8 @@ def test_disk_folder_of_the_earlier_build_is_served(
     flags = ["--disk-enabled", "true", "--disk-path", str(tmp_path / "disk"), "--disk-size"]
     named = disk_keys()
     if has_index:
-        told = stats_of(tmp_path / "disk" / "0")
-        assert (told.index, told.pages) == ("ok", len(named))
+        reported = stats_of(tmp_path / "disk" / "0")
+        assert (reported.index, reported.pages) == ("ok", len(named))
     else:
         (tmp_path / "disk" / "0" / INDEX_NAME).unlink()
 

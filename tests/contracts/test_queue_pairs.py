@@ -46,7 +46,7 @@ Ask = Callable[[int], OpenChannel]
 
 
 class Port:
-    """A port with the facts that it tells."""
+    """A port with the facts that it reports."""
 
     def __init__(self, ask: Ask) -> None:
         """Hear nothing yet."""
@@ -56,7 +56,7 @@ class Port:
         self.facts: list[RdmaFact] = []
         self._has_facts = trio.Event()
 
-    def tell(self, fact: RdmaFact) -> None:
+    def notify(self, fact: RdmaFact) -> None:
         """Take a fact."""
         self.facts.append(fact)
         self._has_facts.set()
@@ -80,7 +80,7 @@ class Port:
     async def until_live(self, count: int) -> None:
         """Wait until there are so many queue pairs."""
         with ends_within():
-            while self.live() != count:  # noqa: ASYNC110 - the port tells no fact of a drop
+            while self.live() != count:  # noqa: ASYNC110 - the port reports no fact of a drop
                 await trio.sleep(0.001)
 
 
@@ -146,13 +146,13 @@ def open_port(
     async def opened() -> AsyncIterator[Port]:
         port = Port(ask)
         if request.param == "table":
-            fake = FakeQueuePairs(port.tell)
+            fake = FakeQueuePairs(port.notify)
             port.pairs, port.live = fake, lambda: len(fake.live)
             running = serving(fake.step, is_step=True)
         else:
             metrics = Metrics()
             real = DeviceQueuePairs(
-                settings, segment, is_required=False, notify=port.tell, rng=rng(),
+                settings, segment, is_required=False, notify=port.notify, rng=rng(),
                 metrics=metrics, log=get_logger(),
             )  # fmt: skip
             port.pairs = real
@@ -269,7 +269,7 @@ async def test_port_without_devices_says_why_once_and_then_nothing(
     """Effects that come later do nothing, and do not pile up."""
     port = Port(made_up)
     if kind == "table":
-        fake = FakeQueuePairs(port.tell, absent_because="no more of them")
+        fake = FakeQueuePairs(port.notify, absent_because="no more of them")
         fake.step()
         port.pairs = fake
     else:
@@ -277,7 +277,7 @@ async def test_port_without_devices_says_why_once_and_then_nothing(
             "peercache.rdma.serving.open_rails", lambda _: ((), ("no more of them",))
         )
         real = DeviceQueuePairs(
-            Config(), segment, is_required=False, notify=port.tell, rng=rng(), metrics=Metrics(),
+            Config(), segment, is_required=False, notify=port.notify, rng=rng(), metrics=Metrics(),
             log=get_logger(),
         )  # fmt: skip
         await real.run()

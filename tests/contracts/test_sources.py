@@ -87,7 +87,7 @@ async def following(asked: Asked) -> AsyncIterator[Reported]:
             nursery.cancel_scope.cancel()
 
 
-async def test_source_gives_its_addresses_and_tells_when_they_change(asked: Asked) -> None:
+async def test_source_gives_its_addresses_and_reports_when_they_change(asked: Asked) -> None:
     """New ones come, old ones go."""
     asked.has(FEW)
     async with following(asked) as reported:

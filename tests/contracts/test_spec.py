@@ -65,7 +65,7 @@ def test_the_protocol_holds_and_every_planted_bug_is_found(
 
 @pytest.mark.usefixtures("tools")
 def test_a_bug_that_is_not_found_is_a_wrong_answer(tmp_path: Path) -> None:
-    """A true model where a bug is expected, and a bug where the truth is, both are told."""
+    """A true model where a bug is expected, and a bug where the truth is, both are reported."""
     survivor = check.Case("survivor", check.SMALLEST, "promise")
     broken = check.Case("broken", (*check.SMALLEST, "NO_FENCE"), check.HOLDS)
     other_rule = check.bug("FREED_BY_TIME", check.SMALLEST, "unique value")

@@ -62,7 +62,7 @@ class AtOnce:
     """The simulated store, doing each job as soon as it is given."""
 
     def __init__(self, store: Store, notify: Callable[[DiskFact], None]) -> None:
-        """Tell what becomes of jobs."""
+        """Report what becomes of jobs."""
         self._store = store
         self._notify = notify
 
@@ -101,7 +101,7 @@ class SimulatedRig(Rig):
         self.pool = Pool()
         self.log = Log()
         self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
-        self.told: list[DiskFact] = []
+        self.reported: list[DiskFact] = []
         self.jobs = 0
         self.image = image
         self.store = AtOnce(Store(image, PoolOfRig(self.pool)), self.facts.put)  # type: ignore[assignment]
@@ -120,7 +120,7 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
 
 
 def flip(rig: Rig, number: int) -> None:
-    """Flip a bit of a page where it lies."""
+    """Flip a bit of a page where it is."""
     if isinstance(rig, SimulatedRig):
         rig.image.slots[rig.place_of(number)].data[1000] ^= 1
         return
@@ -147,11 +147,11 @@ def test_each_job_is_answered_once(open_store: OpenStore) -> None:
         answers = [rig.await_fact(WriteDone) for _ in range(2)]
 
         assert sorted(answer.job for answer in answers) == [first, second]
-        assert not [fact for fact in rig.told if isinstance(fact, WriteDone)]
+        assert not [fact for fact in rig.reported if isinstance(fact, WriteDone)]
 
 
 def test_restart_finds_what_was_written(open_store: OpenStore) -> None:
-    """Each page once, where it lies."""
+    """Each page once, where it is."""
     with open_store() as rig:
         rig.write([1, 2, 3])
         places = [rig.place_of(number) for number in (1, 2, 3)]
@@ -207,7 +207,7 @@ def test_checksum_of_a_load_is_that_of_the_page(open_store: OpenStore) -> None:
 
 
 def test_forgotten_page_stays_forgotten_over_a_restart(open_store: OpenStore) -> None:
-    """Once ForgetDone has been told."""
+    """Once ForgetDone has been reported."""
     with open_store() as rig:
         rig.write([1, 2])
         rig.forget([1])

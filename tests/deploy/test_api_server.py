@@ -148,14 +148,14 @@ async def test_the_charts_account_reads_slices_and_nothing_else(
     assert validated(NEWEST, manifest).returncode == 0
     api.made(SLICES, first)
     token = api.token_of(SPACE, "nodes")
-    told: list[set[str]] = []
+    reported: list[set[str]] = []
 
     async def found(*hosts: str) -> None:
-        await until(lambda: told[-1:] == [{f"{host}:31998" for host in hosts}])
+        await until(lambda: reported[-1:] == [{f"{host}:31998" for host in hosts}])
 
     async with trio.open_nursery() as nursery:
         source = source_of(api, tmp_path, token)
-        nursery.start_soon(source.follow, lambda hosts: told.append(set(hosts)))
+        nursery.start_soon(source.follow, lambda hosts: reported.append(set(hosts)))
         await found("10.1.0.1", "10.1.0.2")
         second["endpoints"] = endpoint_slice("r-b", "10.1.0.3")["endpoints"]
         await trio.to_thread.run_sync(api.made, SLICES, second)

@@ -411,19 +411,19 @@ def test_the_page_shows_what_works(tmp_path: Path) -> None:
     template = blocks["sglang.yaml"]["spec"]["template"]
     [engine] = template["spec"]["containers"]
     extra = json.loads(engine["args"][-1])
-    told = Config.from_sglang(extra, {})
+    reported = Config.from_sglang(extra, {})
     manifest = tmp_path / "sglang.yaml"
     manifest.write_text(yaml.safe_dump(blocks["sglang.yaml"]))
 
     assert validated(NEWEST, manifest).returncode == 0
-    assert (told.cluster, told.home) == (config.cluster, config.home)
-    assert told.share_group == config.share_group == "65532"
-    assert told.share_uids == (str(node.pod["securityContext"]["runAsUser"]),)
+    assert (reported.cluster, reported.home) == (config.cluster, config.home)
+    assert reported.share_group == config.share_group == "65532"
+    assert reported.share_uids == (str(node.pod["securityContext"]["runAsUser"]),)
     mounts = {each["mountPath"]: each["name"] for each in engine["volumeMounts"]}
     volumes = {each["name"]: each for each in template["spec"]["volumes"]}
     for folder in ("/run/peercache", config.shm_dir):
         assert volumes[mounts[folder]]["hostPath"]["path"] == folder
-    assert str(Path(told.tls_key).parent) in mounts
+    assert str(Path(reported.tls_key).parent) in mounts
     [policy] = [each for each in objects if each["kind"] == "NetworkPolicy"]
     allowed = policy["spec"]["ingress"][0]["from"][1]["podSelector"]["matchLabels"]
     assert allowed.items() <= template["metadata"]["labels"].items()

@@ -56,8 +56,8 @@ def test_systemd_finds_no_mistake(tmp_path: Path) -> None:
 def test_settings_beside_the_unit_are_right(tmp_path: Path) -> None:
     """Both files as they are installed, with the folders that the unit makes."""
     lines = (SYSTEMD / "node.env").read_text().splitlines()
-    told = [line.lstrip("#").split("=", 1) for line in lines if "=" in line]
-    environment = {name: value for name, value in told if " " not in name}
+    reported = [line.lstrip("#").split("=", 1) for line in lines if "=" in line]
+    environment = {name: value for name, value in reported if " " not in name}
     config = Config.load({}, file=str(SYSTEMD / "node.toml"), environment=environment)
     service = section("Service")
 

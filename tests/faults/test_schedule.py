@@ -99,7 +99,7 @@ class _Taps(Wire):
         return len(self.given), len(self._late)
 
 
-def test_links_do_what_they_are_told_to() -> None:
+def test_links_do_what_they_are_asked_to() -> None:
     """Of a thousand frames."""
     wire = _Taps()
 

@@ -38,7 +38,7 @@ WRITING = (*NAMED, Commit, Abort, LiveReservations)
 
 
 @pytest.mark.slow
-def test_a_writer_that_lies_spoils_no_other_page() -> None:
+def test_a_writer_that_sends_false_records_spoils_no_other_page() -> None:
     """Reservations, commits and lists that fit nothing, mixed with some that do."""
     rng, count = random.Random(11), 20_000
     with one_node(pool="8MiB") as (cluster, node):
@@ -67,7 +67,7 @@ def test_a_writer_that_lies_spoils_no_other_page() -> None:
             taken = metric(node, "peercache_messages_received")
         lock.release()
 
-        # Its process has exited, as far as the node can tell: its reservations end.
+        # Its process has exited, as far as the node knows: its reservations end.
         wait_until(lambda: honest.stats()["home_pool_bytes_reserved"] == 0)
         keys = keys_of("after", 4)
         wait_until(lambda: all(honest.batch_set(keys, pages_of(keys))))
@@ -97,7 +97,7 @@ def fitting(message: Reserve | Commit, rng: random.Random) -> Reserve | Commit:
 
 
 @pytest.mark.slow
-def test_a_node_that_lies_costs_no_page_its_bytes() -> None:
+def test_a_node_that_sends_false_records_costs_no_page_its_bytes() -> None:
     """A process that was admitted can lie about members and records; nothing breaks.
 
     What it may cost is liveness as long as it goes on: who is admitted as a node is believed.

@@ -87,7 +87,7 @@ def test_a_stream_that_a_stranger_ends_goes_on(number: int) -> None:
         for owner in owners:
             end_stream(cluster, owner, holder, number)
         at_worst = hits(reader, names)
-        # Each owner tells that it has lost the records; before that nothing is shown.
+        # Each owner reports that it has lost the records; before that nothing is shown.
         wait_until(lambda: received(holder, "SummaryDiffers") >= differed + len(owners))
         wait_until(lambda: hits(reader, names) == COUNT)
         healed_s = time.monotonic() - began

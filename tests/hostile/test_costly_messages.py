@@ -103,7 +103,7 @@ def test_a_dispute_about_very_many_holders_takes_its_time_only_once() -> None:
 
 
 def test_what_no_hello_can_be_is_not_even_decoded() -> None:
-    """A stranger's hundred thousand lists are dropped as a stranger's, and it is told to send
+    """A stranger's hundred thousand lists are dropped as a stranger's, and it is asked to send
     Hello.
 
     Had they been decoded, they would have been found malformed.

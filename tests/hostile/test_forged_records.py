@@ -27,10 +27,10 @@ def key_of(name: str, namespace: Namespace = PLAIN) -> bytes:
 
 
 class Belief:
-    """What the clients of this process believe of pages, as of an owner that lies."""
+    """What the clients of this process believe of pages, as of an owner that is wrong."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Note every record that a client knows; tell it of others where the test says so."""
+        """Note every record that a client knows; give it others where the test says so."""
         self.known: dict[bytes, Records] = {}
         self.forged: dict[bytes, Records] = {}
         find = LocationCache.find
@@ -59,7 +59,7 @@ def another_key(record: Records) -> None:
 
 
 def no_checksum(record: Records) -> None:
-    """Lead there, and name no checksum that could tell."""
+    """Lead there, and name no checksum that could differ."""
     another_key(record)
     record["flags"] &= np.uint32(~HAS_CHECKSUM & 0xFFFFFFFF)
 

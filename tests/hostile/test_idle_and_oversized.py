@@ -1,4 +1,4 @@
-"""Connections that only sit there, lengths that are lies, and descriptors that run out."""
+"""Connections that only sit there, false lengths, and descriptors that run out."""
 
 from __future__ import annotations
 
@@ -130,25 +130,25 @@ def healthz(node: NodeProcess) -> bytes:
 
 
 @pytest.mark.parametrize("port", ["control", "home", "data"])
-def test_lengths_that_are_lies_are_never_buffered(port: str) -> None:
+def test_lengths_that_are_false_are_never_buffered(port: str) -> None:
     """Two hundred claims of the largest message, or of more, and not a megabyte each is taken."""
     with one_node() as (cluster, node), Bystander(cluster, node):
         before = Vitals.of(node)
         kind = b"\x01" if port == "home" else b""
         claims = [MESSAGE_BYTES_MAX, MESSAGE_BYTES_MAX + 65, 2**31, 2**40, 2**63, 2**64 - 1]
-        lies = [
+        forged = [
             PAIR1_GREETING + kind + struct.pack(">QI", claim, 1) + b"x" * 100 for claim in claims
         ]
         if port == "data":
             incarnation = int(node.ready["node"], 16)
-            lies = [
+            forged = [
                 opening_of(node, cluster.name)["data"]
                 + struct.pack("<4sIQQ", b"PCtr", count, incarnation, total)
                 for count, total in ((4096, 2**33), (4097, 1), (2**32 - 1, 1), (1, 2**64 - 1))
             ]
         with contextlib.ExitStack() as stack:
-            for lie in lies:
-                stack.enter_context(many(node, port, 200 // len(lies) + 1, lie))
+            for one in forged:
+                stack.enter_context(many(node, port, 200 // len(forged) + 1, one))
             # Nothing to wait for: what must not happen is that its memory grows.
             time.sleep(0.5)
             during = Vitals.of(node)

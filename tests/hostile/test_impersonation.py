@@ -100,11 +100,11 @@ def test_a_process_of_another_user_is_refused_on_loopback() -> None:
             enveloped(hello(cluster.name), cluster=cluster.name, sender=5)
         )
         said = b"\0SP\0\0\x11\0\0" + framed
-        told = subprocess.run(
+        reported = subprocess.run(
             [sys.executable, "-c", script, node.ready["control"], said.hex()],
             capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
-        answer = decode(bytes.fromhex(told.stdout), cluster=cluster.name).message
+        answer = decode(bytes.fromhex(reported.stdout), cluster=cluster.name).message
 
         assert isinstance(answer, Refused), answer
         assert answer.reason == "owner"

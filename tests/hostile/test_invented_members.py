@@ -1,4 +1,4 @@
-"""A member that tells of thousands of others: they cost little, and count for nothing."""
+"""A member that reports thousands of others: they cost little, and count for nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
             answering = Answering(name)
             stack.callback(answering.close)
             own = answering.member
-        told = [invented(number, name) for number in range(2, INVENTED)]
+        reported = [invented(number, name) for number in range(2, INVENTED)]
 
         say = partial(attacker.say, sender=own.incarnation)
         say(hello(name, is_node=True, nonce=own.nonce))
@@ -103,8 +103,8 @@ def test_four_thousand_invented_members_stop_no_node(answers: bool) -> None:
         with cluster.client(node) as client:
             if answers:
                 wait_until(lambda: client.stats().get("home_members_alive") == 2)
-            for begin in range(0, len(told), PART):
-                say(ShareView(0, (own, *told[begin : begin + PART])))
+            for begin in range(0, len(reported), PART):
+                say(ShareView(0, (own, *reported[begin : begin + PART])))
             waits: list[float] = []
             worked: list[float] = []
             descriptors = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 LAYERS: dict[str, str] = {
     # What pip installed: the compiled library, and the distribution's name.
     "installation": "",
-    # Plain values, settings, the wire, and what is told.
+    # Plain values, settings, the wire, and what is reported.
     "model": "installation",
     "content": "model",
     "config": "model",

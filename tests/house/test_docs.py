@@ -192,7 +192,7 @@ def test_settings_are_read_where_the_page_states() -> None:
 def test_dependencies_stand_where_the_page_says() -> None:
     """Each library has its places in the table, as the rule about imports has them."""
     text = (ROOT / "docs" / "explanation" / "dependencies.md").read_text()
-    told = {
+    reported = {
         library.replace("-", "_"): set(re.findall(r"`(\w+)/?`", cells[2]))
         for cells in re.findall(r"^\| ([\w, -]+) \|(.*?)\|(.*?)\|", text, re.MULTILINE)
         for library in cells[0].split(", ")
@@ -200,7 +200,7 @@ def test_dependencies_stand_where_the_page_says() -> None:
     free = {"attrs", "numpy"}
     of_the_standard_library = {"sqlite3", "asyncio"}
 
-    assert {name: told.get(name) for name in HOMES.keys() - of_the_standard_library} == {
+    assert {name: reported.get(name) for name in HOMES.keys() - of_the_standard_library} == {
         name: set(HOMES[name]) for name in HOMES.keys() - of_the_standard_library
     }
     declared = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2]
@@ -306,9 +306,9 @@ def test_reasons_of_a_page_are_those_that_are_counted() -> None:
     """The tables of misses and of refused sets have a row for each reason, and no other."""
     text = (ROOT / "docs/how-to/read-the-metrics.md").read_text()
     section = text.partition("## Why were pages missed?")[2].partition("\n## Is the")[0]
-    told = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    reported = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 
-    assert told == {row[0] for row in table("metrics.md", "reason")}
+    assert reported == {row[0] for row in table("metrics.md", "reason")}
 
 
 HOSTILE = ROOT / "tests" / "hostile"

@@ -101,8 +101,8 @@ def test_table_shows_what_the_code_packs(
     shown, names = table_below(page, heading, which)
 
     assert shown == fields_of(*forms)
-    if which == 0 and (told := re.search(r", (\d+) bytes", heading)):
-        assert sum(size for _, size in shown) == int(told[1])
+    if which == 0 and (reported := re.search(r", (\d+) bytes", heading)):
+        assert sum(size for _, size in shown) == int(reported[1])
     for form in forms:
         if isinstance(form, np.dtype):
             assert form.names is not None

@@ -143,8 +143,8 @@ def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(rules)
     (tmp_path / "rules_test.yml").write_text(alerts.rules_test())
 
-    told = promtool("test", "rules", "rules_test.yml", folder=tmp_path)
+    reported = promtool("test", "rules", "rules_test.yml", folder=tmp_path)
 
-    assert not told.startswith("ok")
-    failed = set(re.findall(r"alertname: (\w+)", told))
+    assert not reported.startswith("ok")
+    failed = set(re.findall(r"alertname: (\w+)", reported))
     assert failed == {"PeerCacheCertificateExpires", "PeerCacheDiskClosed"}

@@ -111,7 +111,7 @@ def own_imports_of(module: Module) -> Iterator[tuple[int, str]]:
         yield line, whole if is_module else below
 
 
-def every_module_lies_in_a_known_folder(module: Module) -> Iterator[str]:
+def every_module_is_in_a_known_folder(module: Module) -> Iterator[str]:
     """A new folder is given its place, so that the layering covers it; the top stays empty."""
     allowed_at_top = ("", "__main__", "errors")
     if module.folder == "" and module.name not in allowed_at_top:
@@ -187,7 +187,7 @@ def nothing_is_ordered_by_identity(module: Module) -> Iterator[str]:
 
 
 def state_actors_open_with_their_charter(module: Module) -> Iterator[str]:
-    """Ten lines tell a stranger what an actor owns, hears, says, keeps, and what bounds it."""
+    """Ten lines show a stranger what an actor owns, receives, says, keeps, and what bounds it."""
     if module.top == "actors" and module.name.endswith(".actor"):
         docstring = ast.get_docstring(module.tree) or ""
         for word in CHARTER:
@@ -276,7 +276,7 @@ def _is_of_seals(node: ast.expr) -> bool:
 
 
 RULES: list[Rule] = [
-    every_module_lies_in_a_known_folder,
+    every_module_is_in_a_known_folder,
     imports_point_down,
     actors_know_no_other_actor,
     foreign_libraries_have_one_home,
@@ -292,7 +292,7 @@ RULES: list[Rule] = [
 
 # (rule, the module it would stand in, its source): each must be found.
 OFFENDERS: list[tuple[Rule, str, str]] = [
-    (every_module_lies_in_a_known_folder, "misc", ""),
+    (every_module_is_in_a_known_folder, "misc", ""),
     (imports_point_down, "model.keys", "from peercache.actors.pool.actor import Pool"),
     (imports_point_down, "config.settings", "from peercache import node"),
     (imports_point_down, "client.api", "def f():\n    from peercache.sglang import store"),
@@ -352,7 +352,7 @@ def names_in_two_folders(read: list[Module]) -> dict[str, set[str]]:
 
 
 def test_a_public_class_has_one_home() -> None:
-    """A name tells a reader which class is meant, without a look at the imports."""
+    """A name shows a reader which class is meant, without a look at the imports."""
     twice = [
         Module.of("node.a", "class Box: ..."),
         Module.of("http.b", "class Box: ...\nclass _P: ..."),

@@ -19,7 +19,7 @@ PAGE = 4
 
 
 async def main() -> None:
-    """Register a worker whose cache is told of at the endpoint, and answer each line."""
+    """Register a worker whose cache is reported at the endpoint, and answer each line."""
     from dynamo.llm import (
         KvRouter,
         KvRouterConfig,
@@ -38,13 +38,13 @@ async def main() -> None:
     config = ModelRuntimeConfig()
     config.total_kv_blocks, config.max_num_seqs = 1000, 8
     config.max_num_batched_tokens = 8192
-    told = {
+    reported = {
         "backend": "mooncake", "page_size": PAGE, "tp_size": 1, "pp_size": 1,
         "is_mla_model": False, "is_eagle": False, "tp_lcm_size": None,
         "should_split_heads": False, "extra_backend_tag": None, "kv_events_endpoint": endpoint,
         **json.loads(facts),
     }  # fmt: skip
-    config.set_engine_specific("sglang_hicache_mooncake", json.dumps(told))
+    config.set_engine_specific("sglang_hicache_mooncake", json.dumps(reported))
 
     async def handler(request: Any, context: Any = None) -> AsyncIterator[dict[str, Any]]:
         yield {"token_ids": [1], "finish_reason": "stop"}

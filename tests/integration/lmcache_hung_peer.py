@@ -74,7 +74,7 @@ def stop(process: int) -> None:
 
 
 def main() -> None:
-    """Tell what happened."""
+    """Report what happened."""
     first, second = (PeerCacheL2Adapter(json.loads(each)) for each in sys.argv[1:3])
     node = int(sys.argv[3])
     task = first.submit_store_task([key(1), key(2)], [memory(1), memory(2)])

@@ -69,14 +69,14 @@ class FakeClient:
         names = self._names(keys)
         flags = [self._set(name, self._gather(runs, i)) for i, name in enumerate(names)]
         new = [name not in held for name in names]
-        return self._told(flags, runs, [a and b for a, b in zip(flags, new, strict=True)])
+        return self._reported(flags, runs, [a and b for a, b in zip(flags, new, strict=True)])
 
     def batch_get_into(self, keys: Sequence[str], segments: Any) -> list[bool]:
         """Scatter each page that is there and has the destination's size."""
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
         self.moved.append(len(keys))
         flags = [self._get(name, runs, index) for index, name in enumerate(self._names(keys))]
-        return self._told(flags, runs, flags)
+        return self._reported(flags, runs, flags)
 
     def retain(self, keys: Any, seconds: float) -> int:
         """Note a hint."""
@@ -134,8 +134,8 @@ class FakeClient:
         self.closed = True
 
     @staticmethod
-    def _told(flags: list[bool], runs: PageRuns, moved: list[bool]) -> list[bool]:
-        """Tell an open report what was moved; return the flags."""
+    def _reported(flags: list[bool], runs: PageRuns, moved: list[bool]) -> list[bool]:
+        """Add what was moved to an open report; return the flags."""
         add_moved(sum(moved), int(runs.lengths[np.array(moved, np.bool_)].sum()))
         add_missed({ABSENT: flags.count(False)})
         return flags

@@ -46,11 +46,11 @@ class Indexer(EngineProcess):
 
     def register(self, publisher: BlockPublisher) -> None:
         """Have it follow a publisher, and wait until it has what there is."""
-        told = {
+        reported = {
             "instance_id": 1, "endpoint": publisher.endpoint, "model_name": MODEL,
             "replay_endpoint": publisher.replay, "block_size": BLOCK,
         }  # fmt: skip
-        status, said = self._asked("/register", told)
+        status, said = self._asked("/register", reported)
         assert status < 300, said
 
     def unregister(self) -> None:
@@ -127,12 +127,12 @@ def test_an_indexer_keeps_salts_apart(indexer: Indexer) -> None:
 
 
 def test_an_indexer_believes_nothing_of_a_publisher_before_its_restart(indexer: Indexer) -> None:
-    """It has no blocks of the first life, though no message has told it that they are gone."""
+    """It has no blocks of the first life, though no message has reported that they are gone."""
     with closing(BlockPublisher(ANY, ANY)) as first:
         first.publish([block(0), block(1), block(2)])
         indexer.register(first)
         indexer.comes_to(12)
-    # What a dead publisher has told stays until it is taken out, or another one has begun.
+    # What a dead publisher has reported stays until it is taken out, or another one has begun.
     assert indexer.matched() == 12
 
     with closing(BlockPublisher(first.endpoint, first.replay, present=lambda: [block(0)])) as again:
@@ -171,7 +171,7 @@ def test_an_indexer_gets_what_it_has_missed(
 def test_a_publisher_that_was_overrun_leaves_no_block_behind(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be queued is told again: removed blocks are gone at the indexer, too."""
+    """What could not be queued is reported again: removed blocks are gone at the indexer, too."""
     monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 3)
     there: list[BlockEvent] = [block(0), block(1), block(2)]
     with closing(BlockPublisher(ANY, ANY, present=lambda: list(there))) as publisher:

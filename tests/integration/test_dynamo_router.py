@@ -45,7 +45,7 @@ def pages_of(tokens: tuple[int, ...]) -> list[str]:
 
 
 class Router:
-    """Dynamo's router as a process, whose one worker's cache is told of at an endpoint."""
+    """Dynamo's router as a process, whose one worker's cache is reported at an endpoint."""
 
     def __init__(self, endpoint: str, folder: Path, **facts: object) -> None:
         """Start it, and wait until it answers. facts: what the worker says of its cache."""
@@ -77,8 +77,8 @@ class Router:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(PROMPT) + "\n")
         self.process.stdin.flush()
-        told: dict[str, Any] = json.loads(self._line())
-        ranges: list[list[int]] = told["shared_cache"]["ranges"]
+        reported: dict[str, Any] = json.loads(self._line())
+        ranges: list[list[int]] = reported["shared_cache"]["ranges"]
         return ranges
 
     def comes_to(self, *ranges: list[int]) -> None:
@@ -146,9 +146,9 @@ def test_a_page_counts_once_all_its_ranks_and_stages_have_it(
     """The second page lacks the objects of one stage: only the first one counts."""
     pages = pages_of(PROMPT)
     short = attrs.evolve(names, stages=names.stages - 1)
-    told = Mock(of=lambda page: (short if page == pages[1] else names).of(page))
+    reported = Mock(of=lambda page: (short if page == pages[1] else names).of(page))
     with (
-        closing(ObjectPublisher(ANY, told, present=lambda: pages[:2])) as publisher,
+        closing(ObjectPublisher(ANY, reported, present=lambda: pages[:2])) as publisher,
         closing(Router(publisher.endpoint, tmp_path, **facts)) as router,
     ):
         router.comes_to([0, 1])

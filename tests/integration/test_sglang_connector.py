@@ -35,14 +35,14 @@ def test_ranks_agree_over_gloo(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [json.loads(rank.communicate(timeout=TIMEOUT_S)[0]) for rank in ranks]
+        reported = [json.loads(rank.communicate(timeout=TIMEOUT_S)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
 
-    assert [rank["own"] for rank in told] == [28, 20]
-    assert [rank["matched"] for rank in told] == [20, 20]
-    assert [rank["right"] for rank in told] == [[True] * 5] * 2
-    assert [(name, tokens) for _, name, tokens in told[0]["ended"]] == [("r", 20), ("s", 20)]
-    assert told[0]["ended"] == told[1]["ended"]
+    assert [rank["own"] for rank in reported] == [28, 20]
+    assert [rank["matched"] for rank in reported] == [20, 20]
+    assert [rank["right"] for rank in reported] == [[True] * 5] * 2
+    assert [(name, tokens) for _, name, tokens in reported[0]["ended"]] == [("r", 20), ("s", 20)]
+    assert reported[0]["ended"] == reported[1]["ended"]

@@ -73,7 +73,7 @@ def test_an_engine_answers_its_first_prompt_from_pages_of_another_engine(engines
         return computed, reader.ask({"input_ids": ids})
 
     # A machine that is paused for a moment makes misses of a prompt's pages: then the next one.
-    computed, answered = paced(story, lambda told: from_storage(told[1]) == STORED_TOKENS)
+    computed, answered = paced(story, lambda reported: from_storage(reported[1]) == STORED_TOKENS)
 
     assert from_storage(computed) == 0
     assert answered["cached"]["storage"] == STORED_TOKENS
@@ -107,7 +107,9 @@ def test_an_engine_without_a_host_tier_answers_from_what_it_stored(engines: Engi
         )
         return ids, computed, linked.ask({"input_ids": ids, "flush": True})
 
-    ids, computed, answered = paced(story, lambda told: from_linker(told[2]) == STORED_TOKENS)
+    ids, computed, answered = paced(
+        story, lambda reported: from_linker(reported[2]) == STORED_TOKENS
+    )
     elsewhere = writer.ask({"input_ids": ids})
 
     assert from_linker(computed) == 0

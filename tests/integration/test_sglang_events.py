@@ -70,7 +70,7 @@ def test_the_index_knows_what_sglang_has_on_its_gpu(publisher: Any, tmp_path: Pa
         assert there().state == KNOWN
 
 
-def test_a_salted_block_is_not_told_for_its_tokens(publisher: Any, tmp_path: Path) -> None:
+def test_a_salted_block_is_not_reported_for_its_tokens(publisher: Any, tmp_path: Path) -> None:
     """Another tenant's prompt has the same tokens, and none of its blocks."""
     publisher.publish(batch(stored([1], None, cache_salt="tenant"), stored([2], None)))
     follower, there = follow(tmp_path)
@@ -83,12 +83,12 @@ def test_every_event_of_sglang_is_read() -> None:
     """As its encoder writes them: none is skipped, and each field arrives."""
     import msgspec
 
-    told = batch(
+    reported = batch(
         stored([1, 2], None, lora_name="adapter", cache_salt="s", session_id="x"),
         kv_events.BlockRemoved([1]),
         kv_events.AllBlocksCleared(),
     )
-    read = decode(msgspec.msgpack.Encoder().encode(told))
+    read = decode(msgspec.msgpack.Encoder().encode(reported))
 
     assert read.skipped == ()
     first, removed, _ = read.events

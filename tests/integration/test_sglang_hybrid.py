@@ -292,7 +292,7 @@ def test_calls_before_any_pool_and_after_the_end_are_misses(cluster: FakeCluster
 def test_a_side_pool_that_cannot_be_served_ends_every_prefix(
     cluster: FakeCluster, attribute: str
 ) -> None:
-    """Its pages move, or are spread over ranks: the model recomputes, told once."""
+    """Its pages move, or are spread over ranks: the model recomputes, reported once."""
     pool = filled(window())
     changed = type("C", (), {attribute: 10**9, "__getattr__": lambda _, n: getattr(pool, n)})()
     store = store_of(cluster, (PoolName.SWA, changed))
@@ -386,7 +386,7 @@ def test_block_groups_have_a_verdict_of_their_own(cluster: FakeCluster) -> None:
 
 
 def test_a_policy_not_yet_known_reaches_nowhere(cluster: FakeCluster) -> None:
-    """What it wants cannot be told, so nothing is promised."""
+    """What it wants cannot be expressed, so nothing is promised."""
     pool = filled(window())
     store = store_of(cluster, (PoolName.SWA, pool))
     put_kv(store, KEYS)

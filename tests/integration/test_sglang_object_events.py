@@ -112,10 +112,10 @@ def test_a_router_is_notified_of_what_the_home_node_has_of_an_engine(
         wait_until(lambda: stored() == set())
 
 
-def test_an_engine_that_comes_later_tells_of_pages_that_it_asks_for(
+def test_an_engine_that_comes_later_reports_pages_that_it_asks_for(
     engines: Engines, node: NodeProcess
 ) -> None:
-    """Its node has held them since before; only a call can tell it what they are called."""
+    """Its node has held them since before; only a call can show it what they are called."""
     tokens = prompt(PAGES, 3)
     rig, _ = engines.open()
     assert rig.back_up(tokens, 3) == PAGES

@@ -58,9 +58,9 @@ def test_the_store_keeps_its_contract_with_an_older_sglang(version: str, tmp_pat
 
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     suite = next(ET.parse(tmp_path / "report.xml").iter("testsuite"))
-    told = {each.get("name"): each.get("value", "") for each in suite.iter("property")}
-    assert told["sglang"] == version
-    assert Path(told["interface"]).is_relative_to(place(version))
+    reported = {each.get("name"): each.get("value", "") for each in suite.iter("property")}
+    assert reported["sglang"] == version
+    assert Path(reported["interface"]).is_relative_to(place(version))
     assert int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) >= least
 
 

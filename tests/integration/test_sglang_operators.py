@@ -197,7 +197,7 @@ def test_bandwidth_is_in_gigabytes_a_second() -> None:
 # --- the log ------------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the lines about calls, without what all of them have."""
     lines = [line for line in caplog.messages if "event=sglang.call_answered" in line]
     return [re.sub(r"event=\S+ |component=\S+ ?|call=\d+ ?", "", line).strip() for line in lines]
@@ -210,7 +210,7 @@ def at_debug(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_each_call_tells_at_debug_how_many_pages_missed_and_why(
+def test_each_call_reports_at_debug_how_many_pages_missed_and_why(
     cluster: FakeCluster, at_debug: pytest.LogCaptureFixture
 ) -> None:
     """One line a call, for every interface."""
@@ -229,7 +229,7 @@ def test_each_call_tells_at_debug_how_many_pages_missed_and_why(
 
     absent = "first_missing=ffffffffffff"
     second = f"first_missing={KEYS[1][:12]}"
-    assert told(at_debug) == [
+    assert reported(at_debug) == [
         f"operation=exists pages=3 hits=2 reasons=\"{{'absent': 1}}\" {absent}",
         f"operation=get pages=3 hits=2 reasons=\"{{'absent': 1}}\" {absent}",
         f"operation=get pages=3 hits=2 reasons=\"{{'absent': 1}}\" {absent}",
@@ -251,7 +251,7 @@ def test_pages_that_never_reach_the_client_have_their_reason_too(
     store.close()
     store.batch_exists(KEYS)
 
-    assert [re.search(r"reasons=\"?({.*})", line)[1] for line in told(at_debug)] == [
+    assert [re.search(r"reasons=\"?({.*})", line)[1] for line in reported(at_debug)] == [
         "{'unsupported': 3}",
         "{'wrong_size': 3}",
         "{'closed': 3}",
@@ -271,7 +271,7 @@ def test_nothing_is_worked_out_where_the_log_does_not_want_it(
     store.batch_exists(KEYS)
 
     assert not worked_out
-    assert not told(caplog)
+    assert not reported(caplog)
 
 
 def test_a_long_chain_is_one_line_at_debug(
@@ -283,6 +283,6 @@ def test_a_long_chain_is_one_line_at_debug(
 
     store.batch_exists([page_hash(number) for number in range(1000)])
 
-    (line,) = told(at_debug)
+    (line,) = reported(at_debug)
     assert line.startswith("operation=exists pages=1000 hits=0 reasons=\"{'absent': 1000}\"")
     assert len(line) < 200

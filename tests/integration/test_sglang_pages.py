@@ -61,7 +61,7 @@ def test_a_server_reads_what_the_server_of_another_host_has_computed(site: Site)
             time.sleep(pause_s)
             found = site.types(second, asks)
             if found != shows:
-                # A server that is slow to store or to read: the page tells how to go on.
+                # A server that is slow to store or to read: the page shows how to go on.
                 for host in (first, second):
                     site.types(host, empties)
                 site.types(first, asks)

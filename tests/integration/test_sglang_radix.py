@@ -343,7 +343,7 @@ def test_what_exists_reports_outlives_pages_that_are_younger(
         return tokens, restore_while(0.6, tokens)
 
     # What was reported is said in one message, which comes late where the machine is paused.
-    tokens, kept = paced(story, lambda told: told[1].from_storage == len(told[0]))
+    tokens, kept = paced(story, lambda reported: reported[1].from_storage == len(reported[0]))
     assert kept.from_storage == len(tokens)
     assert_restored(kept, reader, [(0, PAGES, 51)])
     gone = restore_while(1.5, tokens)

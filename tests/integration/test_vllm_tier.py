@@ -179,7 +179,7 @@ def test_an_engine_computes_what_takes_longer_to_read(venv: Path, model: Path) -
 def test_an_engine_that_computes_otherwise_takes_no_chunk(
     cluster: LocalCluster, venv: Path, model: Path
 ) -> None:
-    """Its model's files are the same, and vLLM tells a tier nothing else of the model."""
+    """Its model's files are the same, and vLLM gives a tier nothing else of the model."""
     node = cluster.start("one", pool="64MiB")
     watcher = cluster.client(node)
     for flags, pages in (((), CHUNKS), (("--hf-overrides", '{"rope_theta": 50.0}'), 2 * CHUNKS)):

@@ -184,23 +184,23 @@ class Cache:
 
 
 def main(seed: int, prompts: int, *names: str) -> None:
-    """Print what each layout tells, and what it has."""
+    """Print what each layout reports, and what it has."""
     init_none_hash(short)
-    told = {}
+    reported = {}
     for name in names or LAYOUTS:
         cache = Cache(name, seed)
         batches: list[str] = []
         asked = []
         for _ in range(prompts):
             adapter = cache.numbers.choice(["", "", "french"])
-            told_now = list(cache.run(cache.prompt(), adapter))
-            batches += [base64.b64encode(batch).decode() for batch in told_now]
+            reported_now = list(cache.run(cache.prompt(), adapter))
+            batches += [base64.b64encode(batch).decode() for batch in reported_now]
             for _ in range(4):
                 tokens = cache.prompts[-1] if cache.numbers.random() < 0.3 else cache.prompt()
                 asker = cache.numbers.choice(["", "french"])
                 asked.append([len(batches), tokens, asker, cache.hit(tokens, asker)])
-        told[name] = {"batches": batches, "asked": asked}
-    print(json.dumps(told))
+        reported[name] = {"batches": batches, "asked": asked}
+    print(json.dumps(reported))
 
 
 if __name__ == "__main__":

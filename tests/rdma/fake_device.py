@@ -43,7 +43,7 @@ class World:
 
     forgets:  nothing ever happens of so many of the next chains.
     holds:    READs are posted, and nothing of them happens until `go_on`.
-    posted:   told of a queue pair when it is given a chain that it holds.
+    posted:   notified of a queue pair when it is given a chain that it holds.
     before:   called before each READ with its remote address.
     fails:    a status for each READ by its remote address, or 0.
     loses:    whether a READ by its remote address succeeds and brings nothing.

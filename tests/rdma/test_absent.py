@@ -46,7 +46,7 @@ def test_node_that_must_have_rdma_does_not_start_without() -> None:
 
 
 def test_everything_works_without_rdma_and_says_so() -> None:
-    """Pages come over the other fabrics; the node's figures and log tell why."""
+    """Pages come over the other fabrics; the node's figures and log show why."""
     with LocalCluster() as cluster:
         first = cluster.start(flags=["--rdma-device-names", NOWHERE])
         second = cluster.start(flags=["--fabric", "tcp"])
@@ -59,11 +59,11 @@ def test_everything_works_without_rdma_and_says_so() -> None:
 
         wait_until(lambda: all(reader.batch_get(keys, buffers)))
         figures = [client.stats()["home_rdma"] for client in (writer, reader)]
-        told = [json.loads(line) for line in first.said().splitlines()]
+        reported = [json.loads(line) for line in first.said().splitlines()]
 
     assert all((buffer == page_of(key)).all() for key, buffer in zip(keys, buffers, strict=True))
     assert figures[0] != "serves"
     assert figures[1] == "this node has fabric = tcp"
-    assert [line["reason"] for line in told if line["event"] == "rdma.devices_missing"] == [
+    assert [line["reason"] for line in reported if line["event"] == "rdma.devices_missing"] == [
         figures[0]
     ]

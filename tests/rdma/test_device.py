@@ -124,7 +124,7 @@ def test_fastest_port_that_is_up_is_chosen(tmp_path: Path) -> None:
 
 
 def test_named_devices_are_rails_in_their_order(tmp_path: Path) -> None:
-    """A second port has its number; one whose link is down may come up; a wrong name is told."""
+    """A second port has its number; one whose link is down may come up; a wrong name fails."""
     add_port(tmp_path, "mlx5_0")
     add_port(tmp_path, "mlx5_0", 2, state="1: DOWN")
     add_port(tmp_path, "mlx5_1")
@@ -136,7 +136,7 @@ def test_named_devices_are_rails_in_their_order(tmp_path: Path) -> None:
 
 
 def test_gid_index_is_taken_literally(tmp_path: Path) -> None:
-    """Of whatever kind; one that is not there is told."""
+    """Of whatever kind; one that is not there is reported."""
     add_port(tmp_path, "mlx5_0", gids={0: (LINK_LOCAL, V1), 3: (IPV4, V2)})
 
     there = choose(read_ports(tmp_path), ("mlx5_0",), 0).ports[0].gid.index
@@ -154,7 +154,7 @@ def test_infiniband_needs_no_ip_address(tmp_path: Path) -> None:
 
 
 def test_link_is_looked_at_again_each_time(tmp_path: Path) -> None:
-    """One small file tells; a device that went away is down."""
+    """One small file shows it; a device that went away is down."""
     add_port(tmp_path, "mlx5_0")
     before = is_up("mlx5_0", 1, tmp_path)
     (tmp_path / "mlx5_0" / "ports" / "1" / "state").write_text("1: DOWN\n")

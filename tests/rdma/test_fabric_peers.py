@@ -49,7 +49,7 @@ def test_rail_that_is_down_is_left_out_and_comes_back(make_bench: Callable[..., 
 def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     make_bench: Callable[..., FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its link says it is up: what tells is that it alone makes no progress."""
+    """Its link says it is up: what shows it is that it alone makes no progress."""
     monkeypatch.setattr(channels, "BACKOFF_S", 3.0)
     bench = make_bench(rails=2)
     offsets, contents = bench.pages(8, 2**18)
@@ -201,7 +201,7 @@ def test_peer_without_rdma_is_asked_once_and_not_by_every_read(bench: FakeBench)
 def test_memory_that_is_registered_later_is_asked_for_again(
     make_bench: Callable[..., FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channel stays; only what it opens is told again."""
+    """The channel stays; only what it opens is reported again."""
     monkeypatch.setattr("peercache.rdma.fabric.REFRESH_S", 0.0)
     bench = make_bench(registers=False)
     offsets, contents = bench.pages(1)
@@ -217,7 +217,7 @@ def test_memory_that_is_registered_later_is_asked_for_again(
 
 
 @pytest.mark.parametrize(
-    "lies",
+    "forged",
     [
         {"regions": np.array([(0, 2**64 - 1, 9999)], "<u8").tobytes(), "page_bytes": 2**62},
         {"regions": b""},
@@ -229,19 +229,19 @@ def test_memory_that_is_registered_later_is_asked_for_again(
     ],
     ids=str,
 )
-def test_node_that_lies_about_its_memory_does_no_harm(
-    bench: FakeBench, lies: dict[str, Any]
+def test_node_that_describes_its_memory_falsely_does_no_harm(
+    bench: FakeBench, forged: dict[str, Any]
 ) -> None:
     """Keys that open nothing, and memory of absurd shapes, are refusals or misses."""
     offsets, _ = bench.pages(1)
     honest = bench.server.open
 
-    def lie(asked: OpenChannel) -> Message:
+    def forge(asked: OpenChannel) -> Message:
         answer = honest(CLIENT, asked)
         assert isinstance(answer, ChannelOpened)
-        return attrs.evolve(answer, **lies)
+        return attrs.evolve(answer, **forged)
 
-    bench.answer = lie
+    bench.answer = forge
 
     got = bench.get(offsets, Destination.of([[GRANULE]]))
 

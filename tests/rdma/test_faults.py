@@ -191,7 +191,7 @@ def test_a_pulled_cable_is_a_miss_and_heals_when_it_is_back(
 def test_a_cable_cut_in_silence_is_a_miss_within_its_retries(
     bench: RdmaBench, into: Destination
 ) -> None:
-    """Both ports stay up and nothing arrives: the retries tell."""
+    """Both ports stay up and nothing arrives: the retries show it."""
     assert_all_right(bench, into)
 
     with links.impaired("rd2", loss_percent=100):
@@ -237,7 +237,7 @@ def test_pages_evicted_and_rewritten_under_reads_never_give_wrong_bytes(
 ) -> None:
     """20,000 pages read while their owner replaces them: what passes the check is whole.
 
-    Every byte of a page tells its generation, and a page is hit only if its word is the one that
+    Every byte of a page contains its generation, and a page is hit only if its word is the one that
     the reader knew before it began.
     """
     wanted, stopped = 20_000, threading.Event()
@@ -331,7 +331,7 @@ def test_reads_go_on_over_the_other_rail_while_one_dies(
 ) -> None:
     """One read after the other: none misses a page, and the one that meets the fault is not long.
 
-    What it took is printed; docs/explanation/rdma.md tells of it.
+    What it took is printed; docs/explanation/rdma.md describes it.
     """
     assert at_best(lambda: longest_read_s(segment, how, monkeypatch), below=2.0) < 2.0
 
@@ -380,8 +380,10 @@ def longest_read_s(segment: PublishedSegment, how: str, monkeypatch: pytest.Monk
 
     usual_s = sorted(took_s[4:healthy])[(healthy - 4) // 2]
     longest_s = sorted(took_s[healthy:])[-5:]
-    told = ", ".join(f"{each * 1e3:.0f}" for each in longest_s)
-    print(f"{how}: usually {usual_s * 1e3:.0f} ms, the five longest of {len(took_s)} reads {told}")
+    reported = ", ".join(f"{each * 1e3:.0f}" for each in longest_s)
+    print(
+        f"{how}: usually {usual_s * 1e3:.0f} ms, the five longest of {len(took_s)} reads {reported}"
+    )
     # None is left out by a read where the next one sees the port's state before it begins.
     for when_s in left_out_s[:1]:
         print(f"left out {(when_s - broken_s[0]) * 1e3:.0f} ms after the command was over")
@@ -394,7 +396,7 @@ def test_a_path_that_works_one_way_does_not_stop_the_process(
 ) -> None:
     """The owner knows our address and we never learn its: the kernel would look for a second.
 
-    All of that with the interpreter's lock held, so another thread tells how long it was.
+    All of that with the interpreter's lock held, so another thread measures how long it was.
     """
     assert at_best(lambda: longest_stop_s(segment, family), below=0.6) < 0.6
 

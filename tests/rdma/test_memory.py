@@ -42,18 +42,18 @@ def device() -> Device:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """What is logged meanwhile."""
-    told: list[tuple[str, dict[str, Any]]] = []
+    reported: list[tuple[str, dict[str, Any]]] = []
 
     class Log:
         def __getattr__(self, level: str) -> Any:
-            return lambda event, **facts: told.append((event, {"level": level, **facts}))
+            return lambda event, **facts: reported.append((event, {"level": level, **facts}))
 
     monkeypatch.setattr(memory, "get_logger", lambda **_: Log())
-    return told
+    return reported
 
 
 def test_memory_is_registered_in_chunks_with_keys_of_their_own(device: Device) -> None:
-    """Two and a half chunks make three pieces, found by address and told to peers by offset."""
+    """Two and a half chunks make three pieces, found by address and reported to peers by offset."""
     ours = Memory(3)
     regions = Regions(registrar=device)
     length = 2 * CHUNK + CHUNK // 2
@@ -192,7 +192,7 @@ def test_registered_memory_is_kept_alive_until_it_is_removed(device: Device) -> 
     regions.close()
 
 
-def test_refusal_is_told_once_and_what_is_registered_stays(
+def test_refusal_is_reported_once_and_what_is_registered_stays(
     events: list[tuple[str, dict[str, Any]]],
 ) -> None:
     """A limit that is reached half-way costs the other half only, and is not asked again."""
@@ -215,7 +215,7 @@ def test_refusal_is_told_once_and_what_is_registered_stays(
     assert events[0][1]["problem"] == "no room"
 
 
-def test_finished_registration_is_told_with_its_time(
+def test_finished_registration_is_reported_with_its_time(
     device: Device, events: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """People see that, and when, all of the pool can be read over RDMA."""

@@ -156,14 +156,14 @@ def test_neighbour_that_answers_meanwhile_is_found() -> None:
 
 
 def entry_of(state: int, address: bytes) -> bytes:
-    """What the kernel tells of one IPv6 neighbour, as recorded: a cache entry and its address."""
+    """What the kernel reports of one IPv6 neighbour, as recorded: a cache entry and its address."""
     body = struct.pack("=BxxxiHBB", 10, 2, state, 0, 1)
     body += struct.pack("=HH", 20, 1) + address
     body += struct.pack("=HH", 10, 2) + b"\x02\xfc\0\0\0\5" + bytes(2)
     return struct.pack("=IHHII", 16 + len(body), 28, 2, 1, 9) + body
 
 
-def test_ipv6_neighbours_are_read_out_of_what_the_kernel_tells() -> None:
+def test_ipv6_neighbours_are_read_out_of_what_the_kernel_reports() -> None:
     """Whichever order they come in; what is cut off is no entry."""
     theirs, other = bytes.fromhex("fd09" + "00" * 13 + "02"), bytes(16)
     done = struct.pack("=IHHIIi", 20, 3, 2, 1, 9, 0)
@@ -189,7 +189,7 @@ def test_ipv6_neighbour_is_known_by_its_states(
     assert neighbours.is_known(theirs) == is_known
 
 
-def test_kernel_tells_its_ipv6_neighbours_or_nothing() -> None:
+def test_kernel_reports_its_ipv6_neighbours_or_nothing() -> None:
     """It is asked for real; what it knows is its own affair."""
     assert neighbours.is_known(bytes(15) + b"\1")
 

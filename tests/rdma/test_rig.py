@@ -101,16 +101,16 @@ def test_the_time_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> N
     assert "time limit of 30 s (its command was running)" in capsys.readouterr().err
 
 
-def test_a_panic_is_told_with_the_consoles_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_panic_is_reported_with_the_consoles_end(capsys: pytest.CaptureFixture[str]) -> None:
     """125, at once, and the kernel's own words."""
     crash = "echo 1 >/proc/sys/kernel/sysrq; echo c >/proc/sysrq-trigger; sleep 60"
 
     status, _, _ = run(["bash", "-c", crash])
 
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert status == 125
-    assert "the guest died (its command was running)" in told
-    assert "Kernel panic" in told
+    assert "the guest died (its command was running)" in reported
+    assert "Kernel panic" in reported
 
 
 def test_a_command_that_was_killed_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,9 @@ def test_the_end_of_a_console_has_the_word_for_a_panic(trace_lines: int) -> None
     before = [f"boot {number}" for number in range(100)]
     trace = [f"stack {number}" for number in range(trace_lines)]
 
-    told = guest.end_of([*before, "Kernel panic - not syncing: sysrq", *trace])
+    reported = guest.end_of([*before, "Kernel panic - not syncing: sysrq", *trace])
 
-    assert "Kernel panic - not syncing: sysrq" in told
-    assert told[-1] == trace[-1]
-    assert len(told) == max(trace_lines + 1, guest.CONSOLE_TAIL_LINES)
+    assert "Kernel panic - not syncing: sysrq" in reported
+    assert reported[-1] == trace[-1]
+    assert len(reported) == max(trace_lines + 1, guest.CONSOLE_TAIL_LINES)
     assert guest.end_of(before) == before[-guest.CONSOLE_TAIL_LINES :]

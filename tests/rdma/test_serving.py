@@ -48,7 +48,7 @@ def segment(tmp_path: Path) -> Iterator[PublishedSegment]:
 
 
 class Rig:
-    """The actor, its mailbox, and what it told."""
+    """The actor, its mailbox, and what it reported."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, segment: PublishedSegment, *rails: FakeRail,
@@ -58,16 +58,16 @@ class Rig:
         monkeypatch.setattr(
             "peercache.rdma.serving.open_rails", lambda settings: (rails, ("no more of them",))
         )
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         self.arrived = trio.Event()
         self.pairs = DeviceQueuePairs(
-            Config(), segment, is_required=is_required, notify=self.tell,
+            Config(), segment, is_required=is_required, notify=self.notify,
             rng=rng(), metrics=Metrics(), log=get_logger(),
         )  # fmt: skip
 
-    def tell(self, fact: object) -> None:
+    def notify(self, fact: object) -> None:
         """Take what the actor says."""
-        self.told.append(fact)
+        self.reported.append(fact)
         self.arrived.set()
 
     async def next(self) -> Any:
@@ -75,7 +75,7 @@ class Rig:
         with ends_within():
             await self.arrived.wait()
         self.arrived = trio.Event()
-        return self.told[-1]
+        return self.reported[-1]
 
 
 async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
@@ -87,7 +87,7 @@ async def test_channels_are_made_and_dropped_and_all_is_closed_at_the_end(
     rig = Rig(monkeypatch, segment, rail)
     async with trio.open_nursery() as nursery:
         await nursery.start(rig.pairs.run)
-        assert rig.told == [RdmaServes()]
+        assert rig.reported == [RdmaServes()]
         rig.arrived = trio.Event()
         rig.pairs.perform(ServeMemory(PAGE_BYTES // 2))
         rig.pairs.perform(OpenPair(Origin(9, 1), WANTED))
@@ -141,7 +141,7 @@ async def test_device_that_fails_is_an_absence_with_its_reason_and_the_node_goes
 
     await rig.pairs.run()
 
-    assert rig.told == [RdmaAbsent(why)]
+    assert rig.reported == [RdmaAbsent(why)]
     assert rail.is_closed
 
 

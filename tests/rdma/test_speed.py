@@ -88,10 +88,12 @@ def test_the_fabric_keeps_up_with_a_bare_loop(
             break
 
     mb_s = {each.__name__: TOTAL_BYTES / best[each] / 1e6 for each in best}
-    told = f"{page_bytes >> 10} KiB pages: ours {mb_s['ours']:.0f}, bare {mb_s['bare']:.0f} MB/s"
-    print(told)
+    reported = (
+        f"{page_bytes >> 10} KiB pages: ours {mb_s['ours']:.0f}, bare {mb_s['bare']:.0f} MB/s"
+    )
+    print(reported)
     assert np.array_equal(into.memory, bench.segment.pages[:TOTAL_BYTES])
-    assert mb_s["ours"] / mb_s["bare"] >= share, told
+    assert mb_s["ours"] / mb_s["bare"] >= share, reported
 
 
 def seconds(call: Callable[[], None]) -> float:

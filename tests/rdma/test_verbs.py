@@ -119,7 +119,7 @@ def test_soft_roce_counts_a_list_of_places_by_the_first(cable: Cable) -> None:
     assert not np.any(filled[4096:]), "Soft-RoCE's fault is gone: lists may be of any sizes"
 
 
-def test_one_completion_behind_a_fence_tells_of_the_whole_batch(cable: Cable) -> None:
+def test_one_completion_behind_a_fence_covers_the_whole_batch(cable: Cable) -> None:
     """One doorbell, 64 unsignalled READs, then a fenced word: when it is there, they all are."""
     from tests.rdma.verbs_ends import e
 
@@ -269,7 +269,7 @@ def test_after_its_end_a_queue_pair_writes_nothing(cable: Cable, end: str) -> No
 
 
 def test_a_full_completion_queue_loses_completions_without_a_word(make_cable: MakeCable) -> None:
-    """Why a completion queue has room for everything that can be posted: nothing would tell."""
+    """Why a completion queue has room for everything that can be posted: nothing would show it."""
     from tests.rdma.verbs_ends import CQ
 
     cable = make_cable()

@@ -74,7 +74,7 @@ class End:
         self.pd = PD(self.context)
         known = event_descriptors()
         self.channel = CompChannel(self.context)
-        # The older generation does not tell it.
+        # The older generation does not report it.
         self.descriptor = getattr(self.channel, "fd", None) or (event_descriptors() - known).pop()
         self.cq = CQ(self.context, 2 * SEND_DEPTH, None, self.channel, 0)
         self.bytes = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
@@ -156,7 +156,7 @@ class End:
         return found
 
     def state(self) -> int:
-        """Asked of the device: the object's own field is what it was last told."""
+        """Asked of the device: the object's own field is what it was last set to."""
         attributes, _ = self.qp.query(e.IBV_QP_STATE)
         return int(attributes.qp_state)
 

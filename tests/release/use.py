@@ -11,7 +11,7 @@ from peercache.installation.library import load_tls
 load_tls()
 package = Path(peercache.__file__).parent
 assert "site-packages" in package.parts, package
-# Python itself loads the host's libssl, so the maps of this process tell nothing.
+# Python itself loads the host's libssl, so the maps of this process show nothing.
 (library,) = package.rglob("libpeercache_tls*.so")
 assert b"libssl.so" not in library.read_bytes(), f"{library} wants the host's OpenSSL"
 page, buffer = bytes(range(256)) * 256, bytearray(65536)

@@ -65,7 +65,7 @@ def found_by(caught: pytest.ExceptionInfo[Violation]) -> str:
     return caught.value.checker
 
 
-def test_content_tells_whose_it_is() -> None:
+def test_content_shows_whose_it_is() -> None:
     """The bytes of one page are those of no other key or version, and no mixture is a page."""
     page, other = content_of(KEY, 1, 300), content_of(KEY, 2, 300)
     torn = np.concatenate([page[:150], other[150:]])

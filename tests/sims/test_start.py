@@ -26,10 +26,10 @@ def test_fifty_nodes_and_their_engines_start_at_once() -> None:
     assert report.admitted_s < 2.0
     assert report.served_s < 4.0
     assert report.behind_s < 0.050
-    # A view has 16 KB. A master tells each of the others each entry about once.
+    # A view has 16 KB. A master sends each of the others each entry about once.
     assert report.kilobytes[1] < 2000
     assert report.kilobytes[0] < 250
-    # Then a node tells three masters that it lives, and links that are not used are closed.
+    # Then a node reports to three masters that it lives, and links that are not used are closed.
     assert report.quiet_messages[0] < 8.0
     assert report.quiet_kilobytes[1] < 10.0
     assert report.links == (49, 49)
@@ -63,7 +63,7 @@ def test_without_a_log_of_changes_a_death_costs_more_in_a_larger_cluster(
     assert large.deaths[0].kilobytes[0] > 1.2 * small.deaths[0].kilobytes[0]
 
 
-def test_a_death_that_not_all_learn_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_that_not_all_learn_of_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of a death can fail: members ask their masters once a second."""
     monkeypatch.setattr(dying, "AGREED_S", 0.1)
 
@@ -85,7 +85,7 @@ def test_the_same_seed_is_the_same_start() -> None:
     assert reports[0] == reports[1]
 
 
-def test_a_start_that_takes_too_long_is_told(
+def test_a_start_that_takes_too_long_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bound can fail: one candidate at a time, and each a second."""

@@ -52,7 +52,7 @@ def known_to_all() -> Truth:
 
 
 def with_authority() -> DirectoryShard:
-    """Return OWNER's shard, which lacks nothing that it was told of, and so holds nothing."""
+    """Return OWNER's shard, which lacks nothing that it was notified of, and so holds nothing."""
     shard = DirectoryShard(incarnation=OWNER)
     for sender, message in (
         (OWNER, view(HOLDER, OWNER, THIRD)),
@@ -76,7 +76,7 @@ def asked(shard: DirectoryShard, truth: Truth) -> str:
 
 
 def test_an_owner_that_calls_a_known_page_absent_is_accused() -> None:
-    """Unless it tells the page, or has said that it lacks some."""
+    """Unless it reports the page, or has said that it lacks some."""
     telling, behind = with_authority(), with_authority()
     telling.on_message(Origin(HOLDER), Put(1, records_of(HOLDER, [1], [10]).tobytes()), 0.0)
     behind.on_message(Origin(HOLDER), Put(7, records_of(HOLDER, [2], [10]).tobytes()), 0.0)
@@ -90,12 +90,12 @@ def unheard_while_stopped(truth: Truth) -> None:
     truth.unanswered, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 0})}}, {}
 
 
-def told_before_what_was_heard(truth: Truth) -> None:
+def reported_before_what_was_received(truth: Truth) -> None:
     truth.announced, truth.known = {KEY: {HOLDER: Noted(GENERATION, {OWNER: 3})}}, {}
     truth.received = {(HOLDER, OWNER): 4}
 
 
-@pytest.mark.parametrize("lacks", [unheard_while_stopped, told_before_what_was_heard])
+@pytest.mark.parametrize("lacks", [unheard_while_stopped, reported_before_what_was_received])
 def test_an_owner_that_must_know_that_it_lacks_a_page_is_accused(
     lacks: Callable[[Truth], None],
 ) -> None:
@@ -110,13 +110,13 @@ def nothing_is_noted(truth: Truth) -> None:
     truth.known = {}
 
 
-def not_told_to_this_owner(truth: Truth) -> None:
-    told_before_what_was_heard(truth)
+def not_reported_to_this_owner(truth: Truth) -> None:
+    reported_before_what_was_received(truth)
     truth.announced[KEY][HOLDER].owners = {THIRD: 3}
 
 
-def told_with_the_last_message(truth: Truth) -> None:
-    told_before_what_was_heard(truth)
+def reported_with_the_last_message(truth: Truth) -> None:
+    reported_before_what_was_received(truth)
     truth.received = {(HOLDER, OWNER): 3}
 
 
@@ -144,8 +144,8 @@ def it_is_the_owners_own(truth: Truth) -> None:
     "excuse",
     [
         nothing_is_noted,
-        not_told_to_this_owner,
-        told_with_the_last_message,
+        not_reported_to_this_owner,
+        reported_with_the_last_message,
         holder_is_dead,
         holder_is_not_in_the_owners_view,
         holder_has_a_ring_without_the_owner,
@@ -171,7 +171,7 @@ def test_who_does_not_own_a_page_may_lack_it() -> None:
 
 
 def test_a_table_that_lacks_a_page_all_the_time_is_accused() -> None:
-    """Not one that tells it, nor one whose holder has ended or stored again during the look."""
+    """Not one that reports it, nor one whose holder has ended or stored again during the look."""
     truth = known_to_all()
     before = {KEY: stored.lacking(OWNER, KEY, RING, truth)}
 
@@ -284,7 +284,7 @@ def test_messages_of_streams_are_noted_and_forged_ones_known() -> None:
     assert seen == [(False, 0), (True, 1), (False, 1), (True, 9), (False, 1)]
 
 
-def test_what_a_holder_withdraws_it_has_not_told() -> None:
+def test_what_a_holder_withdraws_it_has_not_reported() -> None:
     """The owner may forget it."""
     truth = known_to_all()
     committed(truth)

@@ -126,6 +126,6 @@ def test_every_planted_bug_is_documented_and_no_other() -> None:
     table = DOCS.read_text().partition("| planted bug |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
 
-    told = {row[0].strip("| `"): int(row[4].strip(" |")) for row in rows}
+    reported = {row[0].strip("| `"): int(row[4].strip(" |")) for row in rows}
 
-    assert told == {canary.name: canary.seeds_max for canary in CANARIES}
+    assert reported == {canary.name: canary.seeds_max for canary in CANARIES}

@@ -62,7 +62,7 @@ def test_a_planted_bug_is_found(canary: str, checkers: set[str]) -> None:
 
 
 def test_derived_seeds_follow_from_the_code_and_nothing_else(tmp_path: Path) -> None:
-    """The same code runs the same seeds, wherever it lies; each change runs others."""
+    """The same code runs the same seeds, wherever it is; each change runs others."""
     folders = []
     for place in ("here", "there"):
         folder = tmp_path / place / "code"

@@ -24,30 +24,30 @@ def main() -> None:
     try:
         client = Client.open(**{**timeout, **json.loads(sys.argv[1])})
     except PeerCacheError as error:
-        tell({"refused": f"{type(error).__name__}: {error}"})
+        report({"refused": f"{type(error).__name__}: {error}"})
         return
     with client:
-        tell({"ready": True})
+        report({"ready": True})
         for line in sys.stdin:
             asked = json.loads(line)
             keys = keys_of(asked.get("name", ""), asked.get("count", 0))
             match asked["ask"]:
                 case "set":
-                    tell({"done": sum(client.batch_set(keys, pages_of(keys)))})
+                    report({"done": sum(client.batch_set(keys, pages_of(keys)))})
                 case "get":
-                    tell({"done": sum(read(client, keys))})
+                    report({"done": sum(read(client, keys))})
                 case "prefetch":
-                    tell({"done": client.prefetch(keys)})
+                    report({"done": client.prefetch(keys)})
                 case "exists":
-                    tell({"done": client.batch_exists(keys)})
+                    report({"done": client.batch_exists(keys)})
                 case "clear":
                     client.clear()
-                    tell({"done": 0})
+                    report({"done": 0})
                 case "stats":
-                    tell({"done": client.stats()})
+                    report({"done": client.stats()})
 
 
-def tell(answer: object) -> None:
+def report(answer: object) -> None:
     """Write an answer."""
     print(json.dumps(answer), flush=True)
 

@@ -26,12 +26,12 @@ class Receiver:
 
     def __init__(self) -> None:
         """Listen on loopback."""
-        self.told: list[dict[str, Any]] = []
-        told = self.told
+        self.reported: list[dict[str, Any]] = []
+        reported = self.reported
 
         class Takes(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                reported.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.end_headers()
 
@@ -43,11 +43,11 @@ class Receiver:
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def received(self, alert: str, status: str) -> bool:
-        """Return whether an alert was told with this status."""
+        """Return whether an alert was reported with this status."""
         return any(
             each["status"] == status and each["labels"]["alertname"] == alert
-            for told in list(self.told)
-            for each in told["alerts"]
+            for reported in list(self.reported)
+            for each in reported["alerts"]
         )
 
     def close(self) -> None:

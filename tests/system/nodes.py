@@ -1,4 +1,4 @@
-"""Real nodes as real processes, and pages whose bytes tell whose they are."""
+"""Real nodes as real processes, and pages whose bytes show whose they are."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Host:
     started: list[subprocess.Popen[str]] = attrs.field(factory=list)
 
     def path(self, inside: str) -> Path:
-        """Return where a file of this host lies for the test."""
+        """Return where a file of this host is for the test."""
         return self.root / inside.removeprefix("/")
 
     def knows(self, names: dict[str, str]) -> None:

@@ -72,7 +72,7 @@ def status_of(node: NodeProcess, capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["missing", "read-only"],
 )
-def test_a_host_without_dev_shm_is_told_to_mount_it(before: str, says: str) -> None:
+def test_a_host_without_dev_shm_is_asked_to_mount_it(before: str, says: str) -> None:
     """As in a container that has none."""
     said = refused("--pool-size", "16MiB", before=before)
 
@@ -157,11 +157,11 @@ def test_a_full_disk_is_shown_with_its_folder(
     ) in shown
 
 
-def test_settings_of_a_disk_that_is_not_enabled_are_told(tmp_path: Path) -> None:
+def test_settings_of_a_disk_that_is_not_enabled_are_reported(tmp_path: Path) -> None:
     """The node would keep nothing on disk, and the operator would learn it at the next restart."""
     with LocalCluster() as cluster:
         node = cluster.start(flags=disk_of(tmp_path)[2:])
-        told = next(line for line in node.said().splitlines() if "disk.not_enabled" in line)
+        reported = next(line for line in node.said().splitlines() if "disk.not_enabled" in line)
 
-    said = json.loads(told)
+    said = json.loads(reported)
     assert (said["settings"], said["remedy"]) == (["disk_path", "disk_size"], "disk_enabled = true")

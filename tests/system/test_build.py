@@ -49,7 +49,9 @@ def test_missing_compiler_is_one_sentence(checkout: Path) -> None:
     assert not list(checkout.rglob("*.whl"))
 
 
-def test_source_that_does_not_compile_is_told_after_the_compilers_messages(checkout: Path) -> None:
+def test_source_that_does_not_compile_is_reported_after_the_compilers_messages(
+    checkout: Path,
+) -> None:
     """The compiler says where, and the last lines say what it means."""
     (checkout / "src" / "peercache" / SOURCES[0]).write_text("#include <no/such/header.h>\n")
 

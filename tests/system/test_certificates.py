@@ -67,7 +67,7 @@ def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
             well = {"code": 200, "members_alive": 2}
             wait_until(lambda node=node, well=well: well.items() <= health(node).items())  # type: ignore[misc]
         wait_until(lambda: health(lost).get("code") == 503)
-        # It has the list if a member told it before the others cut it off; else their refusals.
+        # It has the list if a member sent it before the others cut it off; else their refusals.
         refused = f"revoked: the certificate of peercache://{cluster.name}/node/lost is revoked"
         reason = health(lost).get("reason", "")
         assert reason == "this node's certificate is revoked" or reason.endswith(refused)
@@ -110,7 +110,7 @@ def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(
             settings[setting] = str(shutil.copy(path, tmp_path / "engine"))
             Path(settings[setting]).chmod(0o600)
         certificates.node("lost")
-        known = partial(_told_of_revocations, caplog)
+        known = partial(_reported_of_revocations, caplog)
         cluster.client(node, **settings)
 
         certificates.authority.revoke("node-lost")
@@ -122,14 +122,14 @@ def test_a_client_learns_from_its_home_node_which_certificates_are_revoked(
         assert not list((tmp_path / "engine").glob("*.crl"))
 
 
-def _told_of_revocations(caplog: pytest.LogCaptureFixture) -> int:
+def _reported_of_revocations(caplog: pytest.LogCaptureFixture) -> int:
     """Return how many clients of this process have said that they have taken a list."""
     return sum("event=tls.revocations_changed" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("is_same", [False, True], ids=["another authority", "the same"])
 def test_a_node_of_another_authority_says_that_it_is_refused(tmp_path: Path, is_same: bool) -> None:
-    """Nng tells no reason of a failed handshake; a node of the same authority has no problem."""
+    """Nng reports no reason of a failed handshake; a node of the same authority has no problem."""
     with LocalCluster() as cluster:
         ours = Certificates(tmp_path / "ours", cluster.name)
         theirs = ours if is_same else Certificates(tmp_path / "theirs", cluster.name)

@@ -227,7 +227,7 @@ def test_a_node_serves_with_as_many_threads_as_configured() -> None:
 
 
 def test_a_client_of_another_cluster_is_refused(three: LocalCluster) -> None:
-    """A wrong cluster name is told on both sides."""
+    """A wrong cluster name is reported on both sides."""
     with pytest.raises(PeerCacheError, match="other"):
         Client.open(cluster="other", home=three.nodes[0].ready["home"])
 
@@ -350,7 +350,7 @@ def test_sources_may_change_as_soon_as_set_has_returned(three: LocalCluster) -> 
 
 
 def test_bytes_that_changed_under_a_right_word_are_a_miss_and_an_error(three: LocalCluster) -> None:
-    """With verify = full: memory that flips a bit is caught by the checksum, and told loudly."""
+    """With verify = full: memory that flips a bit is caught by the checksum, and logged loudly."""
     node = three.nodes[0]
     client = three.client(node, verify="full")
     keys = keys_of("flipped", 4)

@@ -541,19 +541,21 @@ def test_a_lost_home_node_is_one_warning_and_its_return_one_line(
         client = cluster.client(node)
         assert not client.home_state.is_lost
 
-        def told(event: str) -> list[str]:
+        def reported(event: str) -> list[str]:
             return [line for line in said if f"event={event}" in line]
 
         for _ in range(2):
-            before = len(told("home.lost"))
+            before = len(reported("home.lost"))
             node.pause()
             wait_until(lambda: client.home_state.is_lost)
             assert client.home_state.reason == "no_answer"
             node.resume()
             wait_until(lambda: not client.home_state.is_lost)
-            assert len(told("home.lost")) == before + 1
-        wait_until(lambda: len(told("home.found")) == 2)
-        assert all(node.ready["home"] in line for line in told("home.lost") + told("home.found"))
+            assert len(reported("home.lost")) == before + 1
+        wait_until(lambda: len(reported("home.found")) == 2)
+        assert all(
+            node.ready["home"] in line for line in reported("home.lost") + reported("home.found")
+        )
 
 
 def test_a_client_writes_over_no_connection_from_before_it_attached(

@@ -226,9 +226,9 @@ def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
             assert isinstance(refused, Refused), refused
             assert refused.reason == "role"
         assert isinstance(reader.ask(RequestStats(3)), ReportStats)
-        told = reader.ask(RequestChanges(4, 0, 0, 0, 0.0))
-        assert isinstance(told, ReportChanges), told
-        assert len(changes_from_bytes(told.held)) == len(keys)
+        reported = reader.ask(RequestChanges(4, 0, 0, 0, 0.0))
+        assert isinstance(reported, ReportChanges), reported
+        assert len(changes_from_bytes(reported.held)) == len(keys)
     with Speaker(node, cluster.name, certificates.client("narrow", "ours")) as narrow:
         refused = narrow.ask(hello(cluster.name, namespace="theirs"))
         assert isinstance(refused, Refused), refused

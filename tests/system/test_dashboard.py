@@ -15,7 +15,7 @@ from peercache.model.status import MemberStatus
 from peercache.wire.messages.membership import CancelDrain, DrainNode
 from tests.pace import TIMEOUT_S, wait_until
 from tests.system.nodes import LocalCluster, free_port, keys_of, pages_of, read
-from tests.system.test_draining import operating, told
+from tests.system.test_draining import operating, reported
 from tests.unit.http.http_node import served
 from tests.unit.http.statuses import cluster, dead, disk_full, draining, member
 
@@ -44,7 +44,7 @@ class Reader:
     @contextmanager
     def at(self, url: str, *, width: int = DESK, scheme: str = "light") -> Iterator[Any]:
         """Open a page for the length of a block; at its end it must have asked its node only."""
-        # A browser that does not know the cluster's authority is told to go on.
+        # A browser that does not know the cluster's authority is asked to go on.
         context = self._browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, ignore_https_errors=True
         )
@@ -118,10 +118,10 @@ def test_dashboard_follows_real_nodes(tmp_path: Path) -> None:
             second.pause()
             third.pause()
             with operating(nodes, first) as operator:
-                assert told(operator, DrainNode(3, 60.0))["state"] == "handing_over"
+                assert reported(operator, DrainNode(3, 60.0))["state"] == "handing_over"
                 drained = page.locator("td .state", has_text="draining")
                 _renew_until(page, drained, 1)
-                assert told(operator, CancelDrain(4))["state"] == "serving"
+                assert reported(operator, CancelDrain(4))["state"] == "serving"
             second.resume()
             third.resume()
             _renew_until(page, page.locator("td .state.ok"), 3)

@@ -76,7 +76,7 @@ def flipped(*places: tuple[int, int]) -> Callable[[int, Page], Page]:
 
 
 def test_page_that_is_missed_at_first_is_asked_for_again() -> None:
-    """A busy machine makes a miss of a page that is there; it costs time and is told."""
+    """A busy machine makes a miss of a page that is there; it costs time and is reported."""
     calls: list[int] = []
 
     def miss_some_once(answers: list[bool]) -> list[bool]:
@@ -305,7 +305,7 @@ def test_processes_end_with_the_block_even_if_they_refuse(monkeypatch: pytest.Mo
     assert not nodes.folder.exists()
 
 
-def test_node_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+def test_node_that_does_not_start_is_reported_with_its_log(tmp_path: Path) -> None:
     """The reason is on the screen, and in the folder that was asked for."""
     command = [sys.executable, "-c", BROKEN]
     with NodeProcesses(command, log_folder=str(tmp_path)) as nodes:

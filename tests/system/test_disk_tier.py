@@ -188,9 +188,9 @@ def test_node_without_a_usable_folder_serves_from_memory(
     assert all(read_all(client, names))
     assert client.stats()["home_disk_open"] == 0
     assert "disk.ended" in node.said()
-    told = json.loads(node.page("/healthz"))
-    assert told["status"] == "degraded"
-    assert str(blocked) in told["reason"]
+    reported = json.loads(node.page("/healthz"))
+    assert reported["status"] == "degraded"
+    assert str(blocked) in reported["reason"]
 
 
 def test_a_small_file_system_that_is_full_is_shown_as_full(
@@ -232,7 +232,7 @@ def test_damaged_pages_are_misses_and_the_others_hits(
     for slab in (tmp_path / "a").rglob("slab-*"):
         with slab.open("r+b") as file:
             content = bytearray(file.read())
-            # A byte in every third page, wherever it lies.
+            # A byte in every third page, wherever it is.
             for at in range(2 * 4096 + 500, len(content), 3 * PAGE_BYTES):
                 content[at] ^= 0xFF
             file.seek(0)
@@ -276,6 +276,6 @@ def test_folder_that_vanishes_ends_the_tier_and_not_the_node(
         store_all(client, names)
         return all(read_all(client, names, within_s=0.0))
 
-    # That the others were read is told once a second: it may come when half of these are stored,
+    # That the others were read is sent once a second: it may come when half of these are stored,
     # which are then the ones to give way.
     wait_until(are_stored_and_read)

@@ -33,7 +33,7 @@ def operating(cluster: LocalCluster, node: NodeProcess) -> Iterator[Speaker]:
         yield operator
 
 
-def told(
+def reported(
     operator: Speaker, message: DrainNode | CancelDrain | RequestDrainState
 ) -> dict[str, object]:
     """Return what a node answers to an operator."""
@@ -56,13 +56,13 @@ def test_the_pages_of_a_drained_node_are_read_from_others() -> None:
         with cluster.client(leaving) as client, cluster.client(others[0]) as reader:
             assert client.batch_set(keys, pages_of(keys)) == [True] * PAGES
             with operating(cluster, leaving) as operator:
-                first = told(operator, DrainNode(3, 0.0))
+                first = reported(operator, DrainNode(3, 0.0))
                 assert (first["state"], first["problem"]) == ("handing_over", "")
                 late = keys_of("late", 4)
-                wait_until(lambda: told(operator, RequestDrainState(5))["state"] == "leaving")
+                wait_until(lambda: reported(operator, RequestDrainState(5))["state"] == "leaving")
                 assert client.batch_set(late, pages_of(late)) == [False] * 4
                 assert client.stats()["sets_refused_draining"] == 4
-                last = told(operator, DrainNode(6, 0.0))
+                last = reported(operator, DrainNode(6, 0.0))
                 assert (last["given"], last["lost"], last["left"]) == (PAGES, 0, 0)
             assert ended(leaving) == 0
             wait_until(lambda: reader.stats()["home_members_alive"] == 2)
@@ -113,8 +113,8 @@ def test_a_drain_is_taken_back() -> None:
             assert client.batch_set(keys, pages_of(keys)) == [True] * 4
             idle = command("drain", node.ready["control"], "--cluster", cluster.name, "--cancel")
             assert (idle.returncode, "not being drained" in idle.stdout) == (1, True)
-            assert told(operator, DrainNode(3, 60.0))["state"] == "handing_over"
-            figures = told(operator, CancelDrain(4))
+            assert reported(operator, DrainNode(3, 60.0))["state"] == "handing_over"
+            figures = reported(operator, CancelDrain(4))
             assert (figures["state"], figures["problem"]) == ("serving", "")
             more = keys_of("more", 4)
             wait_until(lambda: client.batch_set(more, pages_of(more)) == [True] * 4)

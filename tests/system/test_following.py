@@ -71,7 +71,7 @@ def test_an_index_equals_what_nodes_hold_through_stores_evictions_and_death() ->
             rest = dict.fromkeys(named(early[4:]), IN_MEMORY)
             reads(follower, index, lambda: index.pages(one) == rest)
 
-            # The pool holds fewer pages than this: what it evicts is told.
+            # The pool holds fewer pages than this: what it evicts is reported.
             many = keys_of("many", 100)
             for at in range(0, len(many), 20):
                 other.batch_set(many[at : at + 20], pages_of(many[at : at + 20]))
@@ -93,7 +93,7 @@ def test_an_index_equals_what_nodes_hold_through_stores_evictions_and_death() ->
             assert index.pages(one) == {}
 
 
-def test_another_member_tells_who_comes_when_the_asked_node_has_ended() -> None:
+def test_another_member_reports_who_comes_when_the_asked_node_has_ended() -> None:
     """The follower goes on without the node that it was given, and finds one that joins later."""
     with LocalCluster() as cluster:
         nodes = cluster.start_many(2)
@@ -139,7 +139,7 @@ def test_pages_that_are_on_disk_only_are_reported_as_such_and_come_back(tmp_path
 
 
 def test_a_consumer_that_was_stopped_reads_on_and_slows_no_node() -> None:
-    """The command is stopped while pages come and go; then it tells all that it has missed."""
+    """The command is stopped while pages come and go; then it reports all that it has missed."""
     with LocalCluster() as cluster:
         node = cluster.start()
         client = cluster.client(node)
@@ -158,19 +158,19 @@ def test_a_consumer_that_was_stopped_reads_on_and_slows_no_node() -> None:
                     assert all(client.batch_set(part, pages_of(part)))
                 assert client.remove(keys[:8]) == 8
                 os.kill(running.pid, signal.SIGCONT)
-                told = [json.loads(running.stdout.readline()) for _ in range(48)]
+                reported = [json.loads(running.stdout.readline()) for _ in range(48)]
             finally:
                 running.kill()
-        assert [row["event"] for row in told] == ["stored"] * 40 + ["removed"] * 8
-        assert [row["key"] for row in told[:40]] == [key.hex() for key in named(keys)]
+        assert [row["event"] for row in reported] == ["stored"] * 40 + ["removed"] * 8
+        assert [row["key"] for row in reported[:40]] == [key.hex() for key in named(keys)]
 
 
-def test_the_command_tells_what_nodes_hold_line_by_line() -> None:
+def test_the_command_reports_what_nodes_hold_line_by_line() -> None:
     """All that is there and each change, as JSON; only the kinds and nodes that are named."""
     with LocalCluster() as cluster:
         nodes = cluster.start_many(2)
         one, two = (node.ready["control"] for node in nodes)
-        keys = keys_of("told", 4)
+        keys = keys_of("reported", 4)
         client = cluster.client(nodes[0])
         assert all(client.batch_set(keys[:2], pages_of(keys[:2])))
         command = [
@@ -180,8 +180,8 @@ def test_the_command_tells_what_nodes_hold_line_by_line() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
             try:
                 assert running.stdout is not None
-                told = [json.loads(running.stdout.readline()) for _ in range(2)]
-                assert sorted(row["key"] for row in told) == sorted(
+                reported = [json.loads(running.stdout.readline()) for _ in range(2)]
+                assert sorted(row["key"] for row in reported) == sorted(
                     k.hex() for k in named(keys[:2])
                 )
                 assert all(client.batch_set(keys[2:], pages_of(keys[2:])))
@@ -189,9 +189,9 @@ def test_the_command_tells_what_nodes_hold_line_by_line() -> None:
                 more = [json.loads(running.stdout.readline()) for _ in range(3)]
             finally:
                 running.kill()
-    assert {row["node"] for row in told + more} == {one}
+    assert {row["node"] for row in reported + more} == {one}
     size = len(pages_of(keys[:1])[0])
-    assert [(row["event"], row["bytes"]) for row in told] == [("stored", size)] * 2
+    assert [(row["event"], row["bytes"]) for row in reported] == [("stored", size)] * 2
     assert [row["event"] for row in more] == ["stored", "stored", "removed"]
     assert more[2] == {"node": one, "event": "removed", "key": named(keys)[0].hex(), "bytes": 0}
 

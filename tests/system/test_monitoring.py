@@ -103,9 +103,9 @@ def test_board_and_alerts_see_a_fault_of_real_nodes(tmp_path: Path, small_disk: 
                  *(f"127.0.0.1:{port}" for port in ports)],
                 capture_output=True, check=False,
             )  # fmt: skip
-            told = json.loads(judged.stdout)
-            assert judged.returncode == (0 if told["ok"] else 1)
-            assert all(objective["calls"] > 0 for objective in told["objectives"])
+            reported = json.loads(judged.stdout)
+            assert judged.returncode == (0 if reported["ok"] else 1)
+            assert all(objective["calls"] > 0 for objective in reported["objectives"])
             wait_until(lambda: load() or monitoring.receiver.received(
                 "PeerCacheDiskDropsPages", "firing"
             ))  # fmt: skip
@@ -138,12 +138,14 @@ def test_promtool_takes_what_a_node_shows() -> None:
         client.batch_set(keys, pages_of(keys))
         read(client, keys)
         wait_until(lambda: "peercache_page_seconds_count" in node.page("/metrics"))
-        told = subprocess.run(
+        reported = subprocess.run(
             ["promtool", "check", "metrics"], input=node.page("/metrics"), capture_output=True,
             text=True, check=False,
         )  # fmt: skip
 
     complaints = [
-        line for line in told.stderr.splitlines() if line and not line.startswith(KNOWN_COMPLAINTS)
+        line
+        for line in reported.stderr.splitlines()
+        if line and not line.startswith(KNOWN_COMPLAINTS)
     ]
     assert complaints == []

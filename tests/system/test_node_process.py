@@ -85,7 +85,7 @@ def test_a_pool_that_does_not_fit_is_an_error_at_start(tmp_path: Path) -> None:
     done = run_node("--listen", "127.0.0.1:0", "--pool-size", str(too_much))
 
     assert done.returncode == 2
-    # Of a host whose /dev/shm is as large as its memory, that is the bound that is told.
+    # Of a host whose /dev/shm is as large as its memory, that is the bound that is reported.
     assert "/dev/shm" in done.stderr or "memory that this" in done.stderr
     assert "lower pool_size" in done.stderr
 
@@ -126,7 +126,7 @@ def test_health_says_nothing_good_while_the_node_is_paused() -> None:
 
 
 def test_sigterm_is_a_goodbye_that_the_others_receive_at_once() -> None:
-    """A graceful leave needs no failure detector: exit status 0, and all are told."""
+    """A graceful leave needs no failure detector: exit status 0, and all are notified."""
     # No member is missed that soon: a member gone from a view has left.
     patient = ("--suspect-s", "300", "--dead-s", "600")
     with LocalCluster() as cluster:
@@ -237,7 +237,7 @@ def test_nodes_of_two_clusters_refuse_each_other_loudly() -> None:
 
 
 def test_nodes_with_two_granules_refuse_each_other_loudly() -> None:
-    """A granule that does not fit is told on both sides, by its figures."""
+    """A granule that does not fit is reported on both sides, by its figures."""
     with LocalCluster() as cluster:
         node = cluster.start()
         other = cluster.start(flags=("--granule", "32KiB"))

@@ -35,10 +35,10 @@ def gathered(cluster: LocalCluster, node: NodeProcess) -> dict[str, MemberStatus
     with Speaker(node, cluster.name, None) as operator:
         welcome = operator.ask(hello(cluster.name, namespace="", geometry=OPERATOR, granule=0))
         assert isinstance(welcome, Welcome), welcome
-        told = operator.ask(RequestCluster(7, detail=False, after=0))
-    assert isinstance(told, ReportCluster), told
-    assert (told.request, told.more) == (7, False)
-    return {each.status.name: each for each in decoded_statuses(told.statuses)}
+        reported = operator.ask(RequestCluster(7, detail=False, after=0))
+    assert isinstance(reported, ReportCluster), reported
+    assert (reported.request, reported.more) == (7, False)
+    return {each.status.name: each for each in decoded_statuses(reported.statuses)}
 
 
 def fabric_of(cluster: LocalCluster, nodes: list[NodeProcess]) -> str:
@@ -48,7 +48,7 @@ def fabric_of(cluster: LocalCluster, nodes: list[NodeProcess]) -> str:
     return found
 
 
-def test_any_node_tells_how_all_are_and_which_do_not_answer() -> None:
+def test_any_node_reports_how_all_are_and_which_do_not_answer() -> None:
     """Pools, workers and rates are those of the nodes; a stopped one costs a second."""
     with LocalCluster() as cluster:
         nodes = cluster.start_many(3)
@@ -168,14 +168,14 @@ def test_objectives_are_judged_over_the_address_of_all_commands(
                 client.contains(keys)
         at = ["--at", nodes[0].ready["control"], "--json"]
 
-        def told() -> dict[str, Any]:
+        def reported() -> dict[str, Any]:
             assert cli.main(["slo", *at]) in (0, 1)
             found: dict[str, Any] = json.loads(capsys.readouterr().out)
             return found
 
-        wait_until(lambda: told()["objectives"][0]["calls"] >= 2)
-        assert told()["nodes"] == 2
-        assert told()["objectives"][0]["within_s"] == 0.001
+        wait_until(lambda: reported()["objectives"][0]["calls"] >= 2)
+        assert reported()["nodes"] == 2
+        assert reported()["objectives"][0]["within_s"] == 0.001
 
 
 def test_slow_calls_are_shown_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_a_second_node_and_an_expired_certificate_are_one_sentence(tmp_path: Pat
 
 
 def _state(cluster: LocalCluster, nodes: list[NodeProcess], place: int) -> str:
-    """Return how a node is, as the second one tells; at most a second old."""
+    """Return how a node is, as the second one reports; at most a second old."""
     return gathered(cluster, nodes[1])[nodes[place].ready["control"]].status.state
 
 
@@ -365,8 +365,8 @@ def test_details_come_when_asked_and_clients_get_none() -> None:
         with Speaker(node, cluster.name, None) as operator:
             operator.ask(hello(cluster.name, namespace="", geometry=OPERATOR, granule=0))
             for detail in (False, True):
-                told = operator.ask(RequestStatus(4, detail=detail))
-                assert isinstance(told, ReportStatus), told
-                status = decoded_status(told.status)
+                reported = operator.ask(RequestStatus(4, detail=detail))
+                assert isinstance(reported, ReportStatus), reported
+                status = decoded_status(reported.status)
                 assert bool(status.detail.threads) is detail
                 assert (status.detail.settings.get("cluster") == cluster.name) is detail

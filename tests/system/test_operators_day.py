@@ -183,8 +183,8 @@ def test_an_operators_day(tmp_path: Path) -> None:
 def look(site: Site, page: Any) -> None:
     """See that all is well: on the command line, on a terminal, and in a browser."""
     wait_until(lambda: site.operate("status", at=1).returncode == 0)
-    told = json.loads(site.operate("members", "--json", at=2).stdout)
-    assert [member["state"] for member in told["members"]] == ["ok"] * NODES
+    reported = json.loads(site.operate("members", "--json", at=2).stdout)
+    assert [member["state"] for member in reported["members"]] == ["ok"] * NODES
     ca, cert, key = site.files("operator-ann").values()
     urls = [f"https://127.0.0.1:{port}" for port in site.ports]
     judged = subprocess.run(

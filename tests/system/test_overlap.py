@@ -1,4 +1,4 @@
-"""Where a prompt lies: real nodes, asked by a client and over HTTP."""
+"""Where a prompt is: real nodes, asked by a client and over HTTP."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_a_client_learns_which_nodes_hold_a_prompt() -> None:
 
         wait_until(lambda: clients[2].overlap(keys).whole)
         for client in clients:
-            told = client.overlap(keys)
-            runs = dict(zip(told.holders, told.run().tolist(), strict=True))
-            pages = dict(zip(told.holders, told.pages(RESIDENT).tolist(), strict=True))
+            reported = client.overlap(keys)
+            runs = dict(zip(reported.holders, reported.run().tolist(), strict=True))
+            pages = dict(zip(reported.holders, reported.pages(RESIDENT).tolist(), strict=True))
             assert runs == {holders[0]: 16, holders[1]: 0}
             assert pages == {holders[0]: 16, holders[1]: 12}
-            assert (told.stored(), told.stored(ON_DISK)) == (20, 0)
+            assert (reported.stored(), reported.stored(ON_DISK)) == (20, 0)
 
         nodes[0].kill()
         wait_until(lambda: clients[2].overlap(keys).holders == (holders[1],))
@@ -78,9 +78,13 @@ def test_any_node_answers_over_http_as_its_description_says() -> None:
         roots = [f"http://{node.ready['http']}" for node in nodes]
         for root in roots:
             wait_until(lambda root=root: _post(root, question)["whole"])
-            told = _post(root, question)
-            assert (told["pages"], told["stored_tokens"], told["memory_pages"]) == (8, 6 * 64, 6)
-            assert [node["node"] for node in told["nodes"]] == [nodes[0].ready["control"]]
+            reported = _post(root, question)
+            assert (reported["pages"], reported["stored_tokens"], reported["memory_pages"]) == (
+                8,
+                6 * 64,
+                6,
+            )
+            assert [node["node"] for node in reported["nodes"]] == [nodes[0].ready["control"]]
         publish(tokens[:128], 16)
         for root in roots:
             wait_until(
@@ -121,8 +125,8 @@ def test_what_a_connector_has_stored_is_found_in_its_namespace() -> None:
         shown = re.search(r'"namespace": (\{.*?\})', PAGE.read_text(), re.DOTALL)
         assert shown is not None
         for namespace in (question["namespace"], json.loads(shown[1])):
-            told = _post(f"http://{node.ready['http']}", {**question, "namespace": namespace})
-            assert (told["stored_tokens"], told["nodes"][0]["prefix_tokens"]) == (192, 192)
+            reported = _post(f"http://{node.ready['http']}", {**question, "namespace": namespace})
+            assert (reported["stored_tokens"], reported["nodes"][0]["prefix_tokens"]) == (192, 192)
 
         with (
             Client.open(namespace=metadata.space(), **settings) as client,
@@ -144,8 +148,8 @@ def _taken(index: Index, follower: ClusterFollower) -> int:
     return len(index)
 
 
-def _on_gpu(told: dict[str, Any]) -> int:
-    tokens: int = told["engines"][0]["prefix_tokens"]
+def _on_gpu(reported: dict[str, Any]) -> int:
+    tokens: int = reported["engines"][0]["prefix_tokens"]
     return tokens
 
 
@@ -187,8 +191,8 @@ def _post(root: str, question: dict[str, Any]) -> dict[str, Any]:
         f"{root}/api/v1/prefix/tokens", data=body, headers={"content-type": "application/json"}
     )
     with urlopen(asked, timeout=10) as answer:
-        told: dict[str, Any] = json.load(answer)
-    return told
+        reported: dict[str, Any] = json.load(answer)
+    return reported
 
 
 @contextmanager

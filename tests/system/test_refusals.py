@@ -243,7 +243,7 @@ def test_is_refused_counted_and_harms_no_other(
     world: World, attempt: Attempt, control: str, data: str, port: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In time, with a reason, once in the log; and no key is told."""
+    """In time, with a reason, once in the log; and no key is reported."""
     reason = {"control": control, "data": data}[port]
     before = metric(world.node, COUNTED_BY[port]).get(reason, 0)
     begun = time.monotonic()
@@ -257,21 +257,21 @@ def test_is_refused_counted_and_harms_no_other(
     fresh = world.cluster.client(world.node, fabric="tcp", **world.issued("honest"))
     assert fresh.batch_exists(served) == 4
     said = world.node.said()
-    assert_told_once_a_minute(said, "tcp" if port == "data" else "node", reason)
+    assert_reported_once_a_minute(said, "tcp" if port == "data" else "node", reason)
     for key in world.cluster.certificates.folder.rglob("*.key"):
         for secret in key.read_text().splitlines()[1:-1]:
             assert secret not in said
 
 
-def assert_told_once_a_minute(said: str, component: str, reason: str) -> None:
-    """Check that the log tells of a reason and peer, and not again within a minute."""
-    told: dict[tuple[object, ...], datetime] = {}
+def assert_reported_once_a_minute(said: str, component: str, reason: str) -> None:
+    """Check that the log reports a reason and peer, and not again within a minute."""
+    reported: dict[tuple[object, ...], datetime] = {}
     for line in map(json.loads, said.splitlines()):
         is_refusal = re.fullmatch(rf"{component}\.\w+_refused", line["event"])
         if not is_refusal or line["reason"] != reason:
             continue
         key = (line["event"], line.get("at", line.get("peer")))
         at = datetime.fromisoformat(line["timestamp"].replace("Z", "+00:00"))
-        assert at - told.get(key, EPOCH) > timedelta(seconds=59)
-        told[key] = at
-    assert told
+        assert at - reported.get(key, EPOCH) > timedelta(seconds=59)
+        reported[key] = at
+    assert reported

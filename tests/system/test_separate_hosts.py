@@ -165,7 +165,7 @@ def test_copies_of_a_prompt_outlive_the_host_that_produced_it() -> None:
                 reader.ask("get", "prompt", PAGES) == PAGES
                 and reader.ask("stats")["home_pool_bytes_mirrored"] == PAGES * 128 * 1024
             ))  # fmt: skip
-            # The copies are told to the directory like any page: a moment later, on a busy machine.
+            # The copies are published like any page: a moment later, on a busy machine.
             wait_until(lambda reader=reader: _hits_in_shm(reader) == PAGES)  # type: ignore[misc]
 
         for process in a.started:

@@ -16,7 +16,7 @@ from tests.system.nodes import PAGE_BYTES, LocalCluster, empty, free_port, keys_
 def test_a_flood_of_another_namespace_leaves_the_pages_of_a_quota(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The name of a pattern is told by its writer; memory, metrics and status know it."""
+    """The name of a pattern is reported by its writer; memory, metrics and status know it."""
     with LocalCluster() as cluster:
         flags = ("--quotas", "team-*=50%,priority=1;batch=10%", "--metrics-port", free_port())
         node = cluster.start(pool="16MiB", flags=flags)

@@ -77,7 +77,7 @@ def main() -> int:
             return 0
         if options.verb == "test":
             return _test(options.arguments)
-        # What is missing is told before anything long is begun.
+        # What is missing is reported before anything long is begun.
         kernel()
         return guest.run(
             options.command,

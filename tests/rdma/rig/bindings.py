@@ -1,7 +1,7 @@
 """Two generations of pyverbs: the distribution's own, and a recent one from PyPI.
 
 PyPI's is a source distribution that does not work beside an older libibverbs as it is; two things
-are changed when it is built, and docs/how-to/enable-rdma.md tells both:
+are changed when it is built, and docs/how-to/enable-rdma.md describes both:
 
   * newer Cython rejects one of its files or loses its enum constants: Cython stays below 3.1;
   * it asks for libibverbs' private symbols under the number of its own release: here under the

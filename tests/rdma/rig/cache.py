@@ -1,4 +1,4 @@
-"""What is made once and kept: each thing under a name that tells what it was made from."""
+"""What is made once and kept: each thing under a name that shows what it was made from."""
 
 from __future__ import annotations
 

@@ -94,10 +94,10 @@ def _write_control(
 
 
 def _first_processor(cpuinfo: str) -> str:
-    """What the host tells of its first processor, which is the guest's only one.
+    """What the host reports of its first processor, which is the guest's only one.
 
-    The guest's kernel tells no frequency of it, and perftest, which counts cycles, gives no figure
-    without.
+    The guest's kernel reports no frequency of it, and perftest, which counts cycles, gives no
+    figure without.
     """
     return cpuinfo.partition("\n\n")[0] + "\n\n"
 

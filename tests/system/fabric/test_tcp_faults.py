@@ -100,7 +100,9 @@ def test_nothing_is_written_after_a_read_from_a_paused_owner(into: Destination) 
             again, _ = read_all(other, running.member, elsewhere)
         return got, seconds, whole, went_on, again
 
-    got, seconds, whole, went_on, again = paced(story, lambda told: told[0].seals["word"][1] != ODD)
+    got, seconds, whole, went_on, again = paced(
+        story, lambda reported: reported[0].seals["word"][1] != ODD
+    )
 
     assert got.failure == PEER_UNREACHABLE
     assert got.seals["word"].tolist() == [*WORDS[:2], *[int(ODD)] * 4]

@@ -98,7 +98,7 @@ def ip(line: str) -> None:
     subprocess.run(["ip", *shlex.split(line)], check=True, capture_output=True)
 
 
-def told(node: NodeProcess, event: str) -> list[dict[str, str]]:
+def reported(node: NodeProcess, event: str) -> list[dict[str, str]]:
     lines = [json.loads(line) for line in node.said().splitlines() if line.startswith("{")]
     return [line for line in lines if line["event"] == event]
 
@@ -158,8 +158,8 @@ def test_a_node_follows_the_address_at_which_it_is_reached() -> None:
         cluster.start(places[1], "--discovery-addr", f"{head.address}:{PORT}")
 
         cluster.wait_for_each_other()
-        wait_until(lambda: told(first, "node.address_changed") != [])
-        assert told(first, "node.address_changed")[-1]["control"] == f"{head.address}:{PORT}"
+        wait_until(lambda: reported(first, "node.address_changed") != [])
+        assert reported(first, "node.address_changed")[-1]["control"] == f"{head.address}:{PORT}"
         cluster.assert_page_travels()
 
 
@@ -191,7 +191,7 @@ def test_a_node_that_no_peer_reaches_says_so() -> None:
             "--advertise", "10.97.0.200", "--metrics-port", "31997",
         )  # fmt: skip
 
-        wait_until(lambda: told(lost, "node.not_reached") != [])
+        wait_until(lambda: reported(lost, "node.not_reached") != [])
 
         status, text = asked_on(places[1], lost)
         assert status == 503
@@ -211,7 +211,7 @@ def test_a_node_that_every_peer_refuses_says_so() -> None:
             "--discovery-addr", f"{places[0].address}:{PORT}",
         )  # fmt: skip
 
-        wait_until(lambda: told(other, "node.not_reached") != [])
+        wait_until(lambda: reported(other, "node.not_reached") != [])
 
         status, text = asked_on(places[1], other)
         assert status == 503

@@ -95,7 +95,7 @@ def late_load(folder: Path) -> None:
         late = rig.await_fact(LateEnded)
         assert (late.job, late.indices) == (job, (0,))
         assert rig.load([1, 2]) == ["right"] * 2
-        assert not [fact for fact in rig.told if isinstance(fact, (LoadDone, LateEnded))]
+        assert not [fact for fact in rig.reported if isinstance(fact, (LoadDone, LateEnded))]
 
 
 def late_write(folder: Path) -> None:

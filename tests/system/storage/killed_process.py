@@ -44,7 +44,7 @@ def write_until_killed(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """Fork a writer for each line, "FOLDER SEED"; tell its process id, and when it writes."""
+    """Fork a writer for each line, "FOLDER SEED"; report its process id, and when it writes."""
     for line in sys.stdin:
         folder, seed = line.split()
         child = os.fork()

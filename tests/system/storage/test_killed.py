@@ -36,9 +36,9 @@ class Writers:
         """Let a writer write for a while and kill it, whatever it is doing."""
         self.process.stdin.write(f"{folder} {seed}\n")
         self.process.stdin.flush()
-        told = {self.process.stdout.readline().strip() for _ in range(2)}
-        assert "writing" in told, told
-        (pid,) = told - {"writing"}
+        reported = {self.process.stdout.readline().strip() for _ in range(2)}
+        assert "writing" in reported, reported
+        (pid,) = reported - {"writing"}
         time.sleep(after_s)  # the random moment itself, which nothing waits for
         os.kill(int(pid), signal.SIGKILL)
         assert self.process.stdout.readline().strip() == f"ended {-signal.SIGKILL}"

@@ -1,4 +1,4 @@
-"""Pool, disk and promote actor, a memory, a store that works when it is told to, and records.
+"""Pool, disk and promote actor, a memory, a store that works when it is asked to, and records.
 
 The store is the simulations' own. Clients set pages whose bytes are a function of key and version;
 whatever is read under a record in force must be the bytes of a version that was set.
@@ -123,7 +123,7 @@ class Memory:
 
 
 class DiskWorld:
-    """One node's pool and disk tier; time and the store go on when they are told to."""
+    """One node's pool and disk tier; time and the store go on when they are asked to."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class DiskWorld:
         self.waiting: list[tuple[str, Origin, object]] = []
         self._sequence = 0
         self.version = 0
-        self.tell("pool", PoolGrew(granules * GRANULE))
+        self.notify("pool", PoolGrew(granules * GRANULE))
         if is_open:
             self.open()
 
@@ -199,7 +199,7 @@ class DiskWorld:
     def open(self) -> None:
         """Let the store find the image."""
         entries = self.image.entries()
-        self.tell("disk", DiskOpened(self.slabs * SLAB, SLAB, entries, self._wall_clock()))
+        self.notify("disk", DiskOpened(self.slabs * SLAB, SLAB, entries, self._wall_clock()))
 
     def _wall_clock(self) -> int:
         return self.unix_s + int(self.now - 100.0)
@@ -208,14 +208,14 @@ class DiskWorld:
         """Let the disk end: its jobs are answered first."""
         for job in [job for job in self.working if job > 0]:
             self.answer(job, DISK_UNTRIED)
-        self.tell("disk", DiskEnded("stuck"))
+        self.notify("disk", DiskEnded("stuck"))
 
     def set(self, *numbers: int, length: int = LENGTH, namespace: int = 1) -> None:
         """Reserve, write and commit pages, each in a new version."""
         self._sequence += 1
         names = keys(*numbers)
         sizes = np.full(len(numbers), length, "<u8").tobytes()
-        self.tell("pool", Reserve(1, self._sequence, namespace, names, sizes), CLIENT)
+        self.notify("pool", Reserve(1, self._sequence, namespace, names, sizes), CLIENT)
         granted = self._granted
         offsets = np.frombuffer(granted.offsets, "<u8").tolist()
         for number, state, offset in zip(numbers, granted.states, offsets, strict=True):
@@ -225,30 +225,30 @@ class DiskWorld:
                 self.memory.pages[offset : offset + length] = page
                 self.versions.setdefault(key(number), set()).add(self.version)
         written, sums = b"\1" * len(numbers), bytes(8 * len(numbers))
-        self.tell("pool", Commit(2, self._sequence, written, sums, 0.1), CLIENT)
+        self.notify("pool", Commit(2, self._sequence, written, sums, 0.1), CLIENT)
 
     def ask(self, *numbers: int, timeout_s: float = 0.1, asker: int = 5) -> None:
         """Ask for pages on disk."""
-        self.tell("promote", Promote(asker, keys(*numbers), timeout_s), Origin(asker, 3))
+        self.notify("promote", Promote(asker, keys(*numbers), timeout_s), Origin(asker, 3))
 
     def touch(self, *numbers: int) -> None:
         """Report that pages in memory were read."""
         drops = np.zeros(len(numbers), DROP)
         for index, number in enumerate(numbers):
             drops[index] = np.void(key(number)), self.records[key(number)]["generation"]
-        self.tell("pool", Touched(drops.tobytes()), CLIENT)
+        self.notify("pool", Touched(drops.tobytes()), CLIENT)
 
     def retain(self, *numbers: int, seconds: float, namespace: int = 1) -> None:
         """Retain pages in memory."""
-        self.tell("pool", Retain(9, namespace, keys(*numbers), seconds), CLIENT)
+        self.notify("pool", Retain(9, namespace, keys(*numbers), seconds), CLIENT)
 
     def remove(self, *numbers: int, namespace: int = 1) -> None:
         """Remove pages everywhere at this node."""
-        self.tell("pool", Remove(7, namespace, keys(*numbers)), CLIENT)
+        self.notify("pool", Remove(7, namespace, keys(*numbers)), CLIENT)
 
     def clear(self, namespace: int) -> None:
         """Clear a namespace."""
-        self.tell("pool", Clear(8, namespace), CLIENT)
+        self.notify("pool", Clear(8, namespace), CLIENT)
 
     def wait(self, span_s: float) -> None:
         """Let time pass, tick by tick."""
@@ -287,10 +287,10 @@ class DiskWorld:
             self.working[-job] = working
         states = bytes(o[0] if isinstance(o, tuple) else o for o in found)
         if isinstance(working.effect, Write):
-            self.tell("disk", WriteDone(job, states))
+            self.notify("disk", WriteDone(job, states))
         else:
             sums = [o[1] if isinstance(o, tuple) else 0 for o in found]
-            self.tell("disk", LoadDone(job, states, np.array(sums, np.uint64)))
+            self.notify("disk", LoadDone(job, states, np.array(sums, np.uint64)))
 
     def late_ends(self, job: int) -> None:
         """Let the late pages of a job return, after they have done the worst."""
@@ -299,7 +299,7 @@ class DiskWorld:
         for at in indices:
             for _ in working.pages[at] or ():
                 pass
-        self.tell("disk", LateEnded(job, tuple(indices)))
+        self.notify("disk", LateEnded(job, tuple(indices)))
 
     def finish(self) -> None:
         """Let the store do all it has, and whatever follows."""
@@ -308,13 +308,13 @@ class DiskWorld:
         self.image.sync()
         for job in self.forgets[:]:
             self.forgets.remove(job)
-            self.tell("disk", ForgetDone(job))
+            self.notify("disk", ForgetDone(job))
         if any(job > 0 for job in self.working):
             self.finish()
 
     # --- the machinery ----------------------------------------------------------------------------
 
-    def tell(self, actor: str, message: object, sender: Origin = SELF) -> None:
+    def notify(self, actor: str, message: object, sender: Origin = SELF) -> None:
         """Hand over a message, and all that follows from it."""
         self.post(actor, message, sender)
         self.drain()
@@ -440,13 +440,15 @@ class DiskWorld:
         return self.metrics.registry.get_sample_value(f"peercache_{name}", labels) or 0.0
 
     def check_records(self) -> None:
-        """Demand that the records in force are what is there, once all has been told."""
+        """Demand that the records in force are what is there, once all has been reported."""
         index = self.tier.index
-        told: dict[bytes, str] = {page.key: "memory" for page in self.pool.pages.of_namespace(1)}
+        reported: dict[bytes, str] = {
+            page.key: "memory" for page in self.pool.pages.of_namespace(1)
+        }
         if index is not None:
             for row in index.entries(index.hottest_first()):
-                told.setdefault(row["key"].tobytes(), "disk")
-        assert {k: self.where(int.from_bytes(k, "big")) for k in self.records} == told
+                reported.setdefault(row["key"].tobytes(), "disk")
+        assert {k: self.where(int.from_bytes(k, "big")) for k in self.records} == reported
         for record in self.records.values():
             if record["flags"] & RESIDENT:
                 self.read(record)

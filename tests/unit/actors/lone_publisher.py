@@ -137,7 +137,7 @@ def summary_to(made: LonePublisher, owner: int, now: float) -> StreamSummary | H
 
 
 def check_books(made: LonePublisher, now: float) -> None:
-    """Fail unless each owner is asked about exactly what it was sent and not told to drop."""
+    """Fail unless each owner is asked about exactly what it was sent and not asked to drop."""
     take(made, ME, Republish(), now)
     asked = dict(sent(ticked(made, now), SUMMARIES))
     assert list(asked) == made.owners()
@@ -149,7 +149,7 @@ def check_books(made: LonePublisher, now: float) -> None:
 
 
 def held_by(made: LonePublisher, owner: int) -> set[bytes]:
-    """Return the keys that an owner was sent and not told to drop."""
+    """Return the keys that an owner was sent and not asked to drop."""
     return set(made.held[owner])
 
 
@@ -162,10 +162,10 @@ def sent(
 ) -> list[tuple[int, Message]]:
     """Return (target, message) of the messages of a kind, in order."""
     found = []
-    for told in effects:
-        effect = told
-        if isinstance(told, NotifyDirectory) and isinstance(told.fact, CommitAnswered):
-            effect = Send(told.fact.origin, told.fact.committed)
+    for reported in effects:
+        effect = reported
+        if isinstance(reported, NotifyDirectory) and isinstance(reported.fact, CommitAnswered):
+            effect = Send(reported.fact.origin, reported.fact.committed)
         assert isinstance(effect, Send)
         target = effect.to.identity if isinstance(effect.to, Origin) else effect.to
         if isinstance(effect.message, kind):
@@ -184,12 +184,12 @@ def put_records(effects: list[Effect]) -> Records:
 
 def puts(effects: list[Effect]) -> dict[int, list[bytes]]:
     """Return the keys put to each owner, in order of sending."""
-    told: dict[int, list[bytes]] = {}
+    reported: dict[int, list[bytes]] = {}
     for owner, message in sent(effects, Put):
         assert isinstance(message, Put)
         records = from_bytes(message.records)
-        told.setdefault(owner, []).extend(bytes(record["key"]) for record in records)
-    return told
+        reported.setdefault(owner, []).extend(bytes(record["key"]) for record in records)
+    return reported
 
 
 def acknowledge(made: LonePublisher, effects: list[Effect], now: float) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""One directory shard, and what the other nodes tell it."""
+"""One directory shard, and what the other nodes report to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A placement actor and its clock, with members and records to tell a story about them."""
+"""A placement actor and its clock, with members and records for a story about them."""
 
 from __future__ import annotations
 

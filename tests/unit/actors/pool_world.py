@@ -113,7 +113,7 @@ class World:
         self.sequences: dict[int, int] = {}
         self.drop_batches: list[np.ndarray] = []
         self.now = 0.0
-        self._told: dict[str, list[RecordsChanged]] = {"directory": [], "publisher": []}
+        self._reported: dict[str, list[RecordsChanged]] = {"directory": [], "publisher": []}
         self._rubbish = 0
 
     # --- what clients and peers say ------------------------------------------------------------
@@ -232,7 +232,7 @@ class World:
         self.perform(self.pool.on_message(NODE, ClientGone(client), 0.0), client)
 
     def touch(self, *numbers: int, stale: bool = False) -> None:
-        """Tell that these pages were read, under their generation or an older one."""
+        """Report that these pages were read, under their generation or an older one."""
         drops = np.zeros(len(numbers), DROP)
         for index, number in enumerate(numbers):
             record = self.here.get(key(number))
@@ -241,11 +241,11 @@ class World:
         self.say(1, Touched(drops.tobytes()))
 
     def remove(self, *numbers: int, namespace: int = 1) -> int:
-        """Remove pages of a namespace; return the count that the pool tells."""
+        """Remove pages of a namespace; return the count that the pool reports."""
         return self._removed(self.say(1, Remove(13, namespace, b"".join(map(key, numbers)))))
 
     def clear(self, namespace: int) -> int:
-        """Clear a namespace; return the count that the pool tells."""
+        """Clear a namespace; return the count that the pool reports."""
         return self._removed(self.say(1, Clear(13, namespace)))
 
     def grow(self, granules: int) -> None:
@@ -295,10 +295,10 @@ class World:
                     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
                         self._store_word(index, value)
                 case NotifyDirectory(RecordsChanged() as changed):
-                    self._told["directory"].append(changed)
+                    self._reported["directory"].append(changed)
                     self._apply(changed)
                 case NotifyPublisher(RecordsChanged() as changed):
-                    self._told["publisher"].append(changed)
+                    self._reported["publisher"].append(changed)
                 case NotifyPublisher(PagesCommitted() as committed):
                     ahead.extend(committed.then)
                     self._committed(committed)
@@ -321,10 +321,12 @@ class World:
             known = self.pool._reservations.find(client, message.sequence)
             if isinstance(known, Reservation):
                 # The client learns of it later, and might write there from now on all the same.
-                told = Granted(0, message.sequence, known.states, known.offsets)
-                self._granted(client, message, told)
-        drops = [len(changed.drops) for changed in self._told["directory"] if len(changed.drops)]
-        same = [len(changed.drops) for changed in self._told["publisher"] if len(changed.drops)]
+                reported = Granted(0, message.sequence, known.states, known.offsets)
+                self._granted(client, message, reported)
+        drops = [
+            len(changed.drops) for changed in self._reported["directory"] if len(changed.drops)
+        ]
+        same = [len(changed.drops) for changed in self._reported["publisher"] if len(changed.drops)]
         assert drops == same, "directory and publisher learn of the same drops"
         self.check_sums()
         for fact in ahead:

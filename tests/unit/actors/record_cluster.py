@@ -76,8 +76,8 @@ def records_of(holder: int, names: Sequence[int], generations: Sequence[int] | i
     return made
 
 
-def told_apart(holder: int, names: Sequence[int], generations: Sequence[int]) -> Records:
-    """Return records of which no field but key and holder stays when a page is told again."""
+def distinguished(holder: int, names: Sequence[int], generations: Sequence[int]) -> Records:
+    """Return records of which no field but key and holder stays when a page is reported again."""
     made = records_of(holder, names, generations)
     for field, factor in (("offset", 4096), ("length", 64), ("checksum", 2**40)):
         made[field] = made["generation"] * factor
@@ -184,7 +184,7 @@ class Cluster:
     def show(self, incarnation: int, shown: ViewChanged) -> None:
         """Give a node a view, as its membership would."""
         for actor in ("ring", "directory"):
-            self.tell(incarnation, actor, shown)
+            self.notify(incarnation, actor, shown)
 
     def show_all(self) -> None:
         """Give every node the true view."""
@@ -201,8 +201,8 @@ class Cluster:
         committed = PagesCommitted(
             Origin(99), self.requests, 1, bytes(len(names)), made, NO_RECORDS, timeout_s
         )
-        self.tell(incarnation, "directory", RecordsChanged(made, NO_DROPS))
-        self.tell(incarnation, "publisher", committed)
+        self.notify(incarnation, "directory", RecordsChanged(made, NO_DROPS))
+        self.notify(incarnation, "publisher", committed)
         return self.requests
 
     def drop(self, incarnation: int, names: Sequence[int]) -> None:
@@ -213,10 +213,10 @@ class Cluster:
             int(from_bytes(node.pool.pop(key_of(name)))["generation"][0]) for name in held
         ]
         changed = RecordsChanged(NO_RECORDS, drops_of(held, generations))
-        self.tell(incarnation, "directory", changed)
-        self.tell(incarnation, "publisher", changed)
+        self.notify(incarnation, "directory", changed)
+        self.notify(incarnation, "publisher", changed)
 
-    def tell(self, incarnation: int, actor: str, fact: Any) -> None:
+    def notify(self, incarnation: int, actor: str, fact: Any) -> None:
         """Hand a fact to an actor of a node, and do what it says."""
         node = self.nodes[incarnation]
         actors: dict[str, StateActor[Any]] = {
@@ -292,11 +292,11 @@ class Cluster:
         for effect in effects:
             match effect:
                 case NotifyRing(fact):
-                    self.tell(node.incarnation, "ring", fact)
+                    self.notify(node.incarnation, "ring", fact)
                 case NotifyDirectory(fact):
-                    self.tell(node.incarnation, "directory", fact)
+                    self.notify(node.incarnation, "directory", fact)
                 case NotifyPublisher(fact):
-                    self.tell(node.incarnation, "publisher", fact)
+                    self.notify(node.incarnation, "publisher", fact)
                 case _:
                     self._send(node, effect)
 

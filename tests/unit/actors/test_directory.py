@@ -89,12 +89,12 @@ def test_lookup_names_a_bounded_number_of_holders_and_spreads_askers() -> None:
 
     seen = [located(shard, [1], asker)["holder"].tolist() for asker in range(20)]
 
-    assert {len(told) for told in seen} == {directory.HOLDERS_NAMED_MAX}
-    assert {told[0] for told in seen} == set(holders)
+    assert {len(reported) for reported in seen} == {directory.HOLDERS_NAMED_MAX}
+    assert {reported[0] for reported in seen} == set(holders)
 
 
 def test_own_pages_are_found_whichever_node_owns_the_key() -> None:
-    """The pool tells its own shard directly, and its drops end what they name."""
+    """The pool notifies its own shard directly, and its drops end what they name."""
     shard = shard_of(A)
     take(shard, ME, RecordsChanged(records_of(ME, [1, 2], 10), NO_DROPS))
     take(shard, ME, RecordsChanged(NO_RECORDS, drops_of([1], [10])))
@@ -330,9 +330,9 @@ def test_the_answer_to_the_longest_question_fits_into_a_message() -> None:
 
     assert isinstance(answer, Located)
     assert len(encode(Envelope(1, 2, answer), cluster="c")) <= MESSAGE_BYTES_MAX
-    told = from_bytes(answer.records)
-    assert len(told) == directory.LOCATED_MAX
-    assert len(set(told["key"].tolist())) == len(names)
+    reported = from_bytes(answer.records)
+    assert len(reported) == directory.LOCATED_MAX
+    assert len(set(reported["key"].tolist())) == len(names)
 
 
 # --- the order of a stream ----------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_repeated_message_is_acknowledged_and_not_applied() -> None:
     assert len(located(shard, [1])) == 0
 
 
-def test_gap_is_applied_and_told_by_the_summary() -> None:
+def test_gap_is_applied_and_reported_by_the_summary() -> None:
     """A lost message holds nothing up; the summary after it differs."""
     shard = shard_of(A)
     lost, came = records_of(A, [1], 10), records_of(A, [2], 12)
@@ -665,7 +665,7 @@ def test_member_that_the_view_forgets_is_let_go(seen: ViewChanged) -> None:
     assert take(shard, A, put(1, A, [2], 10)) == [Acknowledged(1)]
 
 
-def test_count_of_records_is_told() -> None:
+def test_count_of_records_is_reported() -> None:
     """The gauge follows what is held, the own pool and the dead included rightly."""
     shard = shard_of(A)
     take(shard, ME, RecordsChanged(records_of(ME, [1], 10), NO_DROPS))

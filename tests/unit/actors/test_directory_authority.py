@@ -106,7 +106,7 @@ def test_a_lone_node_has_authority_and_ticks() -> None:
 def test_a_gap_in_the_numbers_ends_authority_until_all_is_handed_over_again() -> None:
     """A matching summary is not enough: the holder may have begun its stream again.
 
-    Then it covers what was sent since, and a repair has removed what was told before.
+    Then it covers what was sent since, and a repair has removed what was reported before.
     """
     shard, records = shard_in_sync(), records_of(A, [1, 2], 10)
     hear(shard, A, Put(1, records[:1].tobytes()), 0.01)
@@ -231,7 +231,7 @@ def test_an_own_stall_puts_everything_in_doubt_and_asks_all_holders(by_message: 
 
 
 def test_a_hand_over_of_before_an_own_stall_does_not_count() -> None:
-    """It waited in a socket: what the holder stored meanwhile, it told this node in vain."""
+    """It waited in a socket: what the holder stored meanwhile, it reported to this node in vain."""
     shard = shard_in_sync()
     tick(shard, 1.0)
     late = 1.0 + TICK_AGE_MAX_S + TICK_S
@@ -345,7 +345,7 @@ def test_a_holder_in_doubt_is_asked_less_and_less_often() -> None:
 
 
 def test_a_holder_that_is_not_learned_of_is_in_doubt() -> None:
-    """Others reach both, but its messages do not arrive here: what it stores is not told."""
+    """Others reach both, but its messages do not arrive here: what it stores is not reported."""
     shard = shard_in_sync()
 
     tick(shard, 3.0)
@@ -358,7 +358,7 @@ def test_a_holder_that_is_not_learned_of_is_in_doubt() -> None:
 
 
 def test_a_commit_is_answered_behind_the_records_of_its_pool() -> None:
-    """The publisher's answer goes through this shard's mailbox, behind what the pool has told."""
+    """The publisher's answer goes through this shard's mailbox, behind what the pool has sent."""
     shard = shard_in_sync()
     answer = Committed(1, 2, b"s", b"", 1)
 
@@ -401,7 +401,7 @@ def test_a_set_that_all_owners_know_is_known_wherever_there_is_authority() -> No
         assert len(located(node.shard, [1])) == 1
 
 
-def test_hosts_that_go_and_come_within_ten_minutes_are_told_nothing_twice() -> None:
+def test_hosts_that_go_and_come_within_ten_minutes_are_notified_of_nothing_twice() -> None:
     """Eight hosts own everything, nine two each: an upgrade over the bound re-copies nothing."""
     cluster = Cluster(replicas="auto", former_s=600.0)
     for incarnation in range(1, 9):
@@ -413,7 +413,7 @@ def test_hosts_that_go_and_come_within_ten_minutes_are_told_nothing_twice() -> N
     cluster.add(9)
     show_on_hosts(cluster)
     seen = cluster.run(5.0)
-    told_ninth = sum(len(m.records) // 56 for m in seen if isinstance(m, Put))
+    reported_ninth = sum(len(m.records) // 56 for m in seen if isinstance(m, Put))
     cluster.commit(1, list(range(200, 220)))
     cluster.run(1.0)
     cluster.kill(9)
@@ -421,7 +421,7 @@ def test_hosts_that_go_and_come_within_ten_minutes_are_told_nothing_twice() -> N
 
     again = cluster.run(5.0)
 
-    assert 0 < told_ninth < 200
+    assert 0 < reported_ninth < 200
     assert [m for m in again if isinstance(m, Put)] == []
     cluster.assert_whole()
 
@@ -493,11 +493,11 @@ def test_a_holder_that_leaves_the_ring_unheard_is_waited_for_no_more() -> None:
 def test_a_holder_that_differs_again_and_again_is_one_delay() -> None:
     """Its first difference counts: it must not double all questions forever."""
     shard = shard_in_sync()
-    told = records_of(A, [1], 10)
+    reported = records_of(A, [1], 10)
 
     for second in range(int(BEHIND_S) + 2):
         behind = shard.authority.is_behind(float(second))
-        hear(shard, A, summary_of(0, told), float(second))
+        hear(shard, A, summary_of(0, reported), float(second))
 
     assert not shard.authority.is_behind(BEHIND_S + 1.0)
     assert behind is False
@@ -531,7 +531,7 @@ def test_a_holder_that_matches_without_handing_over_is_one_delay() -> None:
     assert shard.authority.ring == b""
 
 
-def test_a_holder_that_is_whole_tells_by_itself() -> None:
+def test_a_holder_that_is_whole_reports_by_itself() -> None:
     """A new ring is no reason to ask all its members for what they are about to say."""
     shard = shard_in_sync()
 
@@ -576,7 +576,7 @@ def test_in_a_large_cluster_summaries_may_be_rarer() -> None:
 
 
 def test_a_suspect_that_hands_over_is_in_doubt_as_long_as_it_is_suspected() -> None:
-    """What it stores meanwhile it may not tell: others have it end at any moment."""
+    """What it stores meanwhile it may not report: others have it end at any moment."""
     shard = shard_in_sync()
     hear(shard, ME, view(ME, A, member(B, SUSPECT)), 0.01)
 
@@ -585,7 +585,7 @@ def test_a_suspect_that_hands_over_is_in_doubt_as_long_as_it_is_suspected() -> N
     assert not has_authority(shard, 0.02)
 
 
-def test_how_many_are_in_doubt_is_told() -> None:
+def test_how_many_are_in_doubt_is_reported() -> None:
     """As the metric `directory_holders_doubted` has it."""
     shard = shard_in_sync()
     before = shard.authority.doubted

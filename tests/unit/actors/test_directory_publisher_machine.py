@@ -107,7 +107,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def republish(self, data: st.DataObject) -> None:
-        self.cluster.tell(self.chosen(data), "publisher", Republish())
+        self.cluster.notify(self.chosen(data), "publisher", Republish())
 
     @rule(data=st.data(), name=st.integers(0, 30))
     def dispute(self, data: st.DataObject, name: int) -> None:

@@ -125,7 +125,7 @@ class ModelTable:
 
 
 HOLDERS = (11, 12, 13, 2**64 - 1)
-TOLD_MAX = 64
+REPORTED_MAX = 64
 
 FEW = st.lists(st.integers(0, 40), max_size=8)
 MANY = st.tuples(st.integers(0, 900), st.integers(1, 300)).map(
@@ -137,13 +137,13 @@ GENERATION = st.integers(1, 6).map(lambda half: 2 * half)
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Does the same to a table and to its model, and compares what they tell."""
+    """Does the same to a table and to its model, and compares what they report."""
 
     @initialize(seed=st.binary(min_size=16, max_size=16))
     def new(self, seed: bytes) -> None:
         """Begin with a small index, so that it grows often."""
         self.model = ModelTable()
-        self.table = DirectoryTable(seed, answer_max=TOLD_MAX, rows_max=5000, slots_min=512)
+        self.table = DirectoryTable(seed, answer_max=REPORTED_MAX, rows_max=5000, slots_min=512)
         self.current: dict[int, int] = {}
         self.ended: list[int] = []
 
@@ -239,20 +239,20 @@ class TableMachine(RuleBasedStateMachine):
     def locate(self, names: list[int], asker: int, holders_max: int) -> None:
         keys = [key_of(name) for name in names]
 
-        count, told = self.table.locate(b"".join(keys), asker, holders_max)
+        count, reported = self.table.locate(b"".join(keys), asker, holders_max)
 
         expected = self.model.locate(keys, asker, holders_max)
         assert count == len(expected)
-        assert split(told) == expected[:TOLD_MAX]
+        assert split(reported) == expected[:REPORTED_MAX]
 
     @rule(names=NAMES, asker=st.integers(0, 9), holders_max=st.integers(1, 5))
     def overlap(self, names: list[int], asker: int, holders_max: int) -> None:
-        """Keys that come twice, too: each place is told of."""
+        """Keys that come twice, too: each place is reported."""
         keys = [key_of(name) for name in names]
 
         holders, flags = self.table.overlap(b"".join(keys), asker, holders_max)
 
-        told = {
+        reported = {
             (holder, place): bits
             for holder, row in zip(holders, flags.tolist(), strict=True)
             for place, bits in enumerate(row)
@@ -263,7 +263,7 @@ class TableMachine(RuleBasedStateMachine):
             for place, key in enumerate(keys)
             for record in from_bytes(b"".join(self.model.locate([key], asker, holders_max)))
         }
-        assert told == expected
+        assert reported == expected
         assert set(holders) == {holder for holder, _ in expected}
 
     @rule(data=st.data(), names=FEW, generation=GENERATION)
@@ -272,10 +272,10 @@ class TableMachine(RuleBasedStateMachine):
         packed = records_of(holder, names, [generation] * len(names)).tobytes()
         held = self.model.entries[entry].records
 
-        told = self.table.has(entry, packed)
+        reported = self.table.has(entry, packed)
 
         rows = [(held.get(row[:16]) or b"")[:40] == row[:40] for row in split(packed)]
-        assert told == rows
+        assert reported == rows
 
     @precondition(lambda self: self.model.entries)
     @rule(data=st.data())
@@ -299,8 +299,8 @@ class TableMachine(RuleBasedStateMachine):
         for entry in self.model.entries:
             self.compare(entry)
         for key in self.model.listed:
-            _, told = self.table.locate(key, 0, 8)
-            assert split(told) == self.model.locate([key], 0, 8)
+            _, reported = self.table.locate(key, 0, 8)
+            assert split(reported) == self.model.locate([key], 0, 8)
         held = sum(len(entry.records) for entry in self.model.entries.values())
         assert self.table.figures().records == held
 

@@ -121,7 +121,7 @@ def test_page_stored_again_with_another_length_replaces_the_one_on_disk() -> Non
     world.check_records()
 
 
-def test_page_that_leaves_another_length_behind_is_told_as_it_is_on_disk() -> None:
+def test_page_that_leaves_another_length_behind_is_reported_as_it_is_on_disk() -> None:
     """A page that was being written when another length came is on disk as it was written."""
     world = DiskWorld()
     world.set(3)
@@ -176,7 +176,7 @@ def test_figures_are_those_of_the_room_that_there_is() -> None:
     capacity = world.tier.figures()["disk_bytes_usable"]
 
     for room, usable in ((2 * used, 2 * used), (0, used), (2 * capacity, capacity)):
-        world.tell("disk", DiskRoom(room))
+        world.notify("disk", DiskRoom(room))
         assert world.tier.figures()["disk_bytes_usable"] == usable
         assert world.tier.figures()["disk_bytes"] == capacity
 
@@ -233,7 +233,7 @@ def test_place_of_a_failed_write_is_used_again() -> None:
 
 
 def test_restart_finds_the_pages_that_were_on_disk() -> None:
-    """They are told under the new incarnation's numbers, hottest first, at a limited rate."""
+    """They are reported under the new incarnation's numbers, hottest first, at a limited rate."""
     image = filled().image
     image.sync()
     world = DiskWorld(image=image, seed=2)
@@ -339,7 +339,7 @@ def test_coldest_pages_that_the_disk_has_no_room_for_are_written_once() -> None:
 def test_page_larger_than_a_slab_has_no_others_written_again() -> None:
     """It is never written, so it is nothing to try again; pages that push each other out stay."""
     world = DiskWorld(granules=100, slabs=1, on_evict=True)
-    world.tell("pool", reserve(77), CLIENT)
+    world.notify("pool", reserve(77), CLIENT)
     for numbers, length in (([*range(4)], LENGTH), ([*range(4, 8)], LENGTH), ([8], 15 * GRANULE)):
         world.set(*numbers, length=length)
         world.wait(0.2)
@@ -559,7 +559,7 @@ def test_page_removed_while_it_is_loaded_does_not_come_back() -> None:
 
 
 def test_late_end_of_a_removed_write_leaves_the_page_that_was_set_since_known() -> None:
-    """The first write of a key ends after the second: what it tells is not of the second page."""
+    """The first write of a key ends after the second: what it reports is not of the second page."""
     world = DiskWorld()
     world.set(1)
     (slow,) = world.working
@@ -610,7 +610,7 @@ def test_flush_writes_every_page_that_is_only_in_memory() -> None:
     world.set(4, namespace=2)
     assert written(world) == 0
 
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
 
     assert world.tier.flush_left() == 5
     assert written(world) == 5
@@ -623,7 +623,7 @@ def test_flush_writes_nothing_twice() -> None:
     world.set(1, 2)
     written(world)
 
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
     assert world.count("disk_pages_written_total") == 2
@@ -634,7 +634,7 @@ def test_flush_goes_on_beyond_the_bound_of_the_queue() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH + 1)
     world.set(*range(POOL - 1))
 
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
 
     assert world.tier.flush_left() == POOL - 1
     assert written(world) == POOL - 1
@@ -645,7 +645,7 @@ def test_flush_ends_where_no_page_fits_the_queue() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH - 1)
     world.set(1, 2, 3)
 
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
 
     assert world.tier.flush_left() == 0
     assert world.count("disk_writes_dropped_total", reason="queue_full") == 3
@@ -656,7 +656,7 @@ def test_hottest_pages_are_written_first() -> None:
     world = DiskWorld(on_evict=True, queue_bytes=LENGTH + 1)
     world.set(*range(4))
 
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
     first = world.working[min(world.working)].effect
     world.set(*range(100, 100 + POOL - 1))
 
@@ -667,7 +667,7 @@ def test_hottest_pages_are_written_first() -> None:
 def test_page_that_is_stored_while_the_node_stops_is_written_too() -> None:
     """Clients go on until they learn of the stop."""
     world = DiskWorld(on_evict=True)
-    world.tell("disk", RequestFlush())
+    world.notify("disk", RequestFlush())
     world.set(1, 2)
 
     assert world.tier.flush_left() == 2
@@ -680,7 +680,7 @@ def test_flush_ends_with_the_disk_and_with_a_disk_that_fails() -> None:
     ended, failing = DiskWorld(on_evict=True), DiskWorld(on_evict=True)
     for world in (ended, failing):
         world.set(1, 2)
-        world.tell("disk", RequestFlush())
+        world.notify("disk", RequestFlush())
 
     ended.end()
     for job in list(failing.working):
@@ -692,7 +692,9 @@ def test_flush_ends_with_the_disk_and_with_a_disk_that_fails() -> None:
 @pytest.mark.parametrize(
     ("outcome", "says"), [(DISK_FULL, "is full"), (DISK_FAILED, "writes to it fail")]
 )
-def test_trouble_of_the_disk_is_told_until_it_takes_pages_again(outcome: int, says: str) -> None:
+def test_trouble_of_the_disk_is_reported_until_it_takes_pages_again(
+    outcome: int, says: str
+) -> None:
     """The health of the node shows it; the outcome of a page that changed is no trouble."""
     world = DiskWorld()
     world.set(1)
@@ -807,7 +809,7 @@ def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
     """It is not opened again, so it would never be taken."""
     world = restarted()
     hear(world, Remove(7, 1, keys(1)))
-    world.tell("disk", DiskEnded("unusable"))
+    world.notify("disk", DiskEnded("unusable"))
 
     hear(world, Remove(7, 1, keys(2)))
     hear(world, Clear(8, 9))
@@ -818,15 +820,15 @@ def test_nothing_is_kept_for_a_disk_that_has_ended() -> None:
     assert on_disk(world) == set(range(8)), "no removal is kept for it"
 
 
-def test_what_is_written_now_is_newer_than_a_slot_that_no_index_tells_of() -> None:
+def test_what_is_written_now_is_newer_than_a_slot_that_no_index_names() -> None:
     """A page that was evicted from disk is there until its slot is written to again."""
     before = DiskWorld()
     before.set(*range(20))
     before.finish()
     world = DiskWorld(image=before.image, is_open=False)
     highest = max(slot.sequence for slot in world.image.slots.values())
-    told = [entry for entry in world.image.entries() if int(entry["sequence"]) < highest]
-    fact = DiskOpened(world.slabs * SLAB, SLAB, np.array(told, DISK_ENTRY), 1_000_001)
+    reported = [entry for entry in world.image.entries() if int(entry["sequence"]) < highest]
+    fact = DiskOpened(world.slabs * SLAB, SLAB, np.array(reported, DISK_ENTRY), 1_000_001)
     world.perform(world.tier.on_message(CLIENT, fact, world.now))
 
     world.set(100)

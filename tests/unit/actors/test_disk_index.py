@@ -593,7 +593,7 @@ def test_pages_evicted_from_the_disk_are_counted_by_tenant() -> None:
     assert world.count("disk_pages_lost_total", reason="evicted") == 10
 
 
-def test_a_name_that_is_told_later_finds_its_pages() -> None:
+def test_a_name_that_is_reported_later_finds_its_pages() -> None:
     """A restart knows tags only; a writer that says its name gets what its pages are due."""
     metrics = Metrics()
     tier = DiskTier(

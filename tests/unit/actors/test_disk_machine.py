@@ -1,7 +1,7 @@
 """Pool and disk tier against an obvious slow oracle, under whatever Hypothesis comes up with.
 
-After every step, whatever is told of a page must be where it is, what is read must have been set
-and not have been removed since, and slots and places must add up to the byte.
+After every step, whatever is reported of a page must be where it is, what is read must have been
+set and not have been removed since, and slots and places must add up to the byte.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @invariant()
     def records_say_where_pages_are(self) -> None:
-        """What is told is so, and what is so is told, but for what is told little by little."""
+        """What is reported is so, and what is so is reported, but some of it little by little."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -169,9 +169,9 @@ class DiskMachine(RuleBasedStateMachine):
         index = world.tier.index
         if index is not None:
             disk = {row["key"].tobytes() for row in index.entries(index.hottest_first())}
-        told = {k: bool(r["flags"] & RESIDENT) for k, r in world.records.items()}
-        assert {k for k, is_resident in told.items() if is_resident} == memory
-        on_disk = {k for k, is_resident in told.items() if not is_resident}
+        reported = {k: bool(r["flags"] & RESIDENT) for k, r in world.records.items()}
+        assert {k for k, is_resident in reported.items() if is_resident} == memory
+        on_disk = {k for k, is_resident in reported.items() if not is_resident}
         assert on_disk - untold <= disk - memory
         assert disk - memory <= on_disk | untold
 

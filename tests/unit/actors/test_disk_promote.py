@@ -124,7 +124,7 @@ def test_timeout_ends_a_question_that_the_disk_does_not_answer() -> None:
     assert world.promoted() == ([LATER], [])
 
 
-def test_question_with_nothing_to_tell_is_not_answered_at_once(
+def test_question_with_nothing_to_report_is_not_answered_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reader that asks again and again in vain is paced by its timeout."""
@@ -191,11 +191,11 @@ def test_question_without_timeout_is_a_wish_that_the_rate_bounds() -> None:
 def test_pool_without_room_lets_a_load_wait() -> None:
     """While every slot is reserved nothing can be loaded; when one is free it is."""
     world = filled()
-    world.tell("pool", reserve(POOL), CLIENT)
+    world.notify("pool", reserve(POOL), CLIENT)
     world.ask(3, timeout_s=1.0)
     assert not [w for w in world.working.values() if isinstance(w.effect, Load)]
 
-    world.tell("pool", abort(1000), CLIENT)
+    world.notify("pool", abort(1000), CLIENT)
     world.wait(0.05)
     world.finish()
 
@@ -279,7 +279,7 @@ class Disk:
         self.index.remove(self.index.find(key(number)))
 
 
-def told(effects: list[Effect]) -> tuple[list[int], list[int]]:
+def reported(effects: list[Effect]) -> tuple[list[int], list[int]]:
     """Return the outcomes and the checksums that the promote actor is notified."""
     (effect,) = effects
     assert isinstance(effect, NotifyPromote)
@@ -287,13 +287,13 @@ def told(effects: list[Effect]) -> tuple[list[int], list[int]]:
     return list(effect.fact.outcomes), effect.fact.checksums.tolist()
 
 
-def test_a_page_that_is_removed_while_it_is_loaded_is_not_told_as_loaded() -> None:
+def test_a_page_that_is_removed_while_it_is_loaded_is_not_reported_as_loaded() -> None:
     disk = Disk()
     (load,) = disk.begin(1, 2)
     assert isinstance(load, Load)
     disk.remove(1)
 
-    assert told(disk.done(DISK_DONE, DISK_DONE)) == ([DISK_UNTRIED, DISK_DONE], [11, 22])
+    assert reported(disk.done(DISK_DONE, DISK_DONE)) == ([DISK_UNTRIED, DISK_DONE], [11, 22])
     assert len(disk.loads) == 0
 
 
@@ -305,27 +305,27 @@ def test_a_page_that_went_before_its_load_is_lost_and_the_others_keep_their_slot
 
     assert isinstance(load, Load)
     assert (load.keys, load.offsets.tolist()) == (key(2), [200])
-    assert told(disk.done(DISK_DONE)) == ([DISK_DAMAGED, DISK_DONE], [0, 11])
+    assert reported(disk.done(DISK_DONE)) == ([DISK_DAMAGED, DISK_DONE], [0, 11])
 
 
 def test_pages_of_which_none_can_be_loaded_are_answered_at_once() -> None:
     """One that was stored in another length may be asked for again."""
     disk = Disk()
 
-    assert told(disk.begin(1, length=LENGTH + 1)) == ([DISK_UNTRIED], [0])
-    assert told(disk.begin(3)) == ([DISK_DAMAGED], [0])
+    assert reported(disk.begin(1, length=LENGTH + 1)) == ([DISK_UNTRIED], [0])
+    assert reported(disk.begin(3)) == ([DISK_DAMAGED], [0])
     disk.open_index.index = None
-    assert told(disk.begin(1)) == ([DISK_UNTRIED], [0])
+    assert reported(disk.begin(1)) == ([DISK_UNTRIED], [0])
     assert len(disk.loads) == 0
 
 
 def test_pages_of_a_disk_that_ended_meanwhile_are_not_loaded() -> None:
-    """The pool may have been told since that they are not on disk."""
+    """The pool may have been notified since that they are not on disk."""
     disk = Disk()
     disk.begin(1, 2)
     disk.open_index.index = None
 
-    outcomes, _ = told(disk.done(DISK_DONE, DISK_DAMAGED))
+    outcomes, _ = reported(disk.done(DISK_DONE, DISK_DAMAGED))
 
     assert outcomes == [DISK_UNTRIED, DISK_DAMAGED]
     assert len(disk.loads) == 0

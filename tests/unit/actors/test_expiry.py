@@ -86,7 +86,7 @@ def test_pages_expire_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_retained_page_expires_only_after_its_retention() -> None:
     """Then it counts as used when that ended, as for eviction."""
     world = chatting("*=50%,ttl=60s/0", is_open=False)
-    world.tell("pool", NamespaceNamed("chat"))
+    world.notify("pool", NamespaceNamed("chat"))
     world.set(1, 2, namespace=CHAT)
     world.retain(1, seconds=300.0, namespace=CHAT)
 
@@ -334,7 +334,7 @@ def test_a_pattern_applies_once_a_writer_has_its_name() -> None:
     world.wait(70.0)
     before = (world.tier.index.find(key(1)) >= 0).all()
 
-    world.tell("pool", NamespaceNamed("team-1"))
+    world.notify("pool", NamespaceNamed("team-1"))
     world.wait(2.0)
 
     assert before
@@ -347,7 +347,7 @@ def test_a_disk_that_ends_while_pages_expire_is_asked_no_more() -> None:
     world.finish()
     world.wait(59.0)
     world.end()
-    world.tell("disk", PageAges(keys(1), np.array([np.inf])))
+    world.notify("disk", PageAges(keys(1), np.array([np.inf])))
 
     assert world.tier.index is None
 

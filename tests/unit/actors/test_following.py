@@ -39,23 +39,23 @@ BEGIN = RequestChanges(1, 0, 0, 0, 1.0)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep 32 changes, and tell 8 at once: rows of a table fill many answers."""
+    """Keep 32 changes, and report 8 at once: rows of a table fill many answers."""
     monkeypatch.setattr(following, "CHANGES_KEPT", 32)
     monkeypatch.setattr(following, "CHANGES_A_MESSAGE_MAX", 8)
 
 
-def told(effects: list[Effect]) -> list[ReportChanges]:
+def reported(effects: list[Effect]) -> list[ReportChanges]:
     sends = [effect for effect in effects if isinstance(effect, Send)]
     return [send.message for send in sends if isinstance(send.message, ReportChanges)]
 
 
 def asked(made: Publisher, question: RequestChanges, now: float) -> ReportChanges:
     """Return the answer to a question, now or when its timeout is over."""
-    found = told(made.on_message(ROUTER, question, now))
+    found = reported(made.on_message(ROUTER, question, now))
     made.check()
     while not found:
         now = made.deadline()
-        found = told(made.on_tick(now))
+        found = reported(made.on_tick(now))
         assert made.deadline() > now
     assert len(found) == 1
     return found[0]
@@ -85,7 +85,7 @@ def publisher() -> Publisher:
     return publisher_in(ring_of(ME, A)).actor
 
 
-def test_who_begins_is_told_what_is_there() -> None:
+def test_who_begins_gets_what_is_there() -> None:
     """Pages that were stored before the first question are in the slices of the answer."""
     made = publisher()
     store(made, [1, 2, 3], 2)
@@ -98,7 +98,7 @@ def test_who_begins_is_told_what_is_there() -> None:
     assert answer.row == ALL_ROWS
 
 
-def test_changes_are_told_in_their_order_with_their_tier() -> None:
+def test_changes_are_reported_in_their_order_with_their_tier() -> None:
     """Stored, moved to disk, removed: one change each, behind the number that is known."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
@@ -118,18 +118,18 @@ def test_changes_are_told_in_their_order_with_their_tier() -> None:
 
 
 def test_a_question_waits_for_a_change_and_for_those_that_come_with_it() -> None:
-    """One answer tells what came within GATHER_S, and none is made within a commit's message."""
+    """One answer reports what came within GATHER_S, and none is made within a commit's message."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
     question = RequestChanges(2, ME, begun.after, begun.row, 5.0)
-    assert not told(made.on_message(ROUTER, question, 1.0))
+    assert not reported(made.on_message(ROUTER, question, 1.0))
     assert made.followers == 1
     for at, name in enumerate([1, 2, 3]):
         effects = made.on_message(Origin(ME), commit_of(records_of(ME, [name], 2)), 1.5 + at / 1000)
-        assert not told(effects)
+        assert not reported(effects)
     assert made.deadline() <= 1.5 + following.GATHER_S
 
-    (answer,) = told(made.on_tick(1.5 + following.GATHER_S))
+    (answer,) = reported(made.on_tick(1.5 + following.GATHER_S))
 
     assert keys_in(answer.changes) == [key_of(1), key_of(2), key_of(3)]
     assert made.followers == 0
@@ -141,9 +141,9 @@ def test_a_question_without_a_change_is_answered_after_its_timeout() -> None:
     begun = asked(made, BEGIN, 0.0)
     question = RequestChanges(2, ME, begun.after, begun.row, 3600.0)
 
-    assert not told(made.on_message(ROUTER, question, 1.0))
-    assert not told(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S - 0.1))
-    (answer,) = told(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S))
+    assert not reported(made.on_message(ROUTER, question, 1.0))
+    assert not reported(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S - 0.1))
+    (answer,) = reported(made.on_tick(1.0 + following.FOLLOW_TIMEOUT_MAX_S))
 
     assert (answer.again, answer.changes, answer.after) == (False, b"", begun.after)
 
@@ -163,7 +163,7 @@ def test_a_follower_that_was_stopped_too_long_begins_again() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_follower_that_missed_just_what_is_kept_goes_on() -> None:
-    """All kept changes are told in several answers, around the end of the ring."""
+    """All kept changes are reported in several answers, around the end of the ring."""
     made = publisher()
     begun = asked(made, BEGIN, 0.0)
     for name in range(20):
@@ -234,7 +234,7 @@ STEP = st.one_of(
 @pytest.mark.usefixtures("small")
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(STEP, max_size=60))
-def test_an_index_equals_the_table_once_all_is_told(
+def test_an_index_equals_the_table_once_all_is_reported(
     steps: list[tuple[str, list[int]]],
 ) -> None:
     """A follower that has read all holds what the node does, however questions and changes mix.

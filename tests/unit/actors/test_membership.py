@@ -78,7 +78,7 @@ def test_unanswered_discovery_address_is_called_forever_with_backoff() -> None:
     assert 100 <= len(later) <= 220
 
 
-def test_node_that_has_moved_tells_masters_and_heads_its_new_address() -> None:
+def test_node_that_has_moved_sends_masters_and_heads_its_new_address() -> None:
     """The higher counter wins everywhere; the address that is now its own is dialled no more."""
     node = Node(discovery=("a:1", "b:2", "c:3")).knows(ONE)
 
@@ -581,7 +581,7 @@ def test_address_of_a_successor_or_of_ours_is_not_called_for_its_predecessor() -
     assert calls(node.passes(10.0, speaking=(11,))) == []
 
 
-def test_successor_is_believed_when_a_master_tells_of_it() -> None:
+def test_successor_is_believed_when_a_master_reports_it() -> None:
     """The claim against the predecessor comes with the successor at its address."""
     node = Node(ONE).knows(TWO, NINE)
     node.take(NINE, Heartbeat(member(NINE), b""))

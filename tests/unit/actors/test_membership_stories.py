@@ -156,7 +156,7 @@ def test_healed_partition_ends_in_equal_views(seed: int, seconds: float) -> None
 
 @pytest.mark.parametrize("seed", range(8))
 def test_healed_partition_takes_no_member_of_the_own_side(seed: int) -> None:
-    """While two sides tell each other whom they held dead, each node keeps its own side.
+    """While two sides report to each other whom they held dead, each node keeps its own side.
 
     A master of the other side says so before it has learned who lives on this one, and is not
     believed then. Each node publishes its records once more, as the other side has dropped them,
@@ -275,7 +275,7 @@ def test_goodbye_received_by_one_master_reaches_all() -> None:
 
 @pytest.mark.parametrize("state", [DEAD, LEFT])
 def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> None:
-    """A master that lies, or dies as it speaks, tells one node; no other node learns of it.
+    """A master that is wrong, or dies while it sends, reaches one node; others learn nothing.
 
     The masters do not believe that node about others, so they cannot notify the member either.
     """

@@ -62,7 +62,7 @@ def test_eviction_makes_words_odd_then_withdraws_then_grants() -> None:
     assert effects[1].fact is effects[2].fact
 
 
-def test_commit_stores_words_then_tells_directory_then_publisher() -> None:
+def test_commit_stores_words_then_notifies_directory_then_publisher() -> None:
     """The records of a commit carry what the client said, and the words come first."""
     world = World(granules=64)
     world.reserve(ALICE, [1, 2], [PAGE, PAGE - 5])
@@ -232,7 +232,7 @@ def test_page_as_large_as_the_pool_is_stored() -> None:
     assert world.holds(*range(10)) == [False] * 10
 
 
-def test_first_commit_wins_and_the_loser_is_told_here() -> None:
+def test_first_commit_wins_and_the_loser_is_answered_here() -> None:
     """A reservation locks no key: the slower of two gives its slot back."""
     world = World(granules=64)
     world.reserve(ALICE, [1], PAGE)
@@ -454,7 +454,7 @@ def test_slots_ahead_that_not_every_page_has_do_not_come_with_a_commit() -> None
     assert world.figure("pool_bytes_reserved") == 250 * GRANULE
 
 
-def test_slots_ahead_that_were_given_up_are_not_told() -> None:
+def test_slots_ahead_that_were_given_up_are_not_reported() -> None:
     """The client has left them out of its list: its writes would hit another page."""
     world = World(granules=256)
     world.reserve(ALICE, [1], PAGE)
@@ -468,7 +468,7 @@ def test_slots_ahead_that_were_given_up_are_not_told() -> None:
 
 
 def test_slots_ahead_that_a_writer_was_not_notified_of_are_not_usable_meanwhile() -> None:
-    """Those that it was told of have ended since: it learns of the next ones at once."""
+    """Those that it was notified of have ended since: it learns of the next ones at once."""
     extent, reservations = Extent(SizeClass(1, Tenant("t", 0), Ages()), 0, 1, 0, 64), Reservations()
 
     def begin(sequence: int) -> None:

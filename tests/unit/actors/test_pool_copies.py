@@ -58,10 +58,10 @@ class Copier(Rig):
         return effects
 
     def ask(self, *, only_new: bool = False, again: bool = True) -> PagesToCopy:
-        (told,) = self.sends(self.say(RequestCopies(only_new, again), INSIDE))
-        assert isinstance(told, NotifyPlacement)
-        assert isinstance(told.fact, PagesToCopy)
-        return told.fact
+        (reported,) = self.sends(self.say(RequestCopies(only_new, again), INSIDE))
+        assert isinstance(reported, NotifyPlacement)
+        assert isinstance(reported.fact, PagesToCopy)
+        return reported.fact
 
     def named(self, *, only_new: bool = False) -> list[int]:
         """Return the pages without a copy that are named next."""
@@ -348,7 +348,7 @@ def test_a_third_node_with_the_page_is_asked_first_when_a_copy_is_lost() -> None
 
 
 def test_after_a_lost_report_all_pages_of_that_node_are_offered_to_it_again() -> None:
-    """What it still has it then says; a report without pages tells as well."""
+    """What it still has it then says; a report without pages shows it as well."""
     for number, pages in ((3, (1,)), (2, ())):
         rig = Copier()
         rig.store(1, 2, 3)
@@ -466,10 +466,10 @@ def test_a_page_with_a_copy_is_not_spilled() -> None:
     rig.now += 100.0
     rig.copied(*range(6))
 
-    (told,) = rig.say(RequestSpill(), INSIDE)
+    (reported,) = rig.say(RequestSpill(), INSIDE)
 
     assert {
-        int.from_bytes(k, "big") for _, r, _ in told.fact.groups for k in r["key"].tolist()
+        int.from_bytes(k, "big") for _, r, _ in reported.fact.groups for k in r["key"].tolist()
     } <= {
         6,
         7,

@@ -275,7 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(client=clients, back=st.integers(0, 3), kept=st.sets(st.integers(0, 30)))
     def list_live(self, client: int, back: int, kept: set[int]) -> None:
-        """A client tells what it may still write; the rest comes back."""
+        """A client reports what it may still write; the rest comes back."""
         newest = max(0, self.world.sequences.get(client, 0) - back)
         listed = sorted(s for c, s in self.world.writing if c == client and s in kept)
         for owner, sequence in list(self.world.writing):
@@ -293,7 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(numbers=pages, stale=st.booleans())
     def touch(self, numbers: list[int], stale: bool) -> None:
-        """Readers tell what they read."""
+        """Readers report what they read."""
         self.world.touch(*numbers, stale=stale)
 
     @rule(numbers=pages, namespace=st.integers(0, 1))

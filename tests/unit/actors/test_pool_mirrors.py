@@ -177,13 +177,13 @@ def test_a_mirrored_page_is_published_and_answered_at_once() -> None:
     assert directory.fact is publisher.fact
     assert (answer.to, answer.message.request) == (CLIENT, 6)
     assert answer.message.states == bytes((COMMITTED, COMMITTED))
-    told = np.frombuffer(answer.message.records, RECORD)
-    assert told.tobytes() == directory.fact.records.tobytes()
+    reported = np.frombuffer(answer.message.records, RECORD)
+    assert reported.tobytes() == directory.fact.records.tobytes()
     assert rig.pool.figures()["pool_bytes_mirrored"] == 2 * GRANULE
 
 
 def test_with_a_disk_the_disk_learns_of_it_as_of_any_page() -> None:
-    """It may have the page already, and tells so; else its record would be lost by the eviction."""
+    """It may have the page already, and says it; else its record would be lost by the eviction."""
     rig = Rig(has_disk=True)
     rig.reserve(1)
 
@@ -379,10 +379,10 @@ class Taker(Rig):
         return self.say(TakenOver(Commit(0, self.sequence, written, checksums, 0.0)), INSIDE)
 
     def give(self, *, again: bool = True) -> PagesToGive:
-        (told,) = self.say(RequestGive(again), INSIDE)
-        assert isinstance(told, NotifyPlacement)
-        assert isinstance(told.fact, PagesToGive)
-        return told.fact
+        (reported,) = self.say(RequestGive(again), INSIDE)
+        assert isinstance(reported, NotifyPlacement)
+        assert isinstance(reported.fact, PagesToGive)
+        return reported.fact
 
 
 def test_a_page_that_is_taken_over_is_published_as_any_other() -> None:
@@ -520,7 +520,7 @@ def test_pages_are_given_hottest_first_and_by_namespace() -> None:
     assert [len(group.records) for group in rig.give().groups] == [2]
 
 
-def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
+def test_what_is_still_to_be_given_is_reported_in_pages_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bytes are those of the slots, of each size; mirrors are not among them."""
@@ -532,10 +532,10 @@ def test_what_is_still_to_be_given_is_told_in_pages_and_bytes(
     rig.say(Reserve(5, 90, 1, key(3), lengths))
     rig.say(Commit(6, 90, b"\1", bytes(8), 0.1))
 
-    told = [rig.give(again=at == 0) for at in range(4)]
+    reported = [rig.give(again=at == 0) for at in range(4)]
 
-    assert [portion.left for portion in told] == [2, 1, 0, 0]
-    assert [portion.left_bytes // GRANULE for portion in told] == [2, 1, 0, 0]
+    assert [portion.left for portion in reported] == [2, 1, 0, 0]
+    assert [portion.left_bytes // GRANULE for portion in reported] == [2, 1, 0, 0]
 
 
 def test_a_page_is_removed_retained_and_cleared_whatever_tag_it_was_handed_over_under() -> None:
@@ -628,7 +628,7 @@ def test_of_a_chain_that_lapses_the_tail_goes_first() -> None:
     assert rig.holds(*range(8)) == [True] * 4 + [False] * 4
 
 
-def test_pages_that_are_not_here_or_of_another_namespace_are_told() -> None:
+def test_pages_that_are_not_here_or_of_another_namespace_are_reported() -> None:
     rig = Rig(pages=PAGES)
     rig.store(1)
 
@@ -636,7 +636,7 @@ def test_pages_that_are_not_here_or_of_another_namespace_are_told() -> None:
     assert rig.retain(1, namespace=2) == [NOT_HERE]
 
 
-def test_more_than_may_be_retained_is_told_and_the_first_ones_stay() -> None:
+def test_more_than_may_be_retained_is_reported_and_the_first_ones_stay() -> None:
     rig = Rig(pages=PAGES)
     rig.store(*range(PAGES))
 
@@ -712,8 +712,8 @@ def test_a_stop_and_a_drain_see_retained_pages() -> None:
     rig.say(DrainChanged(True), NODE)
     (given,) = rig.say(RequestGive(True), NODE)
 
-    for told in (held, given):
-        named = b"".join(group.records["key"].tobytes() for group in told.fact.groups)
+    for reported in (held, given):
+        named = b"".join(group.records["key"].tobytes() for group in reported.fact.groups)
         assert key(0) in named
         assert key(1) in named
 

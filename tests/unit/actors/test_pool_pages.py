@@ -273,7 +273,7 @@ def test_nothing_is_granted_of_memory_that_is_not_populated() -> None:
     assert after.states == bytes((RESERVED,)) * 10
 
 
-def test_growth_told_out_of_order_takes_nothing_back() -> None:
+def test_growth_reported_out_of_order_takes_nothing_back() -> None:
     """Usable memory never shrinks."""
     world = World(granules=64, usable=32)
 

@@ -60,12 +60,12 @@ class Spiller(Taker):
 
     def cold(self, *, only_new: bool = False) -> dict[int, float]:
         """Return the pages that it would spill, with their ages, in order."""
-        (told,) = self.say(RequestSpill(only_new), INSIDE)
-        assert isinstance(told, NotifyPlacement)
-        assert isinstance(told.fact, ColdPages)
+        (reported,) = self.say(RequestSpill(only_new), INSIDE)
+        assert isinstance(reported, NotifyPlacement)
+        assert isinstance(reported.fact, ColdPages)
         return {
             int.from_bytes(name, "big"): round(age, 3)
-            for _, records, ages in told.fact.groups
+            for _, records, ages in reported.fact.groups
             for name, age in zip(records["key"].tolist(), ages.tolist(), strict=True)
         }
 

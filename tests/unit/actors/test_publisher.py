@@ -75,9 +75,9 @@ def test_commit_puts_one_batch_to_each_owner() -> None:
 
     effects = take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
 
-    told = puts(effects)
-    assert set(told) == {A, B, C}
-    for owner, theirs in told.items():
+    reported = puts(effects)
+    assert set(reported) == {A, B, C}
+    for owner, theirs in reported.items():
         assert theirs == keys(*owned_by(ring, owner, range(100)))
     assert [m.number for _, m in sent(effects, Put) if isinstance(m, Put)] == [1, 1, 1]
 
@@ -159,14 +159,14 @@ def test_commit_is_answered_once() -> None:
     """Later owners, repeated acknowledgements and the end of timeout say nothing more."""
     made = publisher_in(ring_of(A, B))
     take(made, ME, commit_of(records_of(ME, [1], 2)), 0.0)
-    told = answers(take(made, A, Acknowledged(1), 0.0))
+    reported = answers(take(made, A, Acknowledged(1), 0.0))
 
-    told += answers(take(made, B, Acknowledged(1), 0.1))
-    told += answers(take(made, A, Acknowledged(1), 0.2))
-    told += answers(take(made, B, SummaryMatches(1), 0.3))
-    told += answers(ticked(made, 5.0))
+    reported += answers(take(made, B, Acknowledged(1), 0.1))
+    reported += answers(take(made, A, Acknowledged(1), 0.2))
+    reported += answers(take(made, B, SummaryMatches(1), 0.3))
+    reported += answers(ticked(made, 5.0))
 
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_commit_is_answered_when_timeout_is_over() -> None:
@@ -177,8 +177,8 @@ def test_commit_is_answered_when_timeout_is_over() -> None:
     here = records_of(ME, [99], 500)
     published(made, here)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records_of(ME, list(names), 2), here, 0.2)
-    told = sent(take(made, ME, commit, 10.0), Put)
-    for owner, message in told:
+    reported = sent(take(made, ME, commit, 10.0), Put)
+    for owner, message in reported:
         if owner != C and isinstance(message, Put):
             take(made, owner, Acknowledged(message.number), 10.1)
 
@@ -197,7 +197,7 @@ def test_pool_receives_the_rest_of_a_commit_after_its_answer(received_at: float)
     records = records_of(ME, [1, 2, 3], 2)
     commit = PagesCommitted(CLIENT, 1, 1, b"", records, NO_RECORDS, 0.2, then=(then,))
     effects = take(made, ME, commit, 10.0)
-    told = [NotifyPool(then)]
+    reported = [NotifyPool(then)]
     at_once = [effect for effect in effects if isinstance(effect, NotifyPool)]
 
     if received_at > 10.2:
@@ -206,9 +206,9 @@ def test_pool_receives_the_rest_of_a_commit_after_its_answer(received_at: float)
         effects += take(made, owner, Acknowledged(1), received_at)
 
     assert at_once == []
-    assert [effect for effect in effects if isinstance(effect, NotifyPool)] == told
+    assert [effect for effect in effects if isinstance(effect, NotifyPool)] == reported
     answered = next(effect for effect in effects if answers([effect]))
-    assert effects.index(answered) < effects.index(told[0])
+    assert effects.index(answered) < effects.index(reported[0])
 
 
 def test_commit_of_pages_that_are_published_already_is_answered_at_once() -> None:
@@ -237,12 +237,12 @@ def test_commit_of_pages_that_are_not_published_yet_waits_with_the_first_one(
 
     at_once = answers(take(made, ME, again, 0.05))
     if is_acknowledged:
-        told = answers(take(made, B, Acknowledged(1), 0.06))
+        reported = answers(take(made, B, Acknowledged(1), 0.06))
     else:
-        told = answers(ticked(made, 0.1)) + answers(ticked(made, 0.15))
+        reported = answers(ticked(made, 0.1)) + answers(ticked(made, 0.15))
 
     assert at_once == []
-    assert sorted((a.request, a.published) for a in told) == [
+    assert sorted((a.request, a.published) for a in reported) == [
         (request, 2 if is_acknowledged else 0) for request in (1, 2)
     ]
 
@@ -272,10 +272,10 @@ def test_commit_does_not_wait_for_a_page_that_is_gone_meanwhile() -> None:
     take(made, ME, RecordsChanged(NO_RECORDS, drops_of([1], [2])), 0.2)
     take(made, ME, RecordsChanged(records_of(ME, [2], 4), NO_DROPS), 0.2)
 
-    told = take(made, A, Acknowledged(2), 0.3)
+    reported = take(made, A, Acknowledged(2), 0.3)
 
     assert answers(waits) == []
-    assert [a.request for a in answers(told)] == [2]
+    assert [a.request for a in answers(reported)] == [2]
 
 
 def test_pages_that_were_here_before_the_first_view_are_not_published() -> None:
@@ -313,15 +313,15 @@ def test_commit_without_timeout_is_answered_at_once() -> None:
 
 
 def test_commit_before_there_is_a_ring_waits_for_its_timeout() -> None:
-    """Without owners nothing is published; once they are known they are told."""
+    """Without owners nothing is published; once they are known they are notified."""
     made = publisher_in(HashRing([], virtual_nodes=1, replicas=1))
     take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.5), 0.0)
 
     late = ticked(made, 0.5)
-    told = take(made, ME, RingChanged(ring_of(ME, A)), 0.6)
+    reported = take(made, ME, RingChanged(ring_of(ME, A)), 0.6)
 
     assert [a.published for a in answers(late)] == [0]
-    assert puts(told) == {A: keys(1)}
+    assert puts(reported) == {A: keys(1)}
 
 
 def test_commits_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_page_named_twice_in_one_change_ends_with_the_newest() -> None:
     drops = drops_of([1, 1], [2, 4])
 
     for actor in ("directory", "publisher"):
-        cluster.tell(ME, actor, RecordsChanged(records, drops))
+        cluster.notify(ME, actor, RecordsChanged(records, drops))
     seen = cluster.run(6.0)
 
     held = held_of(cluster.nodes[A].shard, ME)
@@ -471,9 +471,9 @@ def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
     for number in (1, 2):
         assert answers(take(made, A, Acknowledged(number), 0.06)) == []
 
-    told = answers(ticked(made, 0.1))
+    reported = answers(ticked(made, 0.1))
 
-    assert [(a.request, a.published) for a in told] == [(1, 0), (2, 0)]
+    assert [(a.request, a.published) for a in reported] == [(1, 0), (2, 0)]
 
 
 def test_no_commit_waits_for_more_than_a_minute() -> None:
@@ -563,9 +563,9 @@ def test_removal_waits_for_no_owner_that_is_lagging() -> None:
     take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=0.1), 0.0)
     ticked(made, 0.1)
 
-    told = take(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
+    reported = take(made, ME, RemovalDone(CLIENT, Removed(9, 1), 1.0), 1.0)
 
-    assert told == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
+    assert reported == [NotifyDirectory(RemovalDone(CLIENT, Removed(9, 1, (A,))))]
 
 
 def test_removal_without_timeout_or_owners_is_answered_at_once() -> None:

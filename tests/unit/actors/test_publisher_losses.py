@@ -426,7 +426,7 @@ def test_an_owner_that_lost_everything_is_published_to_again_before_it_counts(
 
 
 def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
-    """One of those is lost still: its commit waits, and is not told that its page is known."""
+    """One of those is lost still: its commit waits, and is not notified that its page is known."""
     made = publisher_in(ring_of(A))
     name = next(other for other in range(2, 99) if keys(other)[0][0] != keys(1)[0][0])
     theirs = digests_of(records_of(ME, [1], 2))
@@ -441,9 +441,9 @@ def test_a_repair_does_not_speak_for_messages_of_other_buckets() -> None:
     assert isinstance(first, Put)
     assert repair.buckets == keys(name)[0][:1]
 
-    told = answers(take(made, A, Acknowledged(repair.number), 0.9))
+    reported = answers(take(made, A, Acknowledged(repair.number), 0.9))
 
-    assert [(a.request, a.published) for a in told] == [(2, 1)]
+    assert [(a.request, a.published) for a in reported] == [(2, 1)]
     assert [a.request for a in answers(take(made, A, Acknowledged(first.number), 1.0))] == [1]
 
 

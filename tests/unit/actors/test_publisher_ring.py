@@ -117,11 +117,11 @@ def test_page_dropped_during_a_hand_over_is_not_published_again() -> None:
     drops = drops_of(list(range(10)), [2 + 2 * n for n in range(10)])
 
     take(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
-    told: list[bytes] = []
+    reported: list[bytes] = []
     for step in range(60):
-        told += puts(ticked(made, 1.1 + 0.05 * step)).get(A, [])
+        reported += puts(ticked(made, 1.1 + 0.05 * step)).get(A, [])
 
-    assert set(told) == set(keys(*range(10, 19)))
+    assert set(reported) == set(keys(*range(10, 19)))
 
 
 def test_page_committed_during_a_hand_over_ends_at_its_owners_only() -> None:
@@ -199,7 +199,7 @@ def test_owner_that_comes_back_is_not_spoken_to_in_old_numbers() -> None:
     assert puts(effects) == {A: keys(4, 3, 2, 1, 0)}
 
 
-def test_an_owner_that_differed_is_told_again_that_all_is_handed_over() -> None:
+def test_an_owner_that_differed_is_notified_again_that_all_is_handed_over() -> None:
     """It believes no summary alone after that."""
     made = publisher_in(ring_of(ME, A))
     ((_, first),) = sent(ticked(made, 10.0), SUMMARIES)
@@ -342,15 +342,15 @@ def test_rows_are_handed_over_hottest_first_though_looked_at_in_slices(
     generations = [2 + 2 * name for name in names]
     take(made, ME, commit_of(records_of(ME, names, generations)), 0.0)
 
-    told = puts(finished(made, take(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0))
+    reported = puts(finished(made, take(made, ME, RingChanged(ring_of(ME, A)), 1.0), 1.0))
 
-    assert told == {A: keys(*reversed(range(700)))}
+    assert reported == {A: keys(*reversed(range(700)))}
 
 
 def test_a_ring_that_turns_while_rows_are_looked_at_leaves_no_row_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some rows were told by the first ring, some by the second; all end at the third's owners."""
+    """Some rows were sent by the first ring, some by the second; all end at the third's owners."""
     in_slices(monkeypatch)
     made = publisher_in(ring_of(A, B))
     acknowledged(made, take(made, ME, commit_of(records_of(ME, list(range(900)), 2)), 0.0), 0.0)
@@ -382,8 +382,8 @@ def test_a_page_dropped_while_it_moves_is_withdrawn_from_former_owners_too(
         drops = drops_of(moved, [2 + 2 * name for name in moved])
         effects = take(made, ME, RecordsChanged(NO_RECORDS, drops), 1.0)
 
-        told = {owner for owner, _ in sent(effects, Delete)}
-        assert told >= {
+        reported = {owner for owner, _ in sent(effects, Delete)}
+        assert reported >= {
             owner for owner in (A, B, C) if set(owned_by(before, owner, range(300))) & set(moved)
         }
         for owner in (A, B, C, 14):
@@ -511,7 +511,7 @@ def test_former_owners_are_not_left_before_all_rows_are_looked_at(
 
 
 def test_a_page_that_goes_before_it_is_handed_over_is_in_no_digest() -> None:
-    """Its new owner was never notified of it, and is not told that it has gone."""
+    """Its new owner was never notified of it, and is not notified that it has gone."""
     made = publisher_in(ring_of(A, replicas=1), rate=20.0)
     commit = take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 0.0)
     acknowledged(made, commit, 0.0)
@@ -566,18 +566,18 @@ def test_former_owners_keep_records_for_their_whole_time() -> None:
     check_books(made, 640.0)
 
 
-def test_a_page_stored_after_a_change_is_told_to_former_owners() -> None:
+def test_a_page_stored_after_a_change_is_reported_to_former_owners() -> None:
     """Also where there was none before: a reader with an older view asks them."""
     before, after = ring_of(A, B, replicas=1), ring_of(A, B, C, replicas=1)
     made = publisher_in(before, former_s=600.0)
     take(made, ME, RingChanged(after), 1.0)
     withdrawn_until(made, 1.0, 5.0)
 
-    told = puts(take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
+    reported = puts(take(made, ME, commit_of(records_of(ME, list(range(100)), 2)), 5.0))
 
     for owner in (A, B, C):
         owned = {*owned_by(before, owner, range(100)), *owned_by(after, owner, range(100))}
-        assert sorted(told[owner]) == sorted(keys(*owned))
+        assert sorted(reported[owner]) == sorted(keys(*owned))
 
 
 @pytest.mark.parametrize("changes", [2, FORMER_RINGS_MAX, RINGS_MAX + 2])

@@ -236,12 +236,12 @@ def test_connection_that_is_made_again_keeps_the_queue_pairs() -> None:
     ask(actor, ALICE, 1)
     none, back = ClientsConnected(frozenset()), ClientsConnected(frozenset({ALICE.identity}))
 
-    told = [
+    reported = [
         actor.on_message(Origin(0), message, now)
         for message, now in ((none, 1.0), (none, 4.0), (back, 5.0), (none, 9.0))
     ]
 
-    assert told == [[], [], [], []]
+    assert reported == [[], [], [], []]
 
 
 class RdmaActorMachine(RuleBasedStateMachine):
@@ -289,7 +289,7 @@ class RdmaActorMachine(RuleBasedStateMachine):
 
     @rule(who=st.sets(st.sampled_from([ALICE.identity, BOB.identity])))
     def connected(self, who: set[int]) -> None:
-        """Tell which clients have a connection."""
+        """Report which clients have a connection."""
         self.do(self.actor.on_message(Origin(0), ClientsConnected(frozenset(who)), self.now))
 
     @rule(steps=st.integers(1, 4))

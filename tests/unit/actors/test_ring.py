@@ -28,7 +28,7 @@ def ring_actor() -> RingActor:
 
 
 def shown(actor: RingActor, seen: ViewChanged) -> list[HashRing]:
-    """Show a view; return the rings that were told to the publisher and the directory."""
+    """Show a view; return the rings that were sent to the publisher and the directory."""
     effects = actor.on_message(Origin(1), seen, 0.0)
     actor.check()
     rings: dict[type, list[HashRing]] = {NotifyPublisher: [], NotifyDirectory: []}
@@ -80,12 +80,12 @@ def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
     assert max(spent) < 0.010
 
     first = HashRing(dict.fromkeys(range(1, 1001), "boot"), virtual_nodes=160, replicas=2)
-    told, _, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
-    assert isinstance(told, NotifyPublisher)
+    reported, _, last = actor.on_message(Origin(0), RingBuilt(first), 0.0)
+    assert isinstance(reported, NotifyPublisher)
     assert isinstance(last, BuildRing)
     assert last.members == tuple(range(1, 1003))
     assert actor.current is first
-    told, _ = actor.on_message(Origin(0), RingBuilt(last.build()), 0.0)
+    reported, _ = actor.on_message(Origin(0), RingBuilt(last.build()), 0.0)
     actor.check()
     assert actor.current.members == last.members
 
@@ -128,7 +128,7 @@ def walk(live: list[int], key: bytes) -> list[int]:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Views come and go; the ring is that of the last one, and is told once a change.
+    """Views come and go; the ring is that of the last one, and is reported once a change.
 
     Rings of more than three members are made beside the loop, and come later or never.
     """
@@ -139,7 +139,7 @@ class RingMachine(RuleBasedStateMachine):
             virtual_nodes=TOKENS, replicas=REPLICAS, tokens_at_once_max=3 * TOKENS
         )
         self.states: dict[int, int] = {}
-        self.told: HashRing | None = None
+        self.reported: HashRing | None = None
         self.building: BuildRing | None = None
 
     @rule(who=st.integers(1, 6), state=st.sampled_from([ALIVE, SUSPECT, DEAD, LEFT]))
@@ -182,7 +182,7 @@ class RingMachine(RuleBasedStateMachine):
             assert isinstance(effect, (NotifyPublisher, NotifyDirectory))
             assert isinstance(effect.fact, RingChanged)
             assert isinstance(effect.fact.ring, HashRing)
-            self.told = effect.fact.ring
+            self.reported = effect.fact.ring
         return list(effects)
 
     def live(self) -> list[int]:
@@ -191,7 +191,7 @@ class RingMachine(RuleBasedStateMachine):
     @invariant()
     def owners_are_those_of_the_walk(self) -> None:
         """Every reader of the ring computes the same owners as the slow way."""
-        assert self.told is None or self.told is self.actor.current
+        assert self.reported is None or self.reported is self.actor.current
         members = list(self.actor.current.members)
         owners = self.actor.current.owners(KEYS).tolist()
         assert owners == [walk(members, key) for key in KEYS.tolist()]

@@ -33,7 +33,7 @@ def said(text: object) -> SendTo:
 
 @attrs.define
 class Diary:
-    """An actor that writes down what it is given, and ticks when it is told to."""
+    """An actor that writes down what it is given, and ticks when it is asked to."""
 
     due: float = math.inf
     every_s: float = math.inf

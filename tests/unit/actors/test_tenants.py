@@ -250,7 +250,7 @@ def put(world: World, client: int, keys: range, length: int, *, namespace: int) 
 
 
 def test_a_pool_keeps_the_pages_of_a_tenant_within_its_quota() -> None:
-    """A flood of another namespace evicts nothing of it, and is told when there is no room."""
+    """A flood of another namespace evicts nothing of it, and is notified when there is no room."""
     world = World(granules=64, units_about=16, quotas=parse_quotas("a=50%;b=50%"))
     a, b = Namespace("a").tag(), Namespace("b").tag()
     put(world, 1, range(32), GRANULE, namespace=a)

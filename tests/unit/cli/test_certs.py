@@ -49,10 +49,10 @@ def test_issue_writes_a_certificate_and_its_key(
     folder: Path, capsys: pytest.CaptureFixture[str], flag: str, name: str, stem: str
 ) -> None:
     """The files stand in the folder, whatever the name holds."""
-    status, told, _ = _run(capsys, "issue", folder, flag, name)
+    status, reported, _ = _run(capsys, "issue", folder, flag, name)
 
     assert status == 0
-    assert f"{stem}.crt" in told
+    assert f"{stem}.crt" in reported
     assert stat.S_IMODE((folder / f"{stem}.key").stat().st_mode) == 0o600
     checked = subprocess.run(
         ["openssl", "verify", "-CAfile", folder / "ca.crt", folder / f"{stem}.crt"], check=False
@@ -117,7 +117,7 @@ def test_certificate_ends_with_its_authority_at_the_latest(
     assert shown["days_left"] == pytest.approx(3, abs=0.1)
 
 
-def test_show_tells_what_a_certificate_says(
+def test_show_prints_what_a_certificate_contains(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For people, and as JSON."""
@@ -141,10 +141,10 @@ def test_revoke_by_name_lists_every_certificate_of_that_name(
     _run(capsys, "issue", folder, "--node", "a", "--renew")
     _run(capsys, "issue", folder, "--node", "b")
 
-    status, told, _ = _run(capsys, "revoke", folder, "node-a")
+    status, reported, _ = _run(capsys, "revoke", folder, "node-a")
 
     assert status == 0
-    assert told.count("Revoked peercache://prod/node/a") == 2
+    assert reported.count("Revoked peercache://prod/node/a") == 2
     shown = json.loads(_run(capsys, "show", folder / "revoked.crl", "--json")[1])
     assert (shown["number"], len(shown["revoked"])) == (1, 2)
     assert {path.name for path in folder.glob("node-*")} == {"node-b.crt", "node-b.key"}
@@ -208,11 +208,11 @@ def test_wrong_usage_is_one_sentence(
 ) -> None:
     """It says what to do, and leaves nothing behind."""
     before = sorted(folder.iterdir())
-    status, _, told = _run(capsys, *(each.format(folder=folder) for each in arguments))
+    status, _, reported = _run(capsys, *(each.format(folder=folder) for each in arguments))
 
     assert status == 2
-    assert problem in told
-    assert len(told.splitlines()) == 1
+    assert problem in reported
+    assert len(reported.splitlines()) == 1
     assert sorted(folder.iterdir()) == before
 
 

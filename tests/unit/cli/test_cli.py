@@ -233,10 +233,10 @@ def test_an_error_is_one_sentence_for_scripts_too(
     """A script that parses stdout after exit status 2 finds nothing, never half an object."""
     assert cli.main([*wrong, "--json"]) == 2
 
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("peercache: ")
-    assert told.err.count("\n") == 1
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert reported.err.startswith("peercache: ")
+    assert reported.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -280,7 +280,7 @@ def test_shell_completes_commands_flags_and_values(
 def test_error_of_a_subcommand_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What PeerCache refuses is told in a line, with the exit status of wrong usage."""
+    """What PeerCache refuses is reported in a line, with the exit status of wrong usage."""
 
     def refuse(**_: object) -> int:
         raise ConfigError("pool_size", "wants more")
@@ -335,8 +335,8 @@ def test_ready_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
 def test_versions_and_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """For scripts: the wire as two numbers, and each setting with its default."""
     assert cli.main(["version", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["version"], told["wire"][1]) == (version("peercache-kv"), WIRE_VERSION)
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["version"], reported["wire"][1]) == (version("peercache-kv"), WIRE_VERSION)
     assert cli.main(["config", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == SETTINGS.keys()
 

@@ -39,7 +39,7 @@ def node_that_says(status: int, body: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "exit_status", "said"),
+    ("status", "reported", "exit_status", "said"),
     [
         (200, {"status": "ok", "pool_bytes": 1}, 0, "ok"),
         (200, {"status": "degraded", "reason": "disk full"}, 0, "degraded: disk full"),
@@ -49,10 +49,10 @@ def node_that_says(status: int, body: bytes) -> Iterator[int]:
     ],
 )
 def test_answer_of_the_node_is_said(
-    status: int, told: object, exit_status: int, said: str, capsys: pytest.CaptureFixture[str]
+    status: int, reported: object, exit_status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node whose disk fails still serves its memory, so a probe must not restart it."""
-    with node_that_says(status, json.dumps(told).encode()) as port:
+    with node_that_says(status, json.dumps(reported).encode()) as port:
         assert main(["health", "--metrics-port", str(port)]) == exit_status
 
     assert said in capsys.readouterr().out

@@ -163,7 +163,7 @@ def test_an_error_ends_the_replay_before_the_next_request() -> None:
 
 
 class FakeCluster:
-    """A client of a cluster that stores everything, and loses what it is told to."""
+    """A client of a cluster that stores everything, and loses what it is asked to."""
 
     def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}

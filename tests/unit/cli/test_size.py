@@ -64,7 +64,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
     """Return what the command prints as JSON."""
     assert main(["size", *arguments, "--json"]) == status
     return json.loads(capsys.readouterr().out)
@@ -79,7 +79,7 @@ def problem(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.usefixtures("cluster")
 def test_curve_of_a_cluster_is_of_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """In bytes of all nodes and of each host, and in tokens of a model."""
-    found = told(capsys, *LLAMA_8B)
+    found = reported(capsys, *LLAMA_8B)
 
     assert (found["source"], found["uses"], found["hosts"]) == ("cluster prod", 5_000, 2)
     assert found["bytes_a_token"] == 2 * 32 * 8 * 128 * 2
@@ -88,7 +88,7 @@ def test_curve_of_a_cluster_is_of_its_memory(capsys: pytest.CaptureFixture[str])
     assert (twice["hit_rate"], twice["bytes"], twice["bytes_a_host"]) == (0.55, 2**37, 2**36)
     assert twice["tokens"] == 2**37 // found["bytes_a_token"]
     assert twice["blocks"] is None
-    assert told(capsys, "--hosts", "8")["sizes"][2]["bytes_a_host"] == 2**33
+    assert reported(capsys, "--hosts", "8")["sizes"][2]["bytes_a_host"] == 2**33
 
 
 @pytest.mark.usefixtures("cluster")
@@ -110,7 +110,7 @@ def test_cluster_that_was_not_used_has_no_curve(
     """And ends with 1."""
     monkeypatch.setattr(cluster, "reuse", Reuse())
 
-    assert told(capsys, status=1)["sizes"] == []
+    assert reported(capsys, status=1)["sizes"] == []
     assert main(["size"]) == 1
     assert capsys.readouterr().out == "cluster prod: no page was used yet\n"
 
@@ -119,7 +119,7 @@ def test_curve_of_a_trace_ends_where_all_of_it_fits(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Then every prompt is a hit when it comes back."""
-    found = told(capsys, "--trace", str(trace), *LLAMA_8B, "--hosts", "2")
+    found = reported(capsys, "--trace", str(trace), *LLAMA_8B, "--hosts", "2")
 
     sizes = found["sizes"]
     assert [each["blocks"] for each in sizes] == [500, 1_000, 2_000]
@@ -128,7 +128,7 @@ def test_curve_of_a_trace_ends_where_all_of_it_fits(
     assert sizes[0]["times"] == 0.25
     assert sizes[0]["tokens"] == 500 * 512
     assert sizes[0]["bytes"] == 2 * sizes[0]["bytes_a_host"] == 500 * 512 * found["bytes_a_token"]
-    small = told(capsys, "--trace", str(trace), "--page-size", "64")
+    small = reported(capsys, "--trace", str(trace), "--page-size", "64")
     assert (small["sizes"][0]["tokens"], small["sizes"][0]["bytes"]) == (500 * 64, None)
 
 
@@ -136,9 +136,9 @@ def test_small_trace_has_one_size(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Less memory than SHORT_USES blocks is not estimated."""
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [1, 2, 3]}\n')
-    assert [each["blocks"] for each in told(capsys, "--trace", str(path))["sizes"]] == [3]
+    assert [each["blocks"] for each in reported(capsys, "--trace", str(path))["sizes"]] == [3]
     path.write_text("")
-    assert told(capsys, "--trace", str(path), status=1)["sizes"] == []
+    assert reported(capsys, "--trace", str(path), status=1)["sizes"] == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_bytes_of_a_token(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], token_bytes: int
 ) -> None:
     """Ranks divide the heads; more ranks than heads repeat them; with MLA one rank stores all."""
-    assert told(capsys, *flags)["bytes_a_token"] == token_bytes
+    assert reported(capsys, *flags)["bytes_a_token"] == token_bytes
 
 
 @pytest.mark.parametrize(

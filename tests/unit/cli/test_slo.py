@@ -60,13 +60,13 @@ def test_objectives_that_are_met_end_with_0(
     """Several nodes are judged together."""
     status = main(["slo", serve(exposition(100, 0)), serve(exposition(100, 1)), "--json"])
 
-    told = json.loads(capsys.readouterr().out)
-    memory = next(each for each in told["objectives"] if each["name"] == "memory")
+    reported = json.loads(capsys.readouterr().out)
+    memory = next(each for each in reported["objectives"] if each["name"] == "memory")
     assert status == 0
-    assert (told["ok"], told["nodes"]) == (True, 2)
+    assert (reported["ok"], reported["nodes"]) == (True, 2)
     assert (memory["calls"], memory["met"]) == (201, True)
     assert memory["share"] == pytest.approx(200 / 201, abs=1e-6)
-    assert next(each for each in told["objectives"] if each["name"] == "disk")["share"] is None
+    assert next(each for each in reported["objectives"] if each["name"] == "disk")["share"] is None
 
 
 def test_an_objective_that_is_missed_ends_with_1(
@@ -91,8 +91,8 @@ def test_the_limit_is_the_nodes_setting(serve: Served, capsys: pytest.CaptureFix
     assert main(["slo", serve(calls), "--json"]) == 1
     capsys.readouterr()
     assert main(["slo", serve(node), serve(calls), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["objectives"]
-    assert [each["within_s"] for each in told] == [0.001, 0.005, 0.01]
+    reported = json.loads(capsys.readouterr().out)["objectives"]
+    assert [each["within_s"] for each in reported] == [0.001, 0.005, 0.01]
 
 
 def test_over_judges_the_calls_in_between(
@@ -105,7 +105,7 @@ def test_over_judges_the_calls_in_between(
     assert json.loads(capsys.readouterr().out)["objectives"][1]["calls"] == 100
 
 
-def test_a_token_is_shown_and_its_lack_is_told(
+def test_a_token_is_shown_and_its_lack_is_reported(
     serve: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what the node wants it answers; without, one sentence says what to give."""
@@ -134,7 +134,7 @@ def test_an_https_node_of_an_authority_that_is_not_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["127.0.0.1:1"], "name the HTTP port of a node"),
         (["ftp://host-a"], "is no HOST:PORT"),
@@ -145,10 +145,10 @@ def test_an_https_node_of_an_authority_that_is_not_named(
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It names the node or the flag."""
     assert main(["slo", *arguments]) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert reported in line

@@ -35,7 +35,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """So a wrong path is told from a wrong line."""
+    """So a wrong path is distinguished from a wrong line."""
     with pytest.raises(TraceError, match=r"none\.jsonl cannot be read"):
         requests_of(tmp_path / "none.jsonl")
 

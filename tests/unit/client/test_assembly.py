@@ -111,14 +111,14 @@ def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fabric that reads anywhere alike is not bothered; the end comes once, and is passed on."""
-    told: list[tuple[object, ...]] = []
+    reported: list[tuple[object, ...]] = []
 
     class Careful:
         def register(
             self, name: str, address: int, length: int, owner: object
         ) -> Callable[[], None]:
-            told.append((name, address, length, owner))
-            return lambda: told.append(("end", address))
+            reported.append((name, address, length, owner))
+            return lambda: reported.append(("end", address))
 
     with tempfile.TemporaryDirectory(prefix="peercache-") as place:
         wiring = ClientParts(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
@@ -128,11 +128,11 @@ def test_memory_is_registered_with_the_fabrics_that_care_and_with_no_other(
         end()
         wiring.close(is_quiet=True)
 
-    assert told == [("engine", 4096, 100, "owner"), ("end", 4096)]
+    assert reported == [("engine", 4096, 100, "owner"), ("end", 4096)]
 
 
 def test_breakers_that_open_are_counted_in_the_metrics_once() -> None:
-    """A report to the home node tells them; they were in no metric before."""
+    """A report to the home node reports them; they were in no metric before."""
     with tempfile.TemporaryDirectory(prefix="peercache-") as place:
         wiring = ClientParts(Config.load({"home": f"ipc://{place}/n.ipc"}), Namespace())
         for beat_of in (2, 2, 5):

@@ -47,7 +47,7 @@ def read_of(incarnation: int, pages: int = 1) -> tuple[PeerRead, list[Any]]:
 
 @attrs.define(eq=False)
 class Pipe:
-    """A fabric that takes as long as it is told, and answers by its deadline at the latest."""
+    """A fabric that takes as long as it is set to, and answers by its deadline at the latest."""
 
     name: str = "tcp"
     reachable: Callable[[Member], bool] = lambda _: True

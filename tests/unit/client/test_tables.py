@@ -33,7 +33,7 @@ RING = bytes(range(1, 9))
 
 
 class Said(list[tuple[str, str]]):
-    """A log: the events that are told, and the problem that each names."""
+    """A log: the events that are reported, and the problem that each names."""
 
     def warning(self, event: str, *, node: str, at: str, problem: str) -> None:
         """Take one."""
@@ -176,7 +176,7 @@ def test_a_node_without_a_table_is_nothing_to_be_counted(host: Host) -> None:
     assert (host.unusable(), host.said) == ({}, [])
 
 
-def test_a_table_that_may_not_be_opened_is_counted_and_told(host: Host) -> None:
+def test_a_table_that_may_not_be_opened_is_counted_and_reported(host: Host) -> None:
     """Once a view, with the file and what is wrong with it."""
     (host.segments / table_name(Incarnation(NODE))).touch()
     (host.segments / table_name(Incarnation(NODE))).chmod(0o666)

@@ -177,16 +177,18 @@ def test_error_names_the_source_of_the_value(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('pool_size = "lots"\nsuspect_s = 1\n')
 
-    def told(settings: dict[str, Any], environment: dict[str, str]) -> str:
+    def reported(settings: dict[str, Any], environment: dict[str, str]) -> str:
         with pytest.raises(ConfigError) as caught:
             Config.load(settings, file=file, environment=environment)
         return str(caught.value)
 
-    assert told({}, {}).endswith(f"'100gb' (in {file})")
-    assert told({}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb' (in PEERCACHE_POOL_SIZE)")
-    assert told({"pool_size": "some"}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb'")
+    assert reported({}, {}).endswith(f"'100gb' (in {file})")
+    assert reported({}, {"PEERCACHE_POOL_SIZE": "many"}).endswith(
+        "'100gb' (in PEERCACHE_POOL_SIZE)"
+    )
+    assert reported({"pool_size": "some"}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb'")
     # What two settings must be beside each other names where the first one stands.
-    assert told({"pool_size": "1GiB"}, {}).endswith(f"more than 2 heartbeat_s (in {file})")
+    assert reported({"pool_size": "1GiB"}, {}).endswith(f"more than 2 heartbeat_s (in {file})")
 
 
 def test_sglang_keys_pass_and_a_typo_does_not() -> None:
@@ -287,7 +289,7 @@ def test_unreadable_file_names_the_file(tmp_path: Path) -> None:
             Config.load(file=tmp_path / name)
 
 
-def test_table_in_the_file_is_told_as_such(tmp_path: Path) -> None:
+def test_table_in_the_file_is_reported_as_such(tmp_path: Path) -> None:
     """Other programs have tables, so people write one; the names in it are right."""
     file = tmp_path / "settings.toml"
     file.write_text('[node]\npool_size = "4GiB"\n')

@@ -354,20 +354,20 @@ def test_memory_stays_registered_while_a_hung_call_may_write(
     assert hung.result(TIMEOUT_S) == 28
 
 
-def test_what_is_stored_is_told_with_its_tokens(store: MemoryPages) -> None:
+def test_what_is_stored_is_reported_with_its_tokens(store: MemoryPages) -> None:
     """A router learns blocks, parent and tokens; a publisher that fails hurts no transfer."""
-    told: list[StoredPages] = []
+    reported: list[StoredPages] = []
     page = 3 * (32 + 48)
-    with Engine(store, on_stored=told.append, chunk_bytes=4 * page) as engine:
+    with Engine(store, on_stored=reported.append, chunk_bytes=4 * page) as engine:
         assert stored(engine, salts={"lora": "x"}) == 28
         digests = engine.connector.core.chain.salted({"lora": "x"}).digests(TOKENS)
-    assert [(len(each.digests), each.tokens.tolist()) for each in told] == [
+    assert [(len(each.digests), each.tokens.tolist()) for each in reported] == [
         (4, TOKENS[:16]),
         (3, TOKENS[16:28]),
     ]
-    assert [each.parent for each in told] == [None, digests[3].tobytes()]
-    assert (np.concatenate([each.digests for each in told]) == digests).all()
-    assert dict(told[0].salts) == {"lora": "x"}
+    assert [each.parent for each in reported] == [None, digests[3].tobytes()]
+    assert (np.concatenate([each.digests for each in reported]) == digests).all()
+    assert dict(reported[0].salts) == {"lora": "x"}
 
     def fails(_: StoredPages) -> None:
         raise OSError("the publisher is gone")

@@ -123,7 +123,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_a_block_goes_with_the_last_node_that_holds_it(rig: Rig) -> None:
-    """Wherever it lies, and with one event for those that go together."""
+    """Wherever it is, and with one event for those that go together."""
     rig.blocks.stored(pages(0, 4))
     rig.nodes.report("a", *[(page, IN_MEMORY) for page in range(4)], again=True)
     rig.nodes.report("b", (1, IN_FILES), again=True)
@@ -147,7 +147,7 @@ def test_a_dead_node_takes_its_blocks_along(rig: Rig) -> None:
     assert rig.router.known == set(named(0, 1))
 
 
-def test_a_node_that_begins_again_is_believed_when_it_has_told_all(rig: Rig) -> None:
+def test_a_node_that_begins_again_is_believed_when_it_has_reported_all(rig: Rig) -> None:
     """Until then what it held may still be there; another node's drop does not decide it."""
     rig.blocks.stored(pages(0, 3))
     rig.nodes.report("a", (0, IN_MEMORY), (1, IN_MEMORY), (2, IN_MEMORY), again=True)
@@ -162,7 +162,7 @@ def test_a_node_that_begins_again_is_believed_when_it_has_told_all(rig: Rig) -> 
     assert rig.router.known == set(named(0, 2))
 
 
-def test_a_page_that_no_node_ever_tells_goes_after_a_while(rig: Rig) -> None:
+def test_a_page_that_no_node_ever_reports_goes_after_a_while(rig: Rig) -> None:
     """It was evicted before it was reported as stored, or is at no node that is followed."""
     rig.nodes.report("a", (0, IN_MEMORY), again=True)
     rig.blocks.stored(pages(0, 3))
@@ -180,7 +180,7 @@ def test_a_page_that_no_node_ever_tells_goes_after_a_while(rig: Rig) -> None:
     assert rig.router.known == set(named(0, 1, 2))
 
 
-def test_nothing_is_withdrawn_before_any_node_has_told_something(rig: Rig) -> None:
+def test_nothing_is_withdrawn_before_any_node_has_reported_something(rig: Rig) -> None:
     """A cluster that cannot be followed yet says nothing of its pages."""
     rig.blocks.stored(pages(0, 2))
     rig.now += 60.0
@@ -204,7 +204,7 @@ def test_what_is_remembered_is_bounded(rig: Rig) -> None:
     assert rig.router.removed == named(0, 5)
 
 
-def test_a_resync_tells_parents_first_and_only_what_is_there(rig: Rig) -> None:
+def test_a_resync_reports_parents_first_and_only_what_is_there(rig: Rig) -> None:
     """A parent that was stored again after its child is reported before it."""
     rig.blocks.stored(pages(0, 3))
     rig.blocks.stored(pages(0, 1))
@@ -218,7 +218,7 @@ def test_a_resync_tells_parents_first_and_only_what_is_there(rig: Rig) -> None:
     assert (events[0].parent, events[1].parent) == (None, events[0].hashes[0])
 
 
-def told_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
+def reported_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
     chain = Chain("m", "int8", 2, salts)
     digests, ids = chain.digests(range(10)), token_ids(range(10))
     parent = digests[first - 1].tobytes() if first else None
@@ -231,7 +231,7 @@ def told_of(first: int, pages: int, salts: dict[str, str]) -> StoredPages:
 
 def test_events_chain_and_travel() -> None:
     """A later event's parent is the last block of the one before, and every field is read again."""
-    events = [block_stored(told_of(0, 3, {})), block_stored(told_of(3, 2, {}))]
+    events = [block_stored(reported_of(0, 3, {})), block_stored(reported_of(3, 2, {}))]
 
     assert events[0].parent is None
     assert events[1].parent == events[0].hashes[-1]
@@ -242,9 +242,9 @@ def test_events_chain_and_travel() -> None:
     assert (read.events, read.skipped) == (tuple(events), ())
 
 
-def test_salts_are_told() -> None:
+def test_salts_are_reported() -> None:
     """An adapter has a field of its own; other salts keep blocks of the same tokens apart."""
-    event = block_stored(told_of(0, 2, {"lora": "x", "tenant": "t"}))
+    event = block_stored(reported_of(0, 2, {"lora": "x", "tenant": "t"}))
 
     assert (event.lora, event.extra) == ("x", ("tenant=t", "tenant=t"))
-    assert not set(event.hashes) & set(block_stored(told_of(0, 2, {})).hashes)
+    assert not set(event.hashes) & set(block_stored(reported_of(0, 2, {})).hashes)

@@ -1,4 +1,4 @@
-"""The finder: several sources, what it tells, and what it writes into the log."""
+"""The finder: several sources, what it reports, and what it writes into the log."""
 
 from __future__ import annotations
 
@@ -55,35 +55,35 @@ def events() -> Iterator[list[dict[str, object]]]:
 
 
 async def story(*scripts: Script, seconds: float = 100.0) -> tuple[list[tuple[str, ...]], Metrics]:
-    """Return what is told in some seconds."""
-    told: list[tuple[str, ...]] = []
+    """Return what is reported in some seconds."""
+    reported: list[tuple[str, ...]] = []
     metrics = Metrics()
     finder = Finder(
         scripts,
-        on_addresses=told.append,
+        on_addresses=reported.append,
         rng=random.Random(1),
         metrics=metrics,
         log=structlog.get_logger(),
     )
     with trio.move_on_after(seconds):
         await finder.run()
-    return told, metrics
+    return reported, metrics
 
 
-async def test_addresses_of_all_sources_are_told_together(
+async def test_addresses_of_all_sources_are_reported_together(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Once for each change, in one order, whatever the order of an answer."""
     one = Script("one", iter([gives("b:1", "a:1"), gives("a:1", "b:1"), gives("a:1")]))
     two = Script("two", iter([gives("c:1", "a:1")]), every_s=0.5)
 
-    told, _ = await story(one, two)
+    reported, _ = await story(one, two)
 
-    assert told[-3:][1:] == [("a:1", "b:1", "c:1"), ("a:1", "c:1")]
-    assert len(told) == 3
+    assert reported[-3:][1:] == [("a:1", "b:1", "c:1"), ("a:1", "c:1")]
+    assert len(reported) == 3
 
 
-async def test_source_that_fails_in_any_way_is_asked_again_and_told_once(
+async def test_source_that_fails_in_any_way_is_asked_again_and_reported_once(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Its last addresses stay; no error of it reaches the node."""
@@ -91,9 +91,9 @@ async def test_source_that_fails_in_any_way_is_asked_again_and_told_once(
     script = Script("s", iter([gives("a:1"), *map(fails, errors), gives("a:1"), gives("b:1")]))
 
     with events() as written:
-        told, metrics = await story(script)
+        reported, metrics = await story(script)
 
-    assert told == [("a:1",), ("b:1",)]
+    assert reported == [("a:1",), ("b:1",)]
     assert [row["event"] for row in written] == [
         "discovery.addresses_changed",
         "discovery.source_failed",

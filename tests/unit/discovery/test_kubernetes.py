@@ -112,7 +112,7 @@ async def test_refusals_say_what_to_do(api: FakeKubernetes) -> None:
     assert "the pod's token is not valid" in await failure(api)
 
 
-async def test_watch_that_is_refused_is_told_too(api: FakeKubernetes) -> None:
+async def test_watch_that_is_refused_is_reported_too(api: FakeKubernetes) -> None:
     """A role that may list and not watch would otherwise be asked without end."""
     api.refuses_to_watch = True
     with ends_within():

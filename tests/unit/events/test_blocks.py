@@ -58,21 +58,21 @@ def test_what_is_encoded_is_decoded(events: list[BlockEvent], rank: int | None) 
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "reported"),
     [
         (("a", "a"), {"cache_salt": "a"}),
         (("a", None), {"extra_keys": [["a"], None]}),
         (("a", "b"), {"extra_keys": [["a"], ["b"]]}),
     ],
 )
-def test_what_blocks_depend_on_is_told(
-    extra: tuple[str | None, ...], told: dict[str, object]
+def test_what_blocks_depend_on_is_reported(
+    extra: tuple[str | None, ...], reported: dict[str, object]
 ) -> None:
     """One salt of all of them as such, for Dynamo; a reader distinguishes all of them."""
     payload = encode(EventBatch(1.0, (attrs.evolve(STORED, extra=extra),)))
 
     event = msgspec.msgpack.decode(payload)[1][0]
-    assert {name: event[name] for name in ("cache_salt", "extra_keys") if name in event} == told
+    assert {name: event[name] for name in ("cache_salt", "extra_keys") if name in event} == reported
     (read,) = decode(payload).events
     assert isinstance(read, BlockStored)
     assert [one is None for one in read.extra] == [one is None for one in extra]
@@ -99,8 +99,8 @@ def test_fields_of_later_versions_are_passed_over() -> None:
     )
 
 
-def test_what_else_a_block_depends_on_tells_it_from_others() -> None:
-    """VLLM tells it by block, SGLang a salt for all; blocks without it stay as they are."""
+def test_what_else_a_block_depends_on_distinguishes_it_from_others() -> None:
+    """VLLM reports it by block, SGLang a salt for all; blocks without it stay as they are."""
     event = {
         "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
         "token_ids": [5, 6], "block_size": 1, "lora_id": None,
@@ -119,7 +119,7 @@ def test_what_else_a_block_depends_on_tells_it_from_others() -> None:
     assert len(salts) == 3
 
 
-def test_an_adapter_is_told_once() -> None:
+def test_an_adapter_is_notified_once() -> None:
     """VLLM repeats its name before the keys of each block, which stay as they are without it."""
     event = {
         "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
@@ -138,12 +138,12 @@ def test_an_adapter_is_told_once() -> None:
 
 
 def test_a_group_of_layers_may_leave_blocks_out() -> None:
-    """And tell the tokens of all, also if it keeps no block at all."""
+    """And report the tokens of all, also if it keeps no block at all."""
     for kept in ([], [1]):
         event = ["BlockStored", kept, None, [1, 2, 3, 4], 2, None, "GPU", None, None, 1, "mamba"]
         (one,) = decode(packed([1.0, [event]])).events
-        told = BlockStored(tuple(kept), None, (1, 2, 3, 4), 2, group=1, kind="mamba")
-        assert one == told
+        reported = BlockStored(tuple(kept), None, (1, 2, 3, 4), 2, group=1, kind="mamba")
+        assert one == reported
 
 
 AHEAD = {

@@ -48,7 +48,7 @@ def connected(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
 
 
 def receives(publisher: Publisher, reader: zmq.Socket[bytes]) -> bool:
-    """Return whether something comes; what is published is told until then."""
+    """Return whether something comes; what is published is reported until then."""
     if isinstance(publisher, BlockPublisher):
         publisher.publish([AllBlocksCleared()])
     else:
@@ -82,7 +82,7 @@ def test_an_endpoint_that_other_hosts_reach_wants_readers(
 
 
 def test_a_replay_endpoint_wants_readers_too() -> None:
-    """It tells the same."""
+    """It reports the same."""
     with pytest.raises(ConfigError, match="is open to other hosts"):
         BlockPublisher(ANY, EVERYWHERE)
 
@@ -103,16 +103,16 @@ def test_a_replay_endpoint_wants_readers_too() -> None:
         ("pgm://eth0;239.0.0.1:5557", False),
     ],
 )
-def test_what_other_hosts_reach_is_told_by_the_endpoint(endpoint: str, is_ours: bool) -> None:
+def test_what_other_hosts_reach_is_reported_by_the_endpoint(endpoint: str, is_ours: bool) -> None:
     """What is not known is open."""
     assert is_on_this_host(endpoint) == is_ours
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
-def test_only_readers_that_are_named_are_told_anything(make: Callable[..., Publisher]) -> None:
+def test_only_readers_that_are_named_are_notified(make: Callable[..., Publisher]) -> None:
     """A stranger is closed as it connects; a reader and this host itself are not."""
     address = own_address()
-    for readers, is_told in ((["203.0.113.9"], False), (["203.0.113.9", address], True)):
+    for readers, is_reported in ((["203.0.113.9"], False), (["203.0.113.9", address], True)):
         with closing(make(EVERYWHERE, readers=readers)) as publisher:
             port = publisher.endpoint.rpartition(":")[2]
             with (
@@ -120,10 +120,10 @@ def test_only_readers_that_are_named_are_told_anything(make: Callable[..., Publi
                 connected(zmq.SUB, f"tcp://127.0.0.1:{port}") as local,
             ):
                 wait_until(lambda: receives(publisher, local))
-                if is_told:
+                if is_reported:
                     wait_until(lambda: receives(publisher, other))
                 for _ in range(20):
-                    assert receives(publisher, other) == is_told
+                    assert receives(publisher, other) == is_reported
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))

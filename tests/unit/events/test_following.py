@@ -45,7 +45,7 @@ def begun(*names: int, node: str = NODE) -> tuple[NodeFollower, Index]:
     return follower, index
 
 
-def test_what_is_told_next_follows_what_was_told() -> None:
+def test_what_is_reported_next_follows_what_was_reported() -> None:
     """The question names the last change; changes are applied in their order."""
     follower, index = begun(1, 2)
     question = follower.question(3.0)
@@ -76,7 +76,7 @@ def test_an_answer_that_does_not_follow_is_refused(incarnation: int, after: int,
     assert follower.question(1.0).after == 0
 
 
-def test_a_node_that_begins_again_replaces_what_it_told() -> None:
+def test_a_node_that_begins_again_replaces_what_it_reported() -> None:
     """Nothing of before stays, and pages of other nodes do."""
     follower, index = begun(1, 2)
     _, other = begun(9, node=OTHER)
@@ -109,7 +109,7 @@ def test_the_pages_of_a_node_that_is_gone_vanish() -> None:
     assert follower.question(1.0).after == 0
 
 
-def test_a_node_that_tells_wrong_and_then_dies_leaves_nothing() -> None:
+def test_a_node_that_reports_wrong_and_then_dies_leaves_nothing() -> None:
     """What it reported stays while it begins again, and goes with the second silence."""
     follower, index = begun(1, 2)
     with pytest.raises(RemoteProtocolError):
@@ -236,7 +236,7 @@ def followed(nodes: dict[str, MadeUpNode], members: set[str]) -> Iterator[tuple[
         yield holds, index
 
 
-def test_a_node_that_is_back_before_it_was_told_gone_is_followed() -> None:
+def test_a_node_that_is_back_before_it_was_reported_gone_is_followed() -> None:
     """Its old question is still under way: what that ends with comes before all that is new."""
     nodes, members = {A: MadeUpNode(5)}, {A}
     nodes[A].store(1)

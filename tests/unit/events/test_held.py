@@ -156,7 +156,7 @@ def test_a_name_above_the_limit_is_forgotten(node: Node) -> None:
         assert rig.known == ["b", "x"]
 
 
-def test_a_reader_that_resyncs_is_told_so_and_finds_all_pages(node: Node) -> None:
+def test_a_reader_that_resyncs_is_notified_and_finds_all_pages(node: Node) -> None:
     """A restart of the node, and names that no longer count, are no changes for it."""
     times: list[int] = []
     pages: HeldPages[str] = HeldPages(

@@ -36,8 +36,8 @@ def reader(publisher: ObjectPublisher) -> Iterator[Any]:
             assert (topic, rank) == (b"", 0)
             assert abs(at_ms / 1000 - time.time()) < 60
             assert all(event["tenant_id"] == "default" for event in events)
-            told = [(event["event_type"], event["object_key"]) for event in events]
-            return struct.unpack(">Q", sequence)[0], told
+            reported = [(event["event_type"], event["object_key"]) for event in events]
+            return struct.unpack(">Q", sequence)[0], reported
 
         yield following
 
@@ -58,29 +58,29 @@ def test_a_page_has_the_objects_of_sglangs_mooncake_store(
     assert list(names.of(A)) == expected
 
 
-def test_a_reader_that_comes_is_told_what_there_is_and_then_each_change() -> None:
+def test_a_reader_that_comes_gets_what_there_is_and_then_each_change() -> None:
     """Sequences follow each other from there on, also when another reader comes."""
     there = [A, B]
     with (
         closing(ObjectPublisher(ANY, ONE, present=lambda: there)) as publisher,
         reader(publisher) as following,
     ):
-        first, told = following()
-        assert told == [("stored", f"{A}__k"), ("stored", f"{B}__k")]
+        first, reported = following()
+        assert reported == [("stored", f"{A}__k"), ("stored", f"{B}__k")]
 
         publisher.publish(stored=[C], removed=[A])
-        second, told = following()
-        assert told == [("stored", f"{C}__k"), ("removed", f"{A}__k")]
+        second, reported = following()
+        assert reported == [("stored", f"{C}__k"), ("removed", f"{A}__k")]
 
         with reader(publisher) as late:
-            third, told = late()
-            assert len(told) == 2
-            assert following() == (third, told)
+            third, reported = late()
+            assert len(reported) == 2
+            assert following() == (third, reported)
         assert [second, third] == [first + 1, first + 2]
         assert publisher.resyncs == 0
 
 
-def test_after_an_overrun_a_sequence_is_left_out_before_everything_is_told(
+def test_after_an_overrun_a_sequence_is_left_out_before_everything_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that readers forget what was removed meanwhile."""
@@ -94,13 +94,13 @@ def test_after_an_overrun_a_sequence_is_left_out_before_everything_is_told(
         there.clear()
         publisher.publish(removed=[A, B])
 
-        second, told = following()
+        second, reported = following()
 
-        assert (second, told) == (first + 2, [])
+        assert (second, reported) == (first + 2, [])
         assert publisher.resyncs == 1
 
 
-def test_after_an_error_of_what_is_there_everything_is_told_later(
+def test_after_an_error_of_what_is_there_everything_is_reported_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread does not end by it."""
@@ -120,7 +120,7 @@ def test_after_an_error_of_what_is_there_everything_is_told_later(
 
 
 def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has no room for is an error of the send, and everything is told again later."""
+    """What it has no room for is an error of the send, and everything is reported again later."""
     monkeypatch.setattr(publishing, "RESYNC_S", 0.05)
     monkeypatch.setattr(publishing, "WAITING_MAX", 2)
     page = [f"{number:064x}" for number in range(objects.PAGES_A_MESSAGE)]
@@ -134,11 +134,11 @@ def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.Monkey
         idle.subscribe(b"")
         idle.connect(publisher.endpoint)
 
-        def told_in_vain() -> bool:
+        def reported_in_vain() -> bool:
             publisher.publish(stored=page)
             return publisher.resyncs > 0
 
-        wait_until(told_in_vain)
+        wait_until(reported_in_vain)
         idle.close(linger=0)
 
 

@@ -100,7 +100,7 @@ def test_a_publisher_that_begins_again_has_higher_sequences() -> None:
     assert seen[1] > seen[0]
 
 
-def test_too_many_events_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_events_are_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing grows, and nothing that is gone stays in a reader's index."""
     monkeypatch.setattr(publishing, "QUEUE_EVENTS_MAX", 4)
     may_go, asked = threading.Event(), []
@@ -152,7 +152,7 @@ def test_a_quiet_publisher_is_learned_of(monkeypatch: pytest.MonkeyPatch) -> Non
     assert batches[1][0] == batches[0][0] + 1
 
 
-def test_a_replay_from_before_what_is_kept_tells_everything_again(
+def test_a_replay_from_before_what_is_kept_reports_everything_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router that joins after a day knows what there is, not what happened lately."""

@@ -32,7 +32,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Clock:
-    """A clock that stands until it is told."""
+    """A clock that stands until it is moved."""
 
     def __init__(self) -> None:
         """Start at 0."""

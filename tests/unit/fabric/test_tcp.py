@@ -57,7 +57,7 @@ def test_read_that_stops_midway_keeps_its_leading_run(server: PageServer, failur
         wait_until(lambda: server.connections() == 0)
         return got, seconds, first_page
 
-    got, seconds, first_page = paced(story, lambda told: told[0].seals["word"][0] != ODD)
+    got, seconds, first_page = paced(story, lambda reported: reported[0].seals["word"][0] != ODD)
 
     assert got.failure == failure
     assert got.seals["word"].tolist() == [2, *[int(ODD)] * 3]

@@ -254,7 +254,7 @@ def test_client_that_does_not_receive_is_hung_up_on(
     assert len(got) < 200 * 2**20
 
 
-def test_connection_beyond_the_limit_is_told_that_we_are_busy(memory: PlainMemory) -> None:
+def test_connection_beyond_the_limit_is_notified_that_we_are_busy(memory: PlainMemory) -> None:
     """The limit holds, is reported, and gives way when a client leaves."""
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=1)
     with admitted(server) as first, connect(server) as second:
@@ -392,7 +392,7 @@ def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.Mon
     assert server.refusals(reasons.SILENT) == 1
 
 
-# --- the memory that is told ----------------------------------------------------------------------
+# --- the memory that is reported ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_client_and_node_read(server: PageServer, cluster: Cluster) -> None:
 
 def test_operator_reads_no_page(server: PageServer, cluster: Cluster) -> None:
     """Its certificate is about nodes, not about pages."""
-    answer = told(server, openssl_client(cluster.operator_files()))
+    answer = reported(server, openssl_client(cluster.operator_files()))
 
     assert wire.decode_answer(answer) == wire.ROLE
     wait_until(lambda: server.refusals(wire.ROLE) == 1)
@@ -135,7 +135,7 @@ def test_certificate_of_another_authority_is_refused(
     assert serves(server, cluster)
 
 
-def told(server: PageServer, context: ssl.SSLContext) -> bytes:
+def reported(server: PageServer, context: ssl.SSLContext) -> bytes:
     """Greet over TLS; return the answer, or nothing where the server hung up."""
     greeting = greeting_of()
     try:
@@ -164,7 +164,7 @@ def settings_of(kind: str, cluster: Cluster, others: Cluster) -> dict[str, str] 
     [
         ("none", reasons.NO_CERTIFICATE),
         ("foreign", reasons.UNKNOWN_CA),
-        # The reason tells it from an expired one: most often a clock is wrong.
+        # The reason distinguishes it from an expired one: most often a clock is wrong.
         ("early", reasons.NOT_YET_VALID),
         ("old TLS", reasons.OLD_TLS),
     ],
@@ -184,11 +184,11 @@ def test_a_stranger_that_believes_every_server_comes_no_further(
     if kind == "old TLS":
         context.maximum_version = ssl.TLSVersion.TLSv1_2
 
-    assert told(server, context) == b""
+    assert reported(server, context) == b""
 
     wait_until(lambda: server.refusals(reason) == 1)
     monkeypatch.undo()
-    assert wire.decode_answer(told(server, openssl_client(cluster.client_files()))) == ""
+    assert wire.decode_answer(reported(server, openssl_client(cluster.client_files()))) == ""
     assert serves(server, cluster)
 
 
@@ -210,11 +210,11 @@ def test_certificate_that_has_expired_is_refused(server: PageServer, cluster: Cl
     def story(pace_s: float) -> tuple[bytes, bytes]:
         lifetime = SHORT + dt.timedelta(seconds=pace_s)
         late = cluster.client_files(f"late-{pace_s:g}", lifetime=lifetime)
-        before = told(server, openssl_client(late))
+        before = reported(server, openssl_client(late))
         time.sleep(lifetime.total_seconds() + 1)
-        return before, told(server, openssl_client(late))
+        return before, reported(server, openssl_client(late))
 
-    before, after = paced(story, lambda told: told[0] != b"")
+    before, after = paced(story, lambda both: both[0] != b"")
 
     assert wire.decode_answer(before) == ""
     assert after == b""

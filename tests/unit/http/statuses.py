@@ -138,11 +138,11 @@ def with_status(of: MemberStatus, **changes: object) -> MemberStatus:
 
 def draining(of: MemberStatus) -> MemberStatus:
     """Return a member that hands its pages over."""
-    told = Draining(
+    reported = Draining(
         active=True, phase="handing over", pages=190_000, pages_done=71_000,
         bytes=180 * 2**30, bytes_done=67 * 2**30,
     )  # fmt: skip
-    return with_status(of, state="draining", reasons=(), draining=told)
+    return with_status(of, state="draining", reasons=(), draining=reported)
 
 
 def disk_full(of: MemberStatus) -> MemberStatus:

@@ -55,8 +55,8 @@ def _context(settings: dict[str, str] | None, ca: str) -> ssl.SSLContext:
     return context
 
 
-def _told(certificates: Certificates, role: CertificateRole, name: str = "x") -> dict[str, Any]:
-    """Return what `ssl` tells of a certificate."""
+def _reported(certificates: Certificates, role: CertificateRole, name: str = "x") -> dict[str, Any]:
+    """Return what `ssl` reports of a certificate."""
     uri = Identity(certificates.authority.cluster, role, name).uri()
     return {"subjectAltName": (("DNS", "peercache"), ("URI", uri)), "serialNumber": "0A"}
 
@@ -111,11 +111,11 @@ def test_far_client_reads_what_it_has_proved(
         log=get_logger(),
     )  # fmt: skip
     certificate = {
-        "operator": _told(certificates, CertificateRole.OPERATOR),
-        "node": _told(certificates, CertificateRole.NODE),
-        "client": _told(certificates, CertificateRole.CLIENT),
+        "operator": _reported(certificates, CertificateRole.OPERATOR),
+        "node": _reported(certificates, CertificateRole.NODE),
+        "client": _reported(certificates, CertificateRole.CLIENT),
         "foreign cluster": {
-            **_told(certificates, CertificateRole.NODE),
+            **_reported(certificates, CertificateRole.NODE),
             "subjectAltName": (("URI", "peercache://other/operator/x"),),
         },
     }.get(kind)
@@ -144,7 +144,7 @@ def test_refusal_is_logged_with_what_is_wrong(certificates: Certificates) -> Non
     access = Access(
         Config.load(settings), sharing=Sharing.of(), tls=_live(settings), metrics=Metrics(), log=log
     )
-    certificate = _told(certificates, CertificateRole.CLIENT)
+    certificate = _reported(certificates, CertificateRole.CLIENT)
 
     access.refusal(HttpClient(LOCAL, FAR, is_encrypted=True, certificate=certificate), "/", "")
 
@@ -283,9 +283,9 @@ async def test_renewed_and_revoked_certificates_count_at_once(certificates: Cert
             server_hostname="peercache", https_compatible=True,
         )  # fmt: skip
         await stream.do_handshake()
-        told: Any = stream.getpeercert()
+        reported: Any = stream.getpeercert()
         await stream.aclose()
-        return int(told["serialNumber"], 16)
+        return int(reported["serialNumber"], 16)
 
     with asker_is_far.context():
         async with served(settings=settings, tls=live) as address:
@@ -344,12 +344,12 @@ async def test_changed_token_counts_soon_and_a_file_that_hangs_stops_nothing(
 
     async with served(settings=settings, tls=_live(settings)) as address:
 
-        async def opens(told: str) -> bool:
-            return (await ask(address, "/metrics", token=told, context=context))[0] == 200
+        async def opens(reported: str) -> bool:
+            return (await ask(address, "/metrics", token=reported, context=context))[0] == 200
 
-        async def replaced(told: str) -> None:
+        async def replaced(reported: str) -> None:
             with ends_within():
-                while not await opens(told):
+                while not await opens(reported):
                     pass
 
         assert await opens(TOKEN)

@@ -96,8 +96,8 @@ def _younger(status: Status) -> Status:
         status,
         counters={name: value / 2 for name, value in status.counters.items()},
         latency={
-            name: attrs.evolve(told, counts=tuple(count // 2 for count in told.counts))
-            for name, told in status.latency.items()
+            name: attrs.evolve(reported, counts=tuple(count // 2 for count in reported.counts))
+            for name, reported in status.latency.items()
         },
     )
 
@@ -405,9 +405,9 @@ async def test_json_has_all_members_and_one() -> None:
         one = await ask(address, f"/api/v1/status/{name_of_node(0)}")
         none = await ask(address, "/api/v1/status/x")
 
-    told = json.loads(whole[1])
-    assert [each["status"]["state"] for each in told["members"]] == ["ok", "no answer"]
-    assert told["members"][0]["status"]["pool"]["size"] == 256 * 2**30
+    reported = json.loads(whole[1])
+    assert [each["status"]["state"] for each in reported["members"]] == ["ok", "no answer"]
+    assert reported["members"][0]["status"]["pool"]["size"] == 256 * 2**30
     assert (one[0], json.loads(one[1])["status"]["name"]) == (200, name_of_node(0))
     assert none[0] == 404
     assert "/api/v1/status lists all" in json.loads(none[1])["error"]
@@ -524,8 +524,8 @@ def test_counts_and_shares_are_written_for_people() -> None:
     assert [written_count(v) for v in (0, 0.5, 12.4, 9_999, 12_345, 4.1e6, 2e10)] == [
         "0", "0.5", "12", "9,999", "12.3 k", "4.1 M", "20.0 G"
     ]  # fmt: skip
-    told = [written_share(v) for v in (0.0, 0.0001, 0.5, 0.9999, 1.0, float("nan"))]
-    assert told == ["0 %", "0.1 %", "50.0 %", "99.9 %", "100 %", "–"]
+    reported = [written_share(v) for v in (0.0, 0.0001, 0.5, 0.9999, 1.0, float("nan"))]
+    assert reported == ["0 %", "0.1 %", "50.0 %", "99.9 %", "100 %", "–"]
 
 
 def test_line_ends_where_nothing_is_known() -> None:

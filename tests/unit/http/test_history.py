@@ -16,10 +16,10 @@ def node(
     name: str = "a:1", incarnation: str = "01", latency: Latencies | None = None, **counters: float
 ) -> MemberStatus:
     """Return a member with these totals."""
-    told = {key.replace("__", "/"): value for key, value in counters.items()}
+    reported = {key.replace("__", "/"): value for key, value in counters.items()}
     calls = {} if latency is None else {"get": latency}
     status = Status(
-        name=name, incarnation=incarnation, state="ok", counters=told, latency=calls,
+        name=name, incarnation=incarnation, state="ok", counters=reported, latency=calls,
         pool=Tier(evicted=int(counters.get("evicted", 0))),
     )  # fmt: skip
     return MemberStatus(seen="alive", answers=True, status=status)
@@ -69,7 +69,7 @@ def test_restart_counts_from_zero_and_silence_is_unknown(kept: History) -> None:
 
 
 def test_it_forgets_what_is_older_than_its_window(kept: History) -> None:
-    """And members that have told nothing in it, with their memory."""
+    """And members that have reported nothing in it, with their memory."""
     for step in range(POINTS + 3):
         kept.take(step * STEP_S, [node("a:1", pages_set=step), *([node("b:1")] * (step < 2))])
 
@@ -99,17 +99,17 @@ def test_quantiles_are_those_of_each_step(kept: History) -> None:
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.99, 1.0])
 def test_quantiles_agree_with_those_of_a_status(share: float) -> None:
     """Two pieces of code, one definition."""
-    told = latencies(10_000, 0.004)
+    reported = latencies(10_000, 0.004)
     kept = History()
-    kept.take(0.0, [node(latency=attrs.evolve(told, counts=(0,) * len(told.counts)))])
-    kept.take(STEP_S, [node(latency=told)])
+    kept.take(0.0, [node(latency=attrs.evolve(reported, counts=(0,) * len(reported.counts)))])
+    kept.take(STEP_S, [node(latency=reported)])
 
-    assert kept.quantiles("get", share)[-1] == pytest.approx(told.quantile(share), rel=1e-4)
-    assert kept.quantile("get", share, 60.0) == pytest.approx(told.quantile(share), rel=1e-4)
+    assert kept.quantiles("get", share)[-1] == pytest.approx(reported.quantile(share), rel=1e-4)
+    assert kept.quantile("get", share, 60.0) == pytest.approx(reported.quantile(share), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         Latencies(bounds=(1.0,), counts=(1, 2)),
         Latencies(bounds=BOUNDS, counts=(1,)),
@@ -117,15 +117,15 @@ def test_quantiles_agree_with_those_of_a_status(share: float) -> None:
         Latencies(),
     ],
 )
-def test_histogram_of_other_bounds_is_left_out(kept: History, told: Latencies) -> None:
+def test_histogram_of_other_bounds_is_left_out(kept: History, reported: Latencies) -> None:
     """Another version's buckets must not spoil the figures of the cluster."""
     for step in range(2):
         right = node("a:1", latency=latencies(100 * step, 0.004))
-        kept.take(step * STEP_S, [right, node("b:1", latency=told)])
+        kept.take(step * STEP_S, [right, node("b:1", latency=reported)])
     assert kept.quantiles("get", 0.5)[-1] == pytest.approx(0.004, rel=0.5)
 
 
-def test_lies_of_members_end_nothing(kept: History) -> None:
+def test_false_reports_of_members_end_nothing(kept: History) -> None:
     """The largest numbers, and the smallest, of any sign."""
     for step, value in enumerate((0.0, 1.8e19, -1.8e19, 1.7e308, 5.0)):
         kept.take(step * 0.0, [node(pages_hit__shm=value, pages_missed__absent=-value)])

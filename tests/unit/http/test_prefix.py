@@ -165,7 +165,7 @@ async def test_packed_tokens_are_those_of_a_list() -> None:
         assert (await ask(application, TOKENS, QUESTION | {"tokens": tokens}))[1]["pages"] == 1
 
 
-def test_the_description_tells_packed_tokens() -> None:
+def test_the_description_names_packed_tokens() -> None:
     """Its pattern takes what is a multiple of four bytes, and nothing else."""
     tokens = openapi()["components"]["schemas"]["TokensAsked"]["properties"]["tokens"]
     (text,) = [each for each in tokens["anyOf"] if each["type"] == "string"]

@@ -38,7 +38,7 @@ from tests.unit.http.http_node import OK, ask, served
 
 
 async def test_healthz_is_200_only_while_serving() -> None:
-    """The probe tells the truth of the moment, with the reason and the facts."""
+    """The probe reports the truth of the moment, with the reason and the facts."""
     now = OK
 
     async with served(health=lambda: now) as address:
@@ -240,7 +240,7 @@ async def test_client_that_hangs_up_at_once_does_no_harm() -> None:
 async def test_an_accept_that_fails_ends_no_server(
     error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel tells of a connection that ended before it was accepted in the same way."""
+    """The kernel reports a connection that ended before it was accepted in the same way."""
     accept = trio.SocketListener.accept
 
     async def fail_once(listener: trio.SocketListener) -> trio.SocketStream:
@@ -321,8 +321,8 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
         part = await receive()
         assert part["type"] == "http.request"
         body, more = body + part["body"], part["more_body"]
-    told = [scope["path"], scope["query_string"].decode(), len(body), scope["client"][0]]
-    answer = json.dumps(told).encode()
+    reported = [scope["path"], scope["query_string"].decode(), len(body), scope["client"][0]]
+    answer = json.dumps(reported).encode()
     await send({**START, "headers": [(b"content-length", str(len(answer)).encode())]})
     await send({"type": "http.response.body", "body": answer})
 
@@ -353,7 +353,7 @@ async def test_body_reaches_the_application_up_to_its_bound(path: str, most: int
     assert str(most).encode() in long
 
 
-async def test_client_that_waits_before_its_body_is_told_to_go_on() -> None:
+async def test_client_that_waits_before_its_body_is_asked_to_go_on() -> None:
     """Curl asks first before it sends more than a kilobyte."""
     async with served(application=_echo) as address:
         stream = await trio.open_tcp_stream(*parse_address(address))

@@ -76,20 +76,20 @@ def test_installation_without_openssl_says_what_to_install(
     monkeypatch.setattr(library, "PACKAGE", package)
     load_tls.cache_clear()
 
-    with pytest.raises(BrokenInstallation, match="compiled without OpenSSL") as told:
+    with pytest.raises(BrokenInstallation, match="compiled without OpenSSL") as reported:
         load_tls()
 
-    assert "apt-get install libssl-dev" in told.value.remedy
+    assert "apt-get install libssl-dev" in reported.value.remedy
 
 
-def test_missing_library_is_told_with_its_remedy(package: Path) -> None:
+def test_missing_library_is_reported_with_its_remedy(package: Path) -> None:
     """An installed package is installed again."""
     (package / LIBRARY).unlink()
 
-    with pytest.raises(BrokenInstallation, match=r"libpeercache\.so is missing") as told:
+    with pytest.raises(BrokenInstallation, match=r"libpeercache\.so is missing") as reported:
         checked_library(package)
 
-    assert told.value.remedy == "pip install --force-reinstall --no-deps peercache-kv"
+    assert reported.value.remedy == "pip install --force-reinstall --no-deps peercache-kv"
 
 
 def test_missing_library_of_a_checkout_is_compiled_there(package: Path) -> None:
@@ -97,10 +97,10 @@ def test_missing_library_of_a_checkout_is_compiled_there(package: Path) -> None:
     (package / LIBRARY).unlink()
     (package.parents[1] / "setup.py").touch()
 
-    with pytest.raises(BrokenInstallation) as told:
+    with pytest.raises(BrokenInstallation) as reported:
         checked_library(package)
 
-    assert told.value.remedy == f"pip install --editable {package.parents[1]}"
+    assert reported.value.remedy == f"pip install --editable {package.parents[1]}"
 
 
 @pytest.mark.parametrize(("path", "sources", "name"), PARTS)
@@ -116,7 +116,7 @@ def test_library_of_other_sources_is_stale(
 
 
 @pytest.mark.parametrize(("path", "sources", "name"), PARTS)
-def test_missing_source_is_told(
+def test_missing_source_is_reported(
     package: Path, path: str, sources: tuple[str, ...], name: str
 ) -> None:
     """An installation that lost files is not whole."""

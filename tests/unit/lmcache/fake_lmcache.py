@@ -43,10 +43,10 @@ class AdapterUsage:
 
 
 class L2AdapterInterface:
-    """The base class: what it is told of."""
+    """The base class: what it is notified of."""
 
     def __init__(self, max_capacity_bytes: int = 0) -> None:
-        """Note what is told."""
+        """Note what is reported."""
         self.stored: list[tuple[Any, int]] = []
         self.accessed: list[Any] = []
         self.deleted: list[Any] = []
@@ -148,7 +148,7 @@ class MemoryObject:
 
     @property
     def data_ptr(self) -> int:
-        """Where it lies."""
+        """Where it is."""
         return ctypes.addressof(self.memory)
 
     def get_size(self) -> int:

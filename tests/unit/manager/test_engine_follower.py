@@ -85,8 +85,8 @@ def test_an_engine_that_lives_is_missed_dies_and_begins_again(
 
     def has(state_wanted: str, tokens: int) -> bool:
         publisher.serve_replay()
-        told = state(blocks)
-        return (told.state, told.prefix_tokens) == (state_wanted, tokens)
+        reported = state(blocks)
+        return (reported.state, reported.prefix_tokens) == (state_wanted, tokens)
 
     wait_until(lambda: has(KNOWN, 2))
     publisher.publish(block(1))

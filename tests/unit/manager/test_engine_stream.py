@@ -1,4 +1,4 @@
-"""The events of an engine: nothing is told of it that was not followed without a gap."""
+"""The events of an engine: nothing is reported of it that was not followed without a gap."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Engine:
     @property
     def found(self) -> tuple[str, int]:
         tokens = [at for at in range(self.published) for _ in range(BLOCK)]
-        told = self.blocks.find(np.array(tokens, np.uint32))[0]
-        return told.why, told.prefix_tokens // BLOCK
+        reported = self.blocks.find(np.array(tokens, np.uint32))[0]
+        return reported.why, reported.prefix_tokens // BLOCK
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def of_group(group: int, kind: str, window: int, first: int, *kept: int, until: 
 def test_a_hybrid_engine_has_a_prefix_once_all_its_groups_have_what_it_needs(
     engine: Engine,
 ) -> None:
-    """The window's group is told first, without its early blocks: the other says where it is."""
+    """The window's group is reported first, without its early blocks: the other has its place."""
     engine.published = 4
     window = of_group(0, WINDOW, 5, 0, 2, 3, until=4)
     whole = of_group(1, FULL, 0, 0, 0, 1, 2, 3, until=4)
@@ -246,8 +246,8 @@ def test_an_engine_whose_groups_cannot_be_followed_is_unknown(
     engine.published = 1
     for at, more in enumerate([[], [AllBlocksCleared()]]):
         engine.stream.take(at, batch(*more, *events))
-        told, blocks = engine.found
-        assert (why in told, blocks) == (True, 0), told
+        reported, blocks = engine.found
+        assert (why in reported, blocks) == (True, 0), reported
 
 
 @pytest.mark.parametrize("joins", ["before the next batch", "with it", "after a gap"])

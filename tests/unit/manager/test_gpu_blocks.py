@@ -48,8 +48,8 @@ def stored(
 
 
 def found(index: GpuBlocks, *blocks: int, lora: str = "") -> dict[str, int]:
-    told = index.find(np.array(prompt(*blocks), np.uint32), lora)
-    return {one.engine: one.prefix_tokens // BLOCK for one in told}
+    reported = index.find(np.array(prompt(*blocks), np.uint32), lora)
+    return {one.engine: one.prefix_tokens // BLOCK for one in reported}
 
 
 def begun(*names: str, **limits: int) -> GpuBlocks:
@@ -82,7 +82,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule(name=names, blocks=blocks, more=blocks)
     def store_behind(self, name: str, blocks: tuple[int, ...], more: tuple[int, ...]) -> None:
-        """Behind a block that the engine may have evicted: then nothing can be told of it."""
+        """Behind a block that the engine may have evicted: then nothing can be reported of it."""
         hashes = hashes_of(*blocks, *more)[len(blocks) :]
         self.index.store(name, stored(hashes, blocks, prompt(*more), BLOCK))
         if blocks in self.has[name]:
@@ -152,7 +152,7 @@ def test_adapters_and_salts_are_distinguished(index: GpuBlocks) -> None:
 
 
 def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> None:
-    """With vLLM's drafts (EAGLE): what is behind a block tells it from others of its tokens."""
+    """With vLLM's drafts (EAGLE): what is behind a block distinguishes equal tokens."""
     index = begun("drafting", "plain")
     tokens = prompt(1, 2)
     index.store("drafting", stored(["12"], None, prompt(1), BLOCK, ahead=[[2, 2]]))
@@ -160,26 +160,26 @@ def test_a_block_whose_hash_covers_more_is_found_before_the_same_tokens() -> Non
     index.store("drafting", stored(["12", "124"], None, tokens, BLOCK, ahead=[[2, 2], [4, 4]]))
     index.store("plain", stored(["1", "12"], None, tokens, BLOCK))
 
-    def tells(asked: list[int]) -> list[int]:
+    def reports(asked: list[int]) -> list[int]:
         return [one.prefix_tokens for one in index.find(np.array(asked, np.uint32))]
 
-    assert tells(prompt(1, 2, 4)) == [8, 8]
-    assert tells([*tokens, 4, 4]) == [8, 8]
-    assert tells([*tokens, 4]) == [4, 8], "it has no hash of its second block yet"
-    assert tells(prompt(1, 2, 5)) == [4, 8]
-    assert tells(prompt(1, 5)) == [0, 4]
+    assert reports(prompt(1, 2, 4)) == [8, 8]
+    assert reports([*tokens, 4, 4]) == [8, 8]
+    assert reports([*tokens, 4]) == [4, 8], "it has no hash of its second block yet"
+    assert reports(prompt(1, 2, 5)) == [4, 8]
+    assert reports(prompt(1, 5)) == [0, 4]
     index.store("drafting", stored([], None, tokens, BLOCK, **FULL))
     index.remove("drafting", ["12"])
-    assert tells(prompt(1, 2, 4)) == [0, 8]
-    assert tells(prompt(1, 3)) == [4, 4]
+    assert reports(prompt(1, 2, 4)) == [0, 8]
+    assert reports(prompt(1, 3)) == [4, 4]
 
 
 def test_block_sizes_are_matched_each_in_its_own() -> None:
     index = begun("a", "b")
     store(index, "a", 1, 1)
     index.store("b", stored(["h"], None, [1] * 6, 6))
-    told = index.find(np.array([1] * 9, np.uint32))
-    assert [(one.prefix_tokens, one.block_tokens) for one in told] == [(8, 4), (6, 6)]
+    reported = index.find(np.array([1] * 9, np.uint32))
+    assert [(one.prefix_tokens, one.block_tokens) for one in reported] == [(8, 4), (6, 6)]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() ->
         assert found(index, 1, 2) == {"a": 2}
 
 
-def test_a_block_that_is_told_again_behind_nothing_known_stays_where_it_is(
+def test_a_block_that_is_reported_again_behind_nothing_known_stays_where_it_is(
     index: GpuBlocks,
 ) -> None:
     store(index, "a", 1, 2)
@@ -248,7 +248,7 @@ def test_a_group_that_keeps_nothing_yet_is_understood(index: GpuBlocks) -> None:
 
 
 def test_copies_of_a_block_are_removed_one_by_one() -> None:
-    """Of an engine that names its groups. Others tell a block again that is there."""
+    """Of an engine that names its groups. Others report a block again that is there."""
     index = begun("a", "b")
     for _ in range(3):
         store(index, "a", 1, **FULL)
@@ -278,7 +278,7 @@ def test_a_block_with_several_hashes_is_held_until_the_last_is_removed() -> None
     assert len(index) == 0
 
 
-def test_a_hash_that_is_told_of_another_block_leaves_the_one_before(index: GpuBlocks) -> None:
+def test_a_hash_that_is_reported_of_another_block_leaves_the_one_before(index: GpuBlocks) -> None:
     """And a block may be of one token."""
     for token in (7, 8):
         index.store("a", stored(["x"], None, [token], 1))
@@ -297,7 +297,7 @@ def test_an_engine_that_begins_again_has_its_groups_again(index: GpuBlocks) -> N
     assert index.why("a") == f"it has more than {GROUPS_MAX} groups of layers"
 
 
-def test_what_an_engine_was_lost_for_first_stays_told(index: GpuBlocks) -> None:
+def test_what_an_engine_was_lost_for_first_stays_reported(index: GpuBlocks) -> None:
     index.store("a", stored([(1, 2)], None, prompt(1, 2, 3), BLOCK, **WINDOW))
     index.lose("a", "events 3 to 5 were missed")
     index.settle("a")

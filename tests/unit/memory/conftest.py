@@ -35,7 +35,7 @@ class Owner:
         )  # fmt: skip
         self.path = Path(self._line())
 
-    def tell(self, command: str) -> None:
+    def send(self, command: str) -> None:
         """Have one command done."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")

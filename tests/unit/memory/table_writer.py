@@ -1,8 +1,8 @@
-"""Writes a directory table at full speed, in a process of its own, until it is told to end.
+"""Writes a directory table at full speed, in a process of its own, until it is asked to end.
 
 Arguments: folder, incarnation, seed, and the user to become ("" for none). Says "ready", and at the
 end, when its input is closed, how many epochs there were. What a record says follows from its key
-and generation (`told_of`), so that a mixture of two is noticed.
+and generation (`reported_of`), so that a mixture of two is noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def keys_of(numbers: npt.ArrayLike) -> npt.NDArray[np.void]:
     return keys
 
 
-def told_of(numbers: npt.ArrayLike, holder: int, generation: npt.ArrayLike) -> Records:
+def reported_of(numbers: npt.ArrayLike, holder: int, generation: npt.ArrayLike) -> Records:
     """Return the records of pages: each field follows from number, holder and generation."""
     made = np.zeros(len(np.atleast_1d(numbers)), RECORD)
     made["key"], made["holder"], made["generation"] = keys_of(numbers), holder, generation
@@ -50,7 +50,7 @@ def told_of(numbers: npt.ArrayLike, holder: int, generation: npt.ArrayLike) -> R
 
 
 def main() -> None:
-    """Write until told to end."""
+    """Write until asked to end."""
     folder, incarnation, seed, user = sys.argv[1:5]
     if user:
         os.setgid(int(user))
@@ -61,7 +61,7 @@ def main() -> None:
         incarnation=int(incarnation),
     )  # fmt: skip
     steady = begun(table, STEADY)
-    table.put(steady, told_of(list(ALWAYS), STEADY, 10).tobytes())
+    table.put(steady, reported_of(list(ALWAYS), STEADY, 10).tobytes())
     table.grant((77).to_bytes(8, "little"))
     end = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), end.set()), daemon=True).start()
@@ -86,11 +86,11 @@ def change(table: DirectoryTable, steady: int, rng: random.Random, end: threadin
         generation += 2
         begin = rng.randrange(SOMETIMES.start, SOMETIMES.stop - 600)
         numbers = list(range(begin, begin + rng.choice([3, 30, 600])))
-        table.put(entry, told_of(numbers, holder, generation).tobytes())
+        table.put(entry, reported_of(numbers, holder, generation).tobytes())
         table.tick(1000.0)
-        # What is always there is told again, and never under a lower generation.
+        # What is always there is reported again, and never under a lower generation.
         some = rng.sample(ALWAYS, 20)
-        table.put(steady, told_of(some, STEADY, generation).tobytes())
+        table.put(steady, reported_of(some, STEADY, generation).tobytes())
         if rng.random() < 0.5:
             drops = np.zeros(len(numbers), DROP)
             drops["key"], drops["generation"] = keys_of(numbers), generation

@@ -88,8 +88,8 @@ def test_words_and_bytes_of_another_process_are_seen_fresh(
 
     seen = []
     for word in (10, 20):
-        owner.tell(f"store 3 {word}")
-        owner.tell(f"fill {3 * GRANULE} {2 * GRANULE} {word}")
+        owner.send(f"store 3 {word}")
+        owner.send(f"fill {3 * GRANULE} {2 * GRANULE} {word}")
         copied = copy(segment, host, to_slots=False, offset=3 * GRANULE)
         seen.append((copied, set(host.tolist()), segment.words(offsets).tolist()))
 
@@ -192,8 +192,8 @@ def test_what_is_no_segment_is_rejected_without_blocking(
 def test_mapping_outlives_its_owner_and_its_file(start_owner: Callable[..., Any]) -> None:
     """After SIGKILL and unlink of the file, bytes and words are those of the last moment."""
     owner = start_owner(NODE)
-    owner.tell("store 0 4")
-    owner.tell(f"fill 0 {GRANULE} 8")
+    owner.send("store 0 4")
+    owner.send(f"fill 0 {GRANULE} 8")
     segment = attach(owner.path)
     owner.kill()
     owner.path.unlink()

@@ -64,7 +64,7 @@ def home(tmp_path: Path) -> str:
 
 @contextmanager
 def holder(home: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that holds the lock; lines tell it what else to do."""
+    """Run a process that holds the lock; lines are further commands."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, home, str(CLIENT)],
         stdin=subprocess.PIPE,
@@ -80,7 +80,7 @@ def holder(home: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
+def send(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{line}\n")
@@ -108,7 +108,7 @@ def test_a_lock_survives_a_stopped_process(home: str) -> None:
 def test_a_forked_child_neither_takes_nor_drops_the_lock(home: str) -> None:
     """Even one that closes the file: the lock is the parent's."""
     with holder(home) as process, probing(home) as probe:
-        tell(process, "fork")
+        send(process, "fork")
 
         assert probe.is_held()
 
@@ -116,7 +116,7 @@ def test_a_forked_child_neither_takes_nor_drops_the_lock(home: str) -> None:
 def test_a_forked_child_that_lives_on_does_not_keep_the_lock(home: str) -> None:
     """Its parent has died, and no process is left that could write."""
     with holder(home) as process, probing(home) as probe:
-        tell(process, "fork and stay")
+        send(process, "fork and stay")
         process.kill()
         process.wait()
 
@@ -137,7 +137,7 @@ def test_a_lock_whose_file_was_removed_is_still_held(home: str) -> None:
 def test_release_lets_go_and_removes_the_file(home: str) -> None:
     """Nothing will be written any more."""
     with holder(home) as process, probing(home) as probe:
-        tell(process, "release")
+        send(process, "release")
 
         assert not probe.is_held()
         assert not list(folder_of(home).iterdir())

@@ -298,7 +298,7 @@ assert not kernel_copies()
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are x86-64's")
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
 def test_batch_is_copied_where_the_probe_is_forbidden(error: str) -> None:
-    """The refused call tells nothing about the addresses, and every byte still arrives."""
+    """The refused call reports nothing about the addresses, and every byte still arrives."""
     finished = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{error}", error)],
         check=False,

@@ -80,7 +80,7 @@ def test_segment_is_laid_out_as_its_header_says(tmp_path: Path) -> None:
     assert segment.close(1.0)
 
 
-def test_mounts_are_told_by_their_page_size() -> None:
+def test_mounts_are_reported_by_their_page_size() -> None:
     """The kernel writes a gibibyte as 1024M, and the default not at all."""
     assert mounted(MOUNTS) == (
         ("/dev/hugepages", HUGE_PAGE_BYTES),
@@ -108,7 +108,7 @@ def test_folder_that_has_no_such_pages_is_refused(
 
 
 def test_missing_pages_are_counted_and_the_fix_is_the_whole_number() -> None:
-    """What others use stays theirs: the kernel is told how many there shall be in all."""
+    """What others use stays theirs: the kernel is given how many there shall be in all."""
     some = Supply(HUGE_PAGE_BYTES, total=100, free=40)
 
     assert missing("2M", 40, some) == ""

@@ -209,8 +209,8 @@ def test_words_are_never_torn_for_another_process(start_owner: Callable[..., Any
     owner = start_owner(NODE)
     segment = AttachedSegment.open(owner.path, incarnation=NODE, writable=False)
     offsets = np.zeros(1000, np.uint64)
-    owner.tell("store 0 0")
-    owner.tell("spin 1000000")
+    owner.send("store 0 0")
+    owner.send("spin 1000000")
 
     seen: set[int] = set()
     rounds = 0
@@ -342,7 +342,7 @@ def test_what_is_no_segment_file_stays(shm_dir: Path) -> None:
 
 
 def test_folder_that_is_not_there_has_no_leftovers(tmp_path: Path) -> None:
-    """A wrong folder is told elsewhere; here it is only empty."""
+    """A wrong folder is reported elsewhere; here it is only empty."""
     assert remove_leftovers(tmp_path / "nowhere") == []
 
 

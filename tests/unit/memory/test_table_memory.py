@@ -57,7 +57,7 @@ def records(count: int, seed: int = 4) -> Records:
     return made
 
 
-def told(table: DirectoryTable, held: Records) -> bytes:
+def reported(table: DirectoryTable, held: Records) -> bytes:
     parts = [held[at : at + PART] for at in range(0, len(held), PART)]
     return b"".join(table.locate(part["key"].tobytes(), 0, 8)[1] for part in parts)
 
@@ -89,7 +89,7 @@ def test_a_batch_without_memory_changes_nothing_and_comes_in_later(
             assert change == (PART, 0, 0)
             check_table(table)
         requests = watched_writer.requests
-        assert told(table, held) == held.tobytes()
+        assert reported(table, held) == held.tobytes()
     assert turn > 5
     assert refused > 3
 
@@ -117,7 +117,7 @@ def test_a_growth_without_memory_gives_back_what_it_has(
         check_table(table)
 
     assert header.index_ready[1 - header.current] == 0
-    assert told(table, held[:22_000]) == held[:22_000].tobytes()
+    assert reported(table, held[:22_000]) == held[:22_000].tobytes()
 
 
 def test_an_index_for_a_batch_that_was_refused_is_not_made(
@@ -156,7 +156,7 @@ def test_a_table_in_which_every_row_was_used_takes_what_was_freed(make: Make) ->
         check_table(table)
 
     assert table.put(0, held[:1].tobytes()).refused == 1
-    assert told(table, held[100:]) == held[100:].tobytes()
+    assert reported(table, held[100:]) == held[100:].tobytes()
     assert table.place == place
     assert header_of(table).rows_ready == 101
     assert len(held.tobytes()) == 200 * RECORD_BYTES

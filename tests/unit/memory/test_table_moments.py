@@ -19,7 +19,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.reads import Looked
 from peercache.model.records import RECORD_BYTES, Records
 from sims.tables import header_of, make_index_again
-from tests.unit.actors.record_cluster import drops_of, key_of, told_apart
+from tests.unit.actors.record_cluster import distinguished, drops_of, key_of
 from tests.unit.memory.table_fuzzer import data_of
 from tests.unit.memory.watched import WatchedReader, WatchedWriter
 
@@ -79,8 +79,8 @@ def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
             assert table.begin(holder, is_served=True) == entry
         descriptor = os.open(file.path, os.O_RDONLY)
         shelf = Shelf(file, table, AttachedTable(descriptor, NODE, by_kernel=request.param))
-        shelf.put(0, told_apart(A, [1, 2, 3, 4, 5], [10] * 5))
-        shelf.put(1, told_apart(B, [1], [20]))
+        shelf.put(0, distinguished(A, [1, 2, 3, 4, 5], [10] * 5))
+        shelf.put(1, distinguished(B, [1], [20]))
         table.grant(RING.to_bytes(8, "little"))
         table.tick(NOW_S)
         return shelf
@@ -88,12 +88,12 @@ def make(shm_dir: Path, request: pytest.FixtureRequest) -> Callable[[], Shelf]:
     return made
 
 
-def told_newer(shelf: Shelf) -> None:
-    shelf.put(0, told_apart(A, [1, 3], [14, 16]))
+def reported_newer(shelf: Shelf) -> None:
+    shelf.put(0, distinguished(A, [1, 3], [14, 16]))
 
 
 def stored(shelf: Shelf) -> None:
-    shelf.put(0, told_apart(A, [6, 7], [14, 16]))
+    shelf.put(0, distinguished(A, [6, 7], [14, 16]))
 
 
 def removed(shelf: Shelf) -> None:
@@ -102,24 +102,24 @@ def removed(shelf: Shelf) -> None:
 
 def repaired(shelf: Shelf) -> None:
     """An older record, a page less, one more: in all buckets at once."""
-    records = told_apart(A, [1, 2, 3, 5, 6], [8, 10, 10, 10, 10])
+    records = distinguished(A, [1, 2, 3, 5, 6], [8, 10, 10, 10, 10])
     shelf.table.replace(0, bytes(range(256)), records.tobytes())
 
 
 def row_given_to_another_page(shelf: Shelf) -> None:
     shelf.drop([4], 10)
-    shelf.put(0, told_apart(A, [7], [16]))
+    shelf.put(0, distinguished(A, [7], [16]))
 
 
 def index_made_again(shelf: Shelf) -> None:
-    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
+    shelf.put(0, distinguished(A, MANY, [10] * len(MANY)))
     epoch = shelf.table.figures().epoch
     make_index_again(shelf.table)
     assert shelf.table.figures().epoch >= epoch + 2
 
 
 def changed_while_the_index_moves(shelf: Shelf) -> None:
-    shelf.put(0, told_apart(A, MANY, [10] * len(MANY)))
+    shelf.put(0, distinguished(A, MANY, [10] * len(MANY)))
     header = header_of(shelf.table)
     header.moved, header.next_capacity = 0, 1024
     epoch = header.epoch
@@ -127,7 +127,7 @@ def changed_while_the_index_moves(shelf: Shelf) -> None:
         assert shelf.table.tend(512)
     assert shelf.table.tend(500)
     assert 0 < header.moved < header.index[4 * (1 - header.current) + 1]
-    shelf.put(0, told_apart(A, MANY, [12] * len(MANY)))
+    shelf.put(0, distinguished(A, MANY, [12] * len(MANY)))
     shelf.drop(MANY[::2], 12)
     while shelf.table.tend(4096):
         pass
@@ -142,7 +142,7 @@ def entry_given_to_another_holder(shelf: Shelf) -> None:
     while shelf.table.sweep(0, 2) == 2:
         pass
     assert shelf.table.begin(NEXT, is_served=True) == 0
-    shelf.put(0, told_apart(NEXT, [1, 3], [30, 30]))
+    shelf.put(0, distinguished(NEXT, [1, 3], [30, 30]))
 
 
 def split(packed: bytes) -> list[bytes]:
@@ -175,11 +175,11 @@ def at_each_moment(
 @pytest.mark.parametrize(
     ("change", "page", "later"),
     [
-        (told_newer, 1, told_apart(A, [1], [14])),
+        (reported_newer, 1, distinguished(A, [1], [14])),
         (removed, 2, None),
         (row_given_to_another_page, 4, None),
-        (lambda shelf: make_index_again(shelf.table), 1, told_apart(A, [1], [10])),
-        (entry_given_to_another_holder, 1, told_apart(NEXT, [1], [30])),
+        (lambda shelf: make_index_again(shelf.table), 1, distinguished(A, [1], [10])),
+        (entry_given_to_another_holder, 1, distinguished(NEXT, [1], [30])),
     ],
 )
 def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
@@ -190,7 +190,7 @@ def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
     later: Any,
 ) -> None:
     """Never a mixture of both; and what the change does not concern is found all the time."""
-    before, other = told_apart(A, [page], [10]).tobytes(), told_apart(B, [1], [20]).tobytes()
+    before, other = distinguished(A, [page], [10]).tobytes(), distinguished(B, [1], [20]).tobytes()
     after = None if later is None else later.tobytes()
     seen = set()
     names = tuple(sorted({1, page, 5, 900}))
@@ -204,7 +204,7 @@ def test_a_batch_finds_what_was_there_before_a_change_or_after_it(
         seen.add(of_page[0] if of_page else None)
         assert looked.is_final
         if change is not entry_given_to_another_holder:
-            assert told_apart(A, [5], [10]).tobytes() in found
+            assert distinguished(A, [5], [10]).tobytes() in found
 
     assert seen == {before, after}
 
@@ -215,7 +215,7 @@ def test_what_moves_into_the_next_index_is_found(
     """A slot is in the next index before the old one loses it: the old one is looked at first."""
 
     def begin_to_grow(shelf: Shelf) -> None:
-        shelf.table.put(0, told_apart(A, MANY[:100], [10] * 100).tobytes())
+        shelf.table.put(0, distinguished(A, MANY[:100], [10] * 100).tobytes())
         header = header_of(shelf.table)
         header.moved, header.next_capacity = 0, 2 * header.index[4 * header.current + 1]
         epoch = header.epoch
@@ -327,7 +327,7 @@ def test_a_file_that_is_cut_short_during_a_batch_ends_it(
 
 
 CHANGES = (
-    told_newer, stored, removed, repaired, row_given_to_another_page, index_made_again,
+    reported_newer, stored, removed, repaired, row_given_to_another_page, index_made_again,
     changed_while_the_index_moves, served_no_more, entry_given_to_another_holder,
 )  # fmt: skip
 
@@ -353,7 +353,7 @@ def test_a_reader_finds_whole_records_after_every_store(
         assert is_doubted or before & after <= found, "what does not change was lost"
         keys = {record[:16] for record in found}
         both = {record[:16] for record in before} & {record[:16] for record in after}
-        if change in (told_newer, repaired):
+        if change in (reported_newer, repaired):
             assert not is_final or both <= keys, "a page that is published again was absent"
 
 
@@ -362,5 +362,5 @@ def _made_between(change: Callable[[Shelf], None]) -> frozenset[bytes]:
     if change is not changed_while_the_index_moves:
         return frozenset()
     names = [name for name in ASKED if name in MANY]
-    made = [told_apart(A, names, [generation] * len(names)) for generation in (10, 12)]
+    made = [distinguished(A, names, [generation] * len(names)) for generation in (10, 12)]
     return frozenset(record.tobytes() for records in made for record in records)

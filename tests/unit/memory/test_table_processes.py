@@ -18,7 +18,7 @@ from peercache.model.ids import Incarnation
 from peercache.model.records import from_bytes
 from peercache.trust.sharing import Sharing
 from tests.pace import TIMEOUT_S
-from tests.unit.memory.table_writer import ALWAYS, NEVER, SOMETIMES, STEADY, keys_of, told_of
+from tests.unit.memory.table_writer import ALWAYS, NEVER, SOMETIMES, STEADY, keys_of, reported_of
 
 ROOT = Path(__file__).parents[3]
 NODE = Incarnation(0x7AB1E)
@@ -77,7 +77,9 @@ def look_again_and_again(reader: AttachedTable, rounds: int) -> tuple[int, int]:
         assert not set(numbers.tolist()) & set(NEVER), "what never was there was found"
         for number, record in zip(numbers.tolist(), records, strict=True):
             holder, generation = int(record["holder"]), int(record["generation"])
-            assert record.tobytes() == told_of(number, holder, generation).tobytes(), "a mixture"
+            assert record.tobytes() == reported_of(number, holder, generation).tobytes(), (
+                "a mixture"
+            )
             if number in generations:
                 assert holder == STEADY
                 assert generation >= generations[number], "an older record than before"

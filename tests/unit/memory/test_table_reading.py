@@ -67,7 +67,7 @@ def keys(*names: int) -> bytes:
     return b"".join(key_of(name) for name in names)
 
 
-def told(reader: AttachedTable, *names: int) -> list[tuple[int, int]]:
+def reported(reader: AttachedTable, *names: int) -> list[tuple[int, int]]:
     """Return (holder, generation) of what is found, in order."""
     found = from_bytes(reader.look(keys(*names), RING, NOW, 0).records)
     pairs: list[tuple[int, int]] = list(
@@ -79,7 +79,7 @@ def told(reader: AttachedTable, *names: int) -> list[tuple[int, int]]:
 # --- what is found ------------------------------------------------------------------------------
 
 
-def test_a_batch_finds_what_the_owner_would_tell(opened: Shelf) -> None:
+def test_a_batch_finds_what_the_owner_would_report(opened: Shelf) -> None:
     """All holders of each key, in key order, byte for byte."""
     table, reader = opened
     put(table, A, list(range(300)))
@@ -105,18 +105,18 @@ def test_records_come_and_go_with_their_owners_word(opened: Shelf) -> None:
     table, reader = opened
     put(table, A, [1, 2])
     put(table, A, [1], 14)
-    first = told(reader, 1, 2)
+    first = reported(reader, 1, 2)
     table.drop(0, drops_of([2], [10]).tobytes())
-    second = told(reader, 1, 2)
+    second = reported(reader, 1, 2)
     table.serve(0, is_served=False)
-    third = told(reader, 1, 2)
+    third = reported(reader, 1, 2)
     while table.sweep(0, 1):
         pass
     assert table.begin(99, is_served=True) == 0
     table.put(0, records_of(99, [2], [20]).tobytes())
 
     assert (first, second, third) == ([(A, 14), (A, 10)], [(A, 14)], [])
-    assert told(reader, 1, 2) == [(99, 20)]
+    assert reported(reader, 1, 2) == [(99, 20)]
 
 
 def test_of_many_holders_askers_read_different_ones(shm_dir: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_row_that_is_written_forever_makes_nothing_final(opened: Shelf) -> Non
 
     assert from_bytes(torn.records)["key"].tolist() == [key_of(2)]
     assert (torn.is_final, torn.is_at_work) == (False, True)
-    assert len(told(reader, 1, 2)) == 2
+    assert len(reported(reader, 1, 2)) == 2
     assert reader.look(keys(1, 2), RING, NOW, 0).is_final
 
 
@@ -346,7 +346,7 @@ def test_a_readers_table_outlives_its_file(shm_dir: Path) -> None:
     del table
     file.close()
 
-    assert told(reader, 1) == [(A, 10)]
+    assert reported(reader, 1) == [(A, 10)]
     assert list(shm_dir.iterdir()) == []
     with pytest.raises(PeerUnreachable):
         AttachedTable.open(shm_dir, incarnation=NODE)
@@ -356,7 +356,7 @@ def test_a_readers_table_outlives_its_file(shm_dir: Path) -> None:
 
 
 def test_a_living_owners_file_stays_and_a_dead_ones_goes(shm_dir: Path) -> None:
-    """As with segments: the lock tells."""
+    """As with segments: the lock shows it."""
     file = TableFile.create(shm_dir, NODE, None)
     (shm_dir / table_name(5)).touch()
 
@@ -447,4 +447,4 @@ def test_a_search_without_an_end_is_given_up(opened: Shelf) -> None:
         reader.look(keys(*range(2000)), RING, NOW, 0)
     ctypes.memmove(ctypes.addressof(slots), saved, len(saved))
 
-    assert told(reader, 1) == [(A, 10)]
+    assert reported(reader, 1) == [(A, 10)]

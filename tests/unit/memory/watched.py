@@ -59,14 +59,14 @@ class WatchedReader:
     """Counts the loads of a batch, and calls `act` before one of them, or before each."""
 
     def __init__(self, library: Path) -> None:
-        """Load it; no test is told of its loads yet."""
+        """Load it; no test is notified of its loads yet."""
         self.calls = ctypes.PyDLL(str(library))
         self.loads = 0
         self.act: Callable[[int, int | None], None] = _nothing
         self.failures: list[BaseException] = []
-        self._told = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._before_load)
-        told = ctypes.cast(self._told, ctypes.c_void_p).value
-        ctypes.c_void_p.in_dll(self.calls, "before_load").value = told
+        self._reported = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._before_load)
+        reported = ctypes.cast(self._reported, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(self.calls, "before_load").value = reported
 
     def _before_load(self, place: int | None) -> None:
         self.loads += 1
@@ -110,9 +110,9 @@ class WatchedWriter:
         self.is_interrupted: Callable[[], bool] = lambda: False
         self._act: Callable[[], None] | None = None
         self._failures: list[BaseException] = []
-        self._told = ctypes.CFUNCTYPE(None)(self._after_store)
-        told = ctypes.cast(self._told, ctypes.c_void_p).value
-        ctypes.c_void_p.in_dll(self.calls, "after_store").value = told
+        self._reported = ctypes.CFUNCTYPE(None)(self._after_store)
+        reported = ctypes.cast(self._reported, ctypes.c_void_p).value
+        ctypes.c_void_p.in_dll(self.calls, "after_store").value = reported
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(self._may_have)
         asked = ctypes.cast(self._asked, ctypes.c_void_p).value
         ctypes.c_void_p.in_dll(self.calls, "may_have").value = asked

@@ -108,7 +108,7 @@ def test_a_whole_prefix_may_end_anywhere() -> None:
     assert prefix_of(whole, 3, sides) == Prefix(3, [1, 2, 3], 3, [3, 3])
 
 
-def told_of(pages: int, *rows: tuple[int, int, int], whole: bool = True) -> Overlap:
+def reported_of(pages: int, *rows: tuple[int, int, int], whole: bool = True) -> Overlap:
     """Return an overlap of (page, holder, flags)."""
     holders = tuple(sorted({holder for _, holder, _ in rows}))
     flags = np.zeros((len(holders), pages), np.uint8)
@@ -119,23 +119,23 @@ def told_of(pages: int, *rows: tuple[int, int, int], whole: bool = True) -> Over
 
 def test_runs_and_tiers() -> None:
     """A run ends at the first page that is missing on the tier; `stored` takes any holder's."""
-    told = told_of(
+    reported = reported_of(
         4, (0, 7, RESIDENT), (1, 7, ON_DISK), (3, 7, RESIDENT), (1, 8, RESIDENT),
         (2, 8, RESIDENT | ON_DISK),
     )  # fmt: skip
 
-    assert told.holders == (7, 8)
-    assert told.run().tolist() == [2, 0]
-    assert told.run(RESIDENT).tolist() == [1, 0]
-    assert told.pages(ON_DISK).tolist() == [1, 1]
-    assert told.pages().tolist() == [3, 2]
-    assert (told.stored(), told.stored(RESIDENT), told.stored(ON_DISK)) == (4, 4, 0)
+    assert reported.holders == (7, 8)
+    assert reported.run().tolist() == [2, 0]
+    assert reported.run(RESIDENT).tolist() == [1, 0]
+    assert reported.pages(ON_DISK).tolist() == [1, 1]
+    assert reported.pages().tolist() == [3, 2]
+    assert (reported.stored(), reported.stored(RESIDENT), reported.stored(ON_DISK)) == (4, 4, 0)
 
 
 def test_parts_are_joined_and_merged() -> None:
     """Joined: pages one after the other. Merged: what two nodes know of the same pages."""
-    first = told_of(2, (0, 7, RESIDENT), (1, 8, ON_DISK))
-    second = told_of(1, (0, 8, RESIDENT), whole=False)
+    first = reported_of(2, (0, 7, RESIDENT), (1, 8, ON_DISK))
+    second = reported_of(1, (0, 8, RESIDENT), whole=False)
 
     joined = Overlap.joined([first, second])
     assert joined.holders == (7, 8)
@@ -153,10 +153,10 @@ def test_the_longest_beginnings_are_kept() -> None:
     holders = HOLDERS_MAX + 9
     rows = [(key, holder, RESIDENT) for holder in range(1, holders + 1) for key in range(holder)]
 
-    told = Overlap.joined([told_of(holders, *rows)])
+    reported = Overlap.joined([reported_of(holders, *rows)])
 
-    assert told.holders == tuple(range(10, holders + 1))
-    assert not told.whole
+    assert reported.holders == tuple(range(10, holders + 1))
+    assert not reported.whole
 
 
 def test_leading() -> None:

@@ -155,7 +155,7 @@ def test_rows_of_new_records_are_the_lowest_free_ones() -> None:
 
 
 def test_a_key_that_is_there_already_is_not_added() -> None:
-    """Nor one that comes twice: two rows of one page would be told as two."""
+    """Nor one that comes twice: two rows of one page would be reported as two."""
     table = RecordTable()
     made = np.zeros(2, RECORD)
 

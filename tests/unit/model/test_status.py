@@ -96,14 +96,14 @@ def test_figures_that_are_no_numbers_are_not_sent() -> None:
 def test_the_estimate_of_a_cluster_is_the_mean_by_uses() -> None:
     """A node without uses, or of a version that estimates something else, does not count."""
 
-    def told(uses: float, rate: float) -> Status:
+    def reported(uses: float, rate: float) -> Status:
         return Status(reuse=Reuse(uses=uses, hit_rates=dict.fromkeys(MEMORY_NAMES, rate)))
 
-    both = reuse_of([told(300, 0.5), FULL, told(100, 0.9), told(0, 0.1), Status()])
+    both = reuse_of([reported(300, 0.5), FULL, reported(100, 0.9), reported(0, 0.1), Status()])
 
     assert both.uses == 400
     assert both.hit_rates == pytest.approx(dict.fromkeys(MEMORY_NAMES, 0.6))
-    assert reuse_of([FULL, Status(), told(0, 0.5)]) == Reuse()
+    assert reuse_of([FULL, Status(), reported(0, 0.5)]) == Reuse()
 
 
 def test_totals_and_the_hit_rate_are_of_all_labels() -> None:
@@ -131,7 +131,7 @@ def test_no_calls_have_no_quantile(found: Latencies) -> None:
 
 
 @pytest.mark.parametrize(("state", "shown"), [(DEAD, NO_ANSWER), (LEFT, "left"), (1, NO_ANSWER)])
-def test_a_member_that_tells_nothing_is_listed(state: int, shown: str) -> None:
+def test_a_member_that_reports_nothing_is_listed(state: int, shown: str) -> None:
     """By its address, and with what the view has of it."""
     member = Member(7, 1, state, 255, "host-a", "10.0.0.7:1", "10.0.0.7:2", "", "")
 

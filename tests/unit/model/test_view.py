@@ -65,7 +65,7 @@ def test_merging_keeps_the_newest_entry_of_each_incarnation(entries: list[Member
 
 
 @given(views, views)
-def test_changed_tells_whether_an_entry_changed(one: View, other: View) -> None:
+def test_changed_reports_whether_an_entry_changed(one: View, other: View) -> None:
     """`changed` is exactly inequality, and what did not change is the very same object."""
     after, changed = one.merge(other.members())
 
@@ -93,7 +93,7 @@ def test_digest_follows_a_forgotten_entry(view: View, gone: set[int]) -> None:
 def test_the_differing_buckets_have_all_in_which_the_living_differ(
     one: View, other: View, count: int
 ) -> None:
-    """Nothing that the other lacks is left out, and equal views have nothing to tell."""
+    """Nothing that the other lacks is left out, and equal views have nothing to report."""
     found = set(one.differing(other.bucket_digests(count)))
 
     differ = {
@@ -107,8 +107,8 @@ def test_the_differing_buckets_have_all_in_which_the_living_differ(
         assert {e.incarnation for e in found} <= differ
 
 
-def test_a_thousand_members_and_one_tell_about_one() -> None:
-    """What is told is in proportion to what differs, and so is its cost to both."""
+def test_a_thousand_members_and_one_report_about_one() -> None:
+    """What is reported is in proportion to what differs, and so is its cost to both."""
     members = [member(hash_of(number)) for number in range(1001)]
     view, more = View.of(members[:-1]), View.of(members)
 

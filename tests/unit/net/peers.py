@@ -1,4 +1,4 @@
-"""Peers for the tests of the sockets: control ports that answer as they are told, each in a thread.
+"""Peers for the tests of the sockets: control ports with set answers, each in a thread.
 
 Real nng on real addresses; only what stands behind the port is scripted.
 """

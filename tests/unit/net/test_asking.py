@@ -203,7 +203,7 @@ def test_another_cluster_is_a_refusal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff" * 9, b"\x80", bytes(100)])
-def test_garbage_is_skipped_and_told(local: Peer, garbage: bytes) -> None:
+def test_garbage_is_skipped_and_reported(local: Peer, garbage: bytes) -> None:
     """What no correct peer sends is dropped; the answer behind it counts."""
 
     def answer(message: Message) -> Message | None:

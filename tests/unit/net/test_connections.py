@@ -22,7 +22,7 @@ from peercache.net.requests import (
 
 @attrs.define(eq=False)
 class Line:
-    """A connection with a name, which is told when it is closed."""
+    """A connection with a name, which is notified when it is closed."""
 
     name: str
     closed: list[str]

@@ -110,9 +110,9 @@ def test_each_failed_handshake_is_counted_once_with_its_reason(
 
     for reason, attempt in cases.items():
         assert attempt() == b""
-        told: dict[str, int] = {}
-        wait_until(lambda told=told: bool(told.update(failed.news()) or told))  # type: ignore[misc]
-        assert told == {reason: 1}
+        reported: dict[str, int] = {}
+        wait_until(lambda reported=reported: bool(reported.update(failed.news()) or reported))  # type: ignore[misc]
+        assert reported == {reason: 1}
     assert shake_hands(listener, context_of(certificates, "client-fine")) != b""
     assert failed.news() == {}
 
@@ -126,7 +126,7 @@ def said(listener: Listener, what: bytes) -> bytes:
     return b""
 
 
-def test_refused_handshakes_are_counted_where_nng_tells_no_reason(
+def test_refused_handshakes_are_counted_where_nng_reports_no_reason(
     listener: Listener, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pynng that does not show nng's log."""
@@ -135,9 +135,9 @@ def test_refused_handshakes_are_counted_where_nng_tells_no_reason(
 
     assert shake_hands(listener, context_of(certificates)) == b""
 
-    told: dict[str, int] = {}
-    wait_until(lambda: bool(told.update(failed.news()) or told))
-    assert told == {reasons.HANDSHAKE: 1}
+    reported: dict[str, int] = {}
+    wait_until(lambda: bool(reported.update(failed.news()) or reported))
+    assert reported == {reasons.HANDSHAKE: 1}
 
 
 def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
@@ -175,7 +175,7 @@ def test_of_too_many_half_handshakes_the_longest_silent_end(
     """A flood costs so many descriptors, and a peer that comes then is let in."""
     halves = HalfHandshakes(listener.tcp_ports)
     early = strangers(listener, 3)
-    # The kernel tells of a silence in milliseconds.
+    # The kernel reports a silence in milliseconds.
     time.sleep(0.05)
     late = strangers(listener, 2)
 

@@ -84,7 +84,7 @@ def test_answers_go_back_on_the_pipe_they_are_for(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_the_port_that_was_bound_is_told(tmp_path: Path) -> None:
+def test_the_port_that_was_bound_is_reported(tmp_path: Path) -> None:
     """Port 0 is any free one; IPv6 works the same."""
     listener, _, _ = listening(tmp_path)
 
@@ -129,7 +129,7 @@ def test_what_nng_cannot_dial_is_an_error_that_names_it(url: str) -> None:
     wait_until(lambda: files_open() <= before)
 
 
-def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None:
+def test_an_ended_connection_is_reported_and_leaves_no_entry(tmp_path: Path) -> None:
     """Also if its messages are read only afterwards; the reader learns that it is gone."""
 
     def story(pace_s: float) -> tuple[Listener, int, tuple[int, bytes] | None]:
@@ -143,7 +143,7 @@ def test_an_ended_connection_is_told_and_leaves_no_entry(tmp_path: Path) -> None
         wait_until(lambda: len(ended) == 1)
         return listener, ended[0], listener.receive_now()
 
-    listener, pipe, message = paced(story, lambda told: told[2] is not None)
+    listener, pipe, message = paced(story, lambda reported: reported[2] is not None)
 
     assert message == (pipe, b"last words")
     assert not listener.is_open(pipe)
@@ -166,7 +166,7 @@ def test_a_listener_may_hang_up(tmp_path: Path) -> None:
 
     listener.disconnect(pipe)
 
-    # nng tells of an end and of the next connection on threads of their own.
+    # nng reports an end and the next connection on threads of their own.
     wait_until(lambda: sorted(facts)[:3] == ["connected", "connected", "removed"])
     assert ended == [pipe]
     listener.disconnect(pipe)
@@ -205,7 +205,7 @@ def test_messages_of_no_bytes_are_messages(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_buffer_that_is_full_is_told() -> None:
+def test_a_buffer_that_is_full_is_reported() -> None:
     """It never blocks; the outbox above it waits and counts."""
     caller = Dialer("tcp://127.0.0.1:1")
 
@@ -317,7 +317,7 @@ def test_the_dead_socket_of_another_uid_is_not_removed(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_pipe_tells_the_uid_or_the_addresses_of_its_other_end(tmp_path: Path) -> None:
+def test_a_pipe_reports_the_uid_or_the_addresses_of_its_other_end(tmp_path: Path) -> None:
     """The kernel's word: over ipc the uid, over tcp both ends, numeric."""
     listener, url, _ = listening(tmp_path)
     port = listener.listen_tcp("listen", "127.0.0.1", 0)

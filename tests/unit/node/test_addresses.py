@@ -235,7 +235,7 @@ def test_with_a_group_its_members_reach_the_home_node(listener: Listener, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("config", "bound", "told"),
+    ("config", "bound", "reported"),
     [
         (Config(advertise="node1.cluster"), "", "node1.cluster"),
         (Config(advertise="node1.cluster"), "10.0.0.1", "node1.cluster"),
@@ -245,7 +245,7 @@ def test_with_a_group_its_members_reach_the_home_node(listener: Listener, tmp_pa
     ],
 )
 def test_others_are_notified_an_address_that_they_can_dial(
-    config: Config, bound: str, told: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, bound: str, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the wildcard: what is named, what is bound, or what the system would use."""
     monkeypatch.setattr(
@@ -253,7 +253,7 @@ def test_others_are_notified_an_address_that_they_can_dial(
     )
 
     known = {"10.0.0.9:1": {"10.0.0.9"}, "head:1": set[str]()}
-    assert advertised_host(config, bound, known) == told
+    assert advertised_host(config, bound, known) == reported
     assert is_host_fixed(config, bound) == (bool(config.advertise) or bool(bound))
 
 

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_and_named(
     assert 2 not in admission.sessions
 
 
-def test_secrets_are_never_told(admission: Admission) -> None:
+def test_secrets_are_never_reported(admission: Admission) -> None:
     """A refusal goes to the connecting process, and into logs; so may a Hello."""
     hello = attrs.evolve(FITTING, secret=b"guess")
     with pytest.raises(Rejected) as refused:
@@ -215,7 +215,7 @@ def test_a_node_connects_over_tcp_only(admission: Admission, peer: Peer) -> None
 def test_a_user_who_does_not_share_the_host_is_refused_in_words_that_help(
     admission: Admission, uid: int | None
 ) -> None:
-    """The sentence names the setting; a kernel that tells no user admits none."""
+    """The sentence names the setting; a kernel that reports no user admits none."""
     with pytest.raises(Rejected) as refused:
         admission.admit(1, Peer(Transport.IPC, uid=uid), CLIENT, FITTING)
 
@@ -223,7 +223,7 @@ def test_a_user_who_does_not_share_the_host_is_refused_in_words_that_help(
     assert uid is None or "share_uids = 4711" in refused.value.detail
 
 
-def test_a_process_on_loopback_that_cannot_be_told_is_refused(admission: Admission) -> None:
+def test_a_process_on_loopback_that_cannot_be_identified_is_refused(admission: Admission) -> None:
     """Nothing is connected at these ends, so they belong to no user."""
     peer = Peer(Transport.TCP, local=("127.0.0.1", 1), remote=("127.0.0.1", 2))
 
@@ -232,7 +232,7 @@ def test_a_process_on_loopback_that_cannot_be_told_is_refused(admission: Admissi
 
 
 def test_a_client_without_a_lock_only_reads(admission: Admission) -> None:
-    """The node could not tell when its reservations end."""
+    """The node would not know when its reservations end."""
     session = admission.admit(1, LOCAL, CLIENT, FITTING)
 
     assert (session.role, session.changes) == (Role.READER, frozenset())
@@ -288,7 +288,7 @@ def test_a_lock_that_is_not_held_admits_no_client(admission: Admission, home: st
 def test_an_exit_is_noticed_when_the_lock_is_free_and_not_before(
     admission: Admission, home: str
 ) -> None:
-    """Lost connections are no exits; a process that is gone is told once."""
+    """Lost connections are no exits; a process that is gone is reported once."""
     with lock_held(home) as process:
         admission.admit(1, LOCAL, CLIENT, _with_lock(home))
         admission.end(1)

@@ -52,7 +52,7 @@ class Cluster:
 
     def __init__(self, *members: Member, replies: Callable[[int, RequestStatus], None]) -> None:
         self.asked: list[int] = []
-        self.told: list[tuple[Origin, ReportCluster]] = []
+        self.reported: list[tuple[Origin, ReportCluster]] = []
         self.replies = replies
         self.broker = MemberBroker(self.perform)
         self.gathering = Gathering(
@@ -66,15 +66,15 @@ class Cluster:
         assert isinstance(effect, Send)
         if isinstance(effect.to, Origin):
             assert isinstance(effect.message, ReportCluster)
-            self.told.append((effect.to, effect.message))
+            self.reported.append((effect.to, effect.message))
         else:
             assert isinstance(effect.message, RequestStatus)
             self.asked.append(effect.to)
             self.replies(effect.to, effect.message)
 
     def answer(self, node: int, asked: RequestStatus, sender: int = 0) -> None:
-        told = ReportStatus(asked.request, encoded(Status(name=f"n{node}:1", state="ok")))
-        self.broker.take(sender or node, told)
+        reported = ReportStatus(asked.request, encoded(Status(name=f"n{node}:1", state="ok")))
+        self.broker.take(sender or node, reported)
 
 
 def silent(node: int, asked: RequestStatus) -> None:
@@ -218,12 +218,12 @@ async def test_operators_get_portions_and_too_many_are_refused(autojump_clock: M
         assert isinstance(refused, Refused)
         assert refused.reason == BUSY
         await trio.testing.wait_all_tasks_blocked()
-        assert len(cluster.told) == ASKERS_MAX
-        _, told = cluster.told[0]
-        assert {(o.pipe, t.request, t.more) for o, t in cluster.told} == {
+        assert len(cluster.reported) == ASKERS_MAX
+        _, reported = cluster.reported[0]
+        assert {(o.pipe, t.request, t.more) for o, t in cluster.reported} == {
             (number, number, False) for number in range(ASKERS_MAX)
         }
-        names = [each.status.name for each in decoded_statuses(told.statuses)]
+        names = [each.status.name for each in decoded_statuses(reported.statuses)]
         assert names == ["n2:1", "n3:1"]
         # Those that were answered make room.
         assert cluster.gathering.ask(Origin(50, 99), RequestCluster(99, False, 0)) is None
@@ -253,8 +253,8 @@ async def test_a_node_that_starts_is_looked_at_again_soon(autojump_clock: MockCl
     states = iter([UNAVAILABLE, "ok", "ok"])
 
     def answer(node: int, asked: RequestStatus) -> None:
-        told = encoded(Status(name=f"n{node}:1", state=next(states)))
-        cluster.broker.take(node, ReportStatus(asked.request, told))
+        reported = encoded(Status(name=f"n{node}:1", state=next(states)))
+        cluster.broker.take(node, ReportStatus(asked.request, reported))
 
     cluster.replies = answer
     seen = []

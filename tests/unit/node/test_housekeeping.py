@@ -28,11 +28,11 @@ def member(incarnation: int) -> Member:
 
 
 class House:
-    """What housekeeping looks after, and what it says and tells."""
+    """What housekeeping looks after, and what it logs and reports."""
 
     def __init__(self, **settings: str) -> None:
         self.said: list[str] = []
-        self.told: list[Notify] = []
+        self.reported: list[Notify] = []
         self.members: list[Member] = []
         self.sessions = {1: SimpleNamespace(identity=71), 2: SimpleNamespace(identity=72)}
         self.descriptors = 1600.0
@@ -44,8 +44,8 @@ class House:
         log: Any = SimpleNamespace(info=lambda event, **_: self.said.append(event))
         self.housekeeping = Housekeeping(
             Config.load(settings), own_address=str, admission=self.admission, listener=listener,
-            links=links, notify=self.told.append, members=lambda: self.members, metrics=Metrics(),
-            log=log, dialled=frozenset, looks=(),
+            links=links, notify=self.reported.append, members=lambda: self.members,
+            metrics=Metrics(), log=log, dialled=frozenset, looks=(),
             shares=lambda: DescriptorShares.of(self.descriptors),
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ async def test_rdma_actor_receives_each_second_which_clients_are_connected(
         del house.sessions[1]
         await trio.sleep(HOUSEKEEPING_S)
 
-    assert house.told == [
+    assert house.reported == [
         NotifyRdma(ClientsConnected(frozenset({71, 72}))),
         NotifyRdma(ClientsConnected(frozenset({72}))),
     ]
@@ -128,11 +128,11 @@ class Said:
         self.events.append(("warning", event, fields))
 
     def info(self, event: str, **fields: Any) -> None:
-        """Keep what is told."""
+        """Keep what is reported."""
         self.events.append(("info", event, fields))
 
 
-def test_a_disk_that_fills_up_is_told_once_and_its_recovery_too() -> None:
+def test_a_disk_that_fills_up_is_reported_once_and_its_recovery_too() -> None:
     """One line when it begins and one when it ends, however often housekeeping looks.
 
     A status shows the trouble until then: a full disk accepts a page now and again.
@@ -184,7 +184,7 @@ async def test_a_watcher_that_fails_begins_again_and_says_why(
     assert all("Too many open files" in problem for _, problem in said)
 
 
-def test_an_owner_that_lags_is_told_of_by_its_address_and_counted() -> None:
+def test_an_owner_that_lags_is_named_by_its_address_and_counted() -> None:
     """An operator looks for the node, not for its number."""
     said: list[tuple[str, str]] = []
     log: Any = SimpleNamespace(

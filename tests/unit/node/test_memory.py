@@ -52,9 +52,9 @@ def test_pool_over_the_memory_of_the_host_is_refused(
         publish(config_of(tmp_path), Incarnation(7))
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("tmpfs", False)])
+@pytest.mark.parametrize(("kind", "is_reported"), [("ext4", True), ("tmpfs", False)])
 def test_pool_on_a_disk_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, *, is_told: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, *, is_reported: bool
 ) -> None:
     """It works, and every page is written to that disk."""
     monkeypatch.setattr(memory, "filesystem_of", lambda *_: kind)
@@ -62,4 +62,4 @@ def test_pool_on_a_disk_is_warned_of(
     with capture_logs() as lines:
         publish(config_of(tmp_path), Incarnation(7)).close()
 
-    assert any("pool.on_a_disk" in line and "ext4" in line for line in lines) is is_told
+    assert any("pool.on_a_disk" in line and "ext4" in line for line in lines) is is_reported

@@ -222,9 +222,9 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
     del autojump_clock
     world = World(member(2), member(3), owners=1)
     keys = keys_of(60)
-    lies: list[int] = []
+    forged: list[int] = []
 
-    def lie(effect: Send) -> None:
+    def forge(effect: Send) -> None:
         assert isinstance(effect.message, RequestOverlap)
         assert isinstance(effect.to, int)
         pages = len(effect.message.keys) // 16
@@ -233,12 +233,12 @@ async def test_only_the_asked_owner_is_believed(autojump_clock: MockClock) -> No
         world.broker.take(right, ReportOverlap(number + 77, (9,), b"\1" * pages, whole=True))
         world.broker.take(right, ReportOverlap(number, (9,), b"\1" * (pages + 1), whole=True))
         world.broker.take(right, ReportOverlap(number, (9,), b"\1" * pages, whole=True))
-        lies.append(number)
+        forged.append(number)
 
-    world.replies = lie
+    world.replies = forge
     answer = await world.overlaps.overlap(keys)
 
-    assert len(lies) == 2
+    assert len(forged) == 2
     assert (answer.holders, answer.whole) == ((), False)
 
 

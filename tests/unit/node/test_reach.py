@@ -72,7 +72,7 @@ def test_a_dead_resolver_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("routes", "interfaces", "told"),
+    ("routes", "interfaces", "reported"),
     [
         ({"10.0.0.9": "10.0.0.1", "192.0.2.1": "10.5.0.1"}, [], "10.0.0.1"),
         ({"192.0.2.1": "10.5.0.1"}, ["10.7.0.1"], "10.5.0.1"),
@@ -84,18 +84,18 @@ def test_a_dead_resolver_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -
         ({}, [], "127.0.0.1"),
     ],
 )
-def test_loopback_is_told_only_where_there_is_nothing_else(
-    routes: dict[str, str], interfaces: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+def test_loopback_is_reported_only_where_there_is_nothing_else(
+    routes: dict[str, str], interfaces: list[str], reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Towards discovery, towards the internet, then any interface."""
     monkeypatch.setattr(module, "_source_address", lambda host: routes.get(host, ""))
     monkeypatch.setattr(module, "_interface_hosts", lambda: interfaces)
 
-    assert routed_host(["10.0.0.9", "::1"]) == told
+    assert routed_host(["10.0.0.9", "::1"]) == reported
 
 
 def test_the_interfaces_of_this_host_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's tables are read right: what is told can be bound."""
+    """The kernel's tables are read right: what is reported can be bound."""
     assert is_ours(routed_host(["127.0.0.1"]))
     monkeypatch.setattr(module, "_source_address", lambda _: "")
     assert is_ours(routed_host([]))
@@ -104,7 +104,7 @@ def test_the_interfaces_of_this_host_are_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_end_of_a_connection_is_the_better_address(reach: Reach) -> None:
-    """Unless there is one at the present address; loopback and link-local ends tell nothing."""
+    """Unless there is one at the present address; loopback and link-local ends report nothing."""
     for host in ("127.0.0.1", "::1", "fe80::1%eth0", "", "no number"):
         reach.connected(host)
     assert reach.better_than("10.5.0.1") == "10.5.0.1"

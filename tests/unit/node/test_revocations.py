@@ -90,7 +90,7 @@ def test_copies_of_other_nodes_pages_are_dropped_with_each_revocation(
     assert near.own == [drop, drop]
 
 
-def test_new_list_of_a_file_is_told_to_every_live_member(
+def test_new_list_of_a_file_is_reported_to_every_live_member(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     """One operator copies it to one node."""
@@ -109,14 +109,14 @@ def test_new_list_of_a_file_is_told_to_every_live_member(
         far.live.admit(common_name_of(serial), ["peercache://tests/client/bad"])
     assert not far.live.look()
     assert far.list.read_text() == certificates.revoked()
-    assert far.said == []  # The first one has told all.
+    assert far.said == []  # The first one has reported all.
     assert near.said_to_clients == far.said_to_clients == [message]
 
 
-def test_node_that_took_a_list_tells_a_newer_one_of_its_own_file(
+def test_node_that_took_a_list_reports_a_newer_one_of_its_own_file(
     certificates: Certificates, tmp_path: Path
 ) -> None:
-    """Each newer list is told once; a change of other files tells none."""
+    """Each newer list is reported once; a change of other files reports none."""
     node = Node(certificates, 1, tmp_path)
     for number in range(2):
         certificates.client(f"bad-{number}")
@@ -174,7 +174,7 @@ def test_member_that_sends_many_lists_costs_two_verifications_a_second(
 async def test_node_that_was_away_learns_of_it_later(
     certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node tells a member now and then; one that is dead is not told."""
+    """Each node notifies a member now and then; one that is dead is not notified."""
     monkeypatch.setattr(module, "SPREAD_S", 0.01)
     node = Node(certificates, 1, tmp_path)
 

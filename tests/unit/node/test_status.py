@@ -1,4 +1,4 @@
-"""What a node tells of itself: its health, its metrics, its process, its attached workers."""
+"""What a node reports of itself: its health, its metrics, its process, its attached workers."""
 
 from __future__ import annotations
 

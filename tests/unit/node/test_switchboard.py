@@ -294,7 +294,7 @@ async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
     assert len(received) == 1
 
 
-async def test_a_stranger_is_dropped_counted_and_told_to_send_hello(
+async def test_a_stranger_is_dropped_counted_and_asked_to_send_hello(
     tmp_path: Path, calling: Calling
 ) -> None:
     """Whatever it says; after its Hello it is answered on the same connection."""
@@ -517,7 +517,7 @@ async def test_a_session_ends_with_its_connection(tmp_path: Path, calling: Calli
 async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """Its end has been told already: the session would stay forever."""
+    """Its end has been reported already: the session would stay forever."""
     async with running(tmp_path) as board:
         raw = encode(Envelope(CLIENT, 0, hello(namespace="n", geometry="g")), cluster=CLUSTER)
         board.inbound.take(12345, raw)
@@ -689,7 +689,7 @@ async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_retur
         nursery.cancel_scope.cancel()
 
 
-async def test_what_is_told_outside_any_turn_wakes_its_actor(tmp_path: Path) -> None:
+async def test_what_is_reported_outside_any_turn_wakes_its_actor(tmp_path: Path) -> None:
     """The mailboxes are attended to only while the switchboard is at work."""
     relay = Relay()
     async with running(tmp_path) as board, trio.open_nursery() as nursery:

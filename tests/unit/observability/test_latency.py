@@ -106,7 +106,7 @@ def exposition(fast: int, slow: int, *, tier: str = "home") -> str:
     return generate_latest(metrics.registry).decode()
 
 
-def told(text: str, name: str = "memory"):  # noqa: ANN201 - Told
+def reported(text: str, name: str = "memory"):  # noqa: ANN201 - Reported
     """Return what a scrape says of one objective."""
     return next(each for each in judged(counts_of(text)) if each.objective.name == name)
 
@@ -122,7 +122,7 @@ def test_share_and_budget_follow_from_the_buckets(
     budget_left: float,
 ) -> None:
     """An objective of 99 % allows ten slow calls in a thousand."""
-    found = told(exposition(fast, slow))
+    found = reported(exposition(fast, slow))
 
     assert (found.calls, found.is_met) == (1000, is_met)
     assert found.within == pytest.approx(fast / 1000)
@@ -131,7 +131,7 @@ def test_share_and_budget_follow_from_the_buckets(
 
 def test_quantiles_are_in_their_buckets() -> None:
     """By proportion within the bucket, as histogram_quantile."""
-    found = told(exposition(90, 10))
+    found = reported(exposition(90, 10))
 
     assert found.quantiles["p50_s"] == pytest.approx(0.0001 + 0.0001 * 50 / 90)
     assert found.quantiles["p90_s"] == pytest.approx(0.0002)
@@ -140,7 +140,7 @@ def test_quantiles_are_in_their_buckets() -> None:
 
 def test_without_calls_nothing_is_missed() -> None:
     """A node that has just started."""
-    found = told(exposition(0, 0))
+    found = reported(exposition(0, 0))
 
     assert (found.calls, found.is_met, found.budget_left) == (0, True, 1.0)
     assert math.isnan(found.within)
@@ -151,7 +151,7 @@ def test_only_the_tiers_of_an_objective_count() -> None:
     text = exposition(0, 100, tier="tcp")
 
     assert [each.calls for each in judged(counts_of(text))] == [0] * len(OBJECTIVES)
-    assert told(exposition(0, 100, tier="disk"), "disk").calls == 100
+    assert reported(exposition(0, 100, tier="disk"), "disk").calls == 100
 
 
 def test_nodes_add_up_and_restarts_count_from_zero() -> None:

@@ -41,27 +41,27 @@ def test_a_report_carries_each_increase_once() -> None:
     assert report.take() is None
 
 
-def test_a_report_tells_by_what_each_peer_is_read_once() -> None:
+def test_a_report_names_by_what_each_peer_is_read_once() -> None:
     """What has changed only; all of it to a home node that has started again; no metric of it."""
     used = {"aa": "shm", "bb": "tcp"}
     report = ClientReport(Metrics(), lambda: used)
 
-    def told() -> dict[str, object]:
+    def reported() -> dict[str, object]:
         counted = report.take()
         assert counted is None or absorb(Metrics(), counted) == 0
         return {} if counted is None else dict(counted.counts)
 
     one, two = "peer_fabric/aa", "peer_fabric/bb"
-    assert told() == {one: "shm", two: "tcp"}
-    assert told() == {}
+    assert reported() == {one: "shm", two: "tcp"}
+    assert reported() == {}
     used["bb"] = "rdma"
-    assert told() == {two: "rdma"}
+    assert reported() == {two: "rdma"}
     report.begin_again()
-    assert told() == {one: "shm", two: "rdma"}
+    assert reported() == {one: "shm", two: "rdma"}
     assert absorb(Metrics(), Counted({one: "carrier pigeon"}, b"")) == 1
     used |= {f"{peer:x}": "tcp" for peer in range(2 * PEERS_MAX)}
-    assert len(told()) == PEERS_MAX == len(told())
-    assert told() == {}
+    assert len(reported()) == PEERS_MAX == len(reported())
+    assert reported() == {}
 
 
 class LooksCounted:
@@ -75,7 +75,7 @@ class LooksCounted:
         return []
 
 
-def test_a_report_looks_at_the_counters_it_tells_and_not_at_all_metrics() -> None:
+def test_a_report_looks_at_the_counters_it_reports_and_not_at_all_metrics() -> None:
     """It is made every second in the engine's process, whose threads wait meanwhile."""
     metrics, everything = Metrics(), LooksCounted()
     metrics.registry.register(everything)
@@ -89,7 +89,7 @@ def test_a_report_looks_at_the_counters_it_tells_and_not_at_all_metrics() -> Non
 def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
     """Unknown names and labels, negative and endless figures change nothing."""
     node = Metrics()
-    lies = {
+    forged = {
         "pages_evicted": 5, "registry": 1, "pages_hit/pigeon": 1, "pages_hit": 1,
         "exists_asked/x": 1, "bytes_written": -1, "exists_found": float("inf"),
         "pages_unpublished": "many", "pages_hit/shm": 1e308, "pages_hit/tcp": 2**63,
@@ -98,7 +98,7 @@ def test_what_no_correct_client_reports_is_ignored_and_counted() -> None:
     with np.errstate(over="ignore"):
         calls = np.array(times, CALL).tobytes()
 
-    assert absorb(node, Counted(lies, calls)) == len(lies) + len(times)
+    assert absorb(node, Counted(forged, calls)) == len(forged) + len(times)
     assert not node.latency_s.snapshot()
     assert value(node, "pages_evicted_total") == 0
 

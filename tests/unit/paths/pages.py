@@ -21,7 +21,7 @@ def named(*names: str) -> PageKeys:
 
 
 def content_of(name: str, size: int = PAGE) -> Page:
-    """Return bytes that tell whose they are."""
+    """Return bytes that show whose they are."""
     unit = f"<{name}>".encode()
     content: Page = np.frombuffer((unit * (size // len(unit) + 1))[:size], np.uint8).copy()
     return content

@@ -1,4 +1,4 @@
-"""A page store with a small pool of its own, driven by hand: write, load, look at what was told."""
+"""A page store with a small pool of its own, driven by hand: write, load, look at the reports."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Rig:
         self.pool = more.pop("pool", None) or Pool()
         self.log = Log()
         self.facts: queue.SimpleQueue[DiskFact] = queue.SimpleQueue()
-        self.told: list[DiskFact] = []
+        self.reported: list[DiskFact] = []
         self.jobs = 0
         self.store = DiskStore(
             str(path), size_bytes=size_bytes, pool=self.pool.seen(), notify=self.facts.put,
@@ -131,17 +131,17 @@ class Rig:
     def await_fact(
         self, kind: type, job: int | None = None, *, timeout_s: float = TIMEOUT_S
     ) -> Any:
-        """Return the next fact of a kind (and job); others are kept in `told`."""
+        """Return the next fact of a kind (and job); others are kept in `reported`."""
         until = time.monotonic() + timeout_s
         while True:
-            for fact in self.told:
+            for fact in self.reported:
                 if isinstance(fact, kind) and job in (None, getattr(fact, "job", None)):
-                    self.told.remove(fact)
+                    self.reported.remove(fact)
                     return fact
             try:
-                self.told.append(self.facts.get(timeout=until - time.monotonic()))
+                self.reported.append(self.facts.get(timeout=until - time.monotonic()))
             except (queue.Empty, ValueError):
-                raise AssertionError(f"no {kind.__name__}; told {self.told}") from None
+                raise AssertionError(f"no {kind.__name__}; reported {self.reported}") from None
 
     def write(self, numbers: list[int], length: int = 100_000, **more: Any) -> bytes:
         """Commit pages to the pool, write them and keep them in the index; return outcomes."""

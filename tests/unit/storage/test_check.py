@@ -123,7 +123,7 @@ def test_folder_of_a_running_node_is_not_checked_but_counted(
     """A check says so and exits with 2; stats read beside the node."""
     with Rig(tmp_path) as rig:
         rig.write([1, 2, 3])
-        rig.forget([3])  # tells when the rows are in the index
+        rig.forget([3])  # reports when the rows are in the index
 
         refused = main(["disk", "check", str(tmp_path)])
         said = capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_nothing_is_written_to_a_slab_without_a_name(tmp_path: Path) -> None:
 
 
 def test_slab_that_is_missing_at_start_takes_its_pages_with_it(tmp_path: Path) -> None:
-    """Only pages of slabs that are there are told, and the rest serve."""
+    """Only pages of slabs that are there are reported, and the rest serve."""
     with Rig(tmp_path) as rig:
         for begin in range(0, 60, 20):
             rig.write(list(range(begin, begin + 20)))

@@ -117,7 +117,7 @@ def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(
     others = fill(small)
 
     rig = Rig(small, size_bytes=32 * MIB, opened=False)
-    with pytest.raises(AssertionError, match="told \\[\\]"):
+    with pytest.raises(AssertionError, match="reported \\[\\]"):
         rig.await_fact(DiskOpened, timeout_s=0.5)
     others.unlink()
     rig.await_fact(DiskOpened)

@@ -171,7 +171,7 @@ def test_whole_table_is_replaced(tmp_path: Path) -> None:
 SLAB = 64 * 1024
 
 
-def test_entries_touched_since_are_told_coldest_first() -> None:
+def test_entries_touched_since_are_reported_coldest_first() -> None:
     """Only those, in the order of their last touch; what is being written is none of them."""
     index = DiskIndex(capacity_bytes=2 * SLAB, slab_bytes=SLAB)
     keys = b"".join(bytes([n]) * 16 for n in range(5))

@@ -1,4 +1,4 @@
-"""What is said of a page before its job's deadline is final: nothing is told that is not judged."""
+"""What is said of a page before its job's deadline is final: nothing is reported unjudged."""
 
 from __future__ import annotations
 
@@ -150,15 +150,15 @@ def test_page_that_was_read_and_not_judged_is_late(rig: Rig) -> None:
     )
 
     rig.begin(load)
-    told = next(fact for fact in rig.facts if isinstance(fact, LoadDone))
+    reported = next(fact for fact in rig.facts if isinstance(fact, LoadDone))
     rig.finish()
 
-    assert DISK_DONE not in told.outcomes
-    assert told.outcomes == bytes((DISK_LATE, DISK_LATE))
+    assert DISK_DONE not in reported.outcomes
+    assert reported.outcomes == bytes((DISK_LATE, DISK_LATE))
 
 
 def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
-    """Its slot may be reused by then: it is judged before it is told."""
+    """Its slot may be reused by then: it is judged before it is reported."""
     rig.files.stuck_place = 9 * BLOCK
     rig.words[:2] = 2
     records = np.zeros(2, RECORD)
@@ -173,12 +173,12 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
     )
 
     rig.begin(write)
-    told = next(fact for fact in rig.facts if isinstance(fact, WriteDone))
-    # The pool evicts it, well after it was told to be on disk.
+    reported = next(fact for fact in rig.facts if isinstance(fact, WriteDone))
+    # The pool evicts it, well after it was reported to be on disk.
     rig.words[0] = 4
     rig.finish()
 
-    assert told.outcomes == bytes((DISK_DONE, DISK_LATE))
+    assert reported.outcomes == bytes((DISK_DONE, DISK_LATE))
     assert [place for place, _ in rig.files.written] == [BLOCK, 9 * BLOCK]
 
 
@@ -258,7 +258,7 @@ def test_pages_of_a_run_that_fails_are_written_singly() -> None:
 
 
 def test_pages_behind_a_block_at_which_a_read_ends_are_read_singly() -> None:
-    """A device tells what it has read before a bad block, and no error."""
+    """A device reports what it has read before a bad block, and no error."""
     files = Files()
     page = b"p" * BLOCK
 

@@ -178,7 +178,7 @@ def test_when_every_folder_is_foreign_the_reason_names_the_setting(
         (STRANGER, 0o755, f"belongs to uid {STRANGER}"),
     ],
 )
-def test_a_path_that_another_user_may_change_is_told_and_used(
+def test_a_path_that_another_user_may_change_is_reported_and_used(
     tmp_path: Path, which: str, uid: int, mode: int, problem: str
 ) -> None:
     """That user can take a node's folder away, and put none of its own there."""
@@ -189,15 +189,15 @@ def test_a_path_that_another_user_may_change_is_told_and_used(
     judged.chmod(mode)
 
     with Rig(path) as rig:
-        told = [
+        reported = [
             facts["problem"] for _, event, facts in rig.log.lines
             if event == "disk.path_open_to_others"
         ]  # fmt: skip
         rig.write([1])
         assert folder_name(rig) == "0"
 
-    assert len(told) == bool(problem)
-    assert all(problem in each and str(judged) in each for each in told)
+    assert len(reported) == bool(problem)
+    assert all(problem in each and str(judged) in each for each in reported)
 
 
 @contextmanager
@@ -264,9 +264,13 @@ def test_tools_take_a_folder_as_it_is(tmp_path: Path) -> None:
         known = rig.parts.folder
     empty = open_folder(tmp_path / "empty", None)
     assert (empty.slab_bytes, empty.slab_count, empty.fresh) == (MIB, 0, True)
-    told = open_folder(known.path, None)
-    assert (told.slab_bytes, told.slab_count, told.fresh) == (known.slab_bytes, 1, False)
-    told.close()
+    reported = open_folder(known.path, None)
+    assert (reported.slab_bytes, reported.slab_count, reported.fresh) == (
+        known.slab_bytes,
+        1,
+        False,
+    )
+    reported.close()
     empty.close()
     for version, slab_bytes in ((FORMAT_VERSION, 4 * MIB), (FORMAT_VERSION + 1, MIB)):
         superblock = {"format": version, "slab_bytes": 4 * MIB}

@@ -47,8 +47,8 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 
 def files_of(folder: Folder, log: Log | None = None, **settings: Any) -> SlabFiles:
-    told = {"free_floor": 0.0, "log": log or Log(), "read_only": False} | settings
-    return SlabFiles(folder, **told)
+    reported = {"free_floor": 0.0, "log": log or Log(), "read_only": False} | settings
+    return SlabFiles(folder, **reported)
 
 
 def write(files: SlabFiles, number: int, blocks: int = 1) -> None:
@@ -135,7 +135,7 @@ def test_no_descriptor_is_closed_under_a_call(
 
 
 @pytest.mark.parametrize("number", slab_files.NO_ROOM)
-def test_a_file_system_that_runs_full_is_told_as_such(
+def test_a_file_system_that_runs_full_is_reported_as_such(
     files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """By a write, too: not every file system keeps what it has allocated."""
@@ -330,7 +330,7 @@ def test_of_two_rows_of_one_place_or_one_key_the_newest_stays() -> None:
     assert sorted(kept(*reversed(rows))) == [2, 3]
 
 
-def test_rows_are_told_coldest_first() -> None:
+def test_rows_are_reported_coldest_first() -> None:
     """Of equal age the one that was written first."""
     rows = [
         row(1, place(0), used=9),

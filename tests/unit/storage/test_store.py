@@ -64,12 +64,12 @@ def test_neighbours_are_moved_by_one_call(tmp_path: Path, monkeypatch: pytest.Mo
         assert calls == [1, 24, -24]
 
 
-def test_restart_tells_the_coldest_page_first(tmp_path: Path) -> None:
+def test_restart_reports_the_coldest_page_first(tmp_path: Path) -> None:
     """What was used last comes last, so that an index that loads it in order knows its age."""
     with Rig(tmp_path) as rig:
         rig.write([1, 2, 3])
         rig.write([4])
-    # Seconds are coarse: the index is told that they have passed.
+    # Seconds are coarse: the index is shown that they have passed.
     with sqlite3.connect(tmp_path / "0" / "index.sqlite") as index:
         index.execute("UPDATE slots SET used = used - 100")
     index.close()
@@ -135,7 +135,7 @@ def test_page_that_is_evicted_while_it_is_written_is_not_there(tmp_path: Path) -
 
 
 def test_page_whose_bytes_are_not_those_of_its_record_is_not_written(tmp_path: Path) -> None:
-    """A checksum that the record tells is compared with what is in the pool."""
+    """A checksum that the record contains is compared with what is in the pool."""
     from peercache.model.records import HAS_CHECKSUM
 
     with Rig(tmp_path) as rig:

@@ -235,11 +235,11 @@ def _live(settings: dict[str, str], log: Log, **more: str) -> LiveTls:
 
 
 def test_renewed_certificate_is_taken_without_a_restart(certificates: Certificates) -> None:
-    """Each user of the certificates is told once."""
+    """Each user of the certificates is notified once."""
     settings, log = certificates.node("a"), Log()
     live = _live(settings, log)
-    told: list[int] = []
-    live.on_change(lambda changed: told.append(changed.files.serial))
+    reported: list[int] = []
+    live.on_change(lambda changed: reported.append(changed.files.serial))
     old = live.files.serial
 
     assert not live.look()
@@ -248,7 +248,7 @@ def test_renewed_certificate_is_taken_without_a_restart(certificates: Certificat
     assert not live.look()
 
     assert live.files.serial != old
-    assert told == [live.files.serial]
+    assert reported == [live.files.serial]
     assert log.events() == ["tls.files_changed"]
 
 
@@ -301,7 +301,7 @@ def test_certificate_that_soon_expires_is_logged_once_a_day(certificates: Certif
 
 
 def _names(settings: dict[str, str]) -> tuple[str, list[str]]:
-    """Return what nng tells of a peer: its common name and its alternative names."""
+    """Return what nng reports of a peer: its common name and its alternative names."""
     files = _load(settings, is_node=False)
     return common_name_of(files.serial), ["peercache", files.identity.uri()]
 
@@ -350,7 +350,7 @@ def test_peer_of_another_cluster_is_refused(certificates: Certificates, tmp_path
     assert caught.value.reason == "cluster"
 
 
-def test_list_that_a_peer_tells_is_kept(certificates: Certificates, tmp_path: Path) -> None:
+def test_list_that_a_peer_reports_is_kept(certificates: Certificates, tmp_path: Path) -> None:
     """A node that restarts without its peers still refuses."""
     settings = {**certificates.node("a"), "tls_crl": str(tmp_path / "kept.crl")}
     bad = _names(certificates.client("bad"))
@@ -361,13 +361,13 @@ def test_list_that_a_peer_tells_is_kept(certificates: Certificates, tmp_path: Pa
     certificates.client("worse")
     certificates.authority.revoke("client-worse")
     newer = (certificates.folder / "revoked.crl").read_text()
-    told: list[LiveTls] = []
-    live.on_change(told.append)
+    reported: list[LiveTls] = []
+    live.on_change(reported.append)
 
     assert live.take_list(newer)
     assert not live.take_list(newer)
     assert not live.take_list(text)
-    assert told == [live]
+    assert reported == [live]
     assert not live.look()
 
     again = _live(settings, Log())
@@ -474,7 +474,7 @@ def test_list_of_the_replaced_authority_stops_no_start(
 def test_list_is_taken_beside_one_of_an_unknown_authority(
     certificates: Certificates, tmp_path: Path, *, is_first: bool
 ) -> None:
-    """A node that trusts two authorities tells both lists to one that trusts one of them."""
+    """A node that trusts two authorities reports both lists to one that trusts one of them."""
     other = Certificates(tmp_path / "other")
     other.client("x")
     other.authority.revoke("client-x")
@@ -626,11 +626,11 @@ def test_list_that_could_not_be_read_is_read_when_there_is_a_descriptor(
 def test_what_did_not_follow_a_change_is_asked_to_do_so_again(certificates: Certificates) -> None:
     """A part of the node that has no descriptor for the new certificate gets it later."""
     live = _live(certificates.node("a"), Log())
-    told: list[int] = []
+    reported: list[int] = []
 
     def follow(changed: LiveTls) -> None:
-        told.append(changed.files.serial)
-        if len(told) == 1:
+        reported.append(changed.files.serial)
+        if len(reported) == 1:
             raise OSError(24, "Too many open files")
 
     live.on_change(follow)
@@ -641,4 +641,4 @@ def test_what_did_not_follow_a_change_is_asked_to_do_so_again(certificates: Cert
     live.look()
     live.look()
 
-    assert told == [live.files.serial] * 2
+    assert reported == [live.files.serial] * 2

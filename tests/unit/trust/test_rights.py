@@ -229,7 +229,7 @@ def test_a_nodes_certificate_says_what_it_may_clear() -> None:
 
 @pytest.mark.parametrize("kind", [OpenChannel, RequestChanges])
 def test_a_restricted_client_gets_no_queue_pair_and_follows_no_node(kind: type[Message]) -> None:
-    """One key of a memory region opens all of it, and page keys do not tell their namespace."""
+    """One key of a memory region opens all of it, and page keys do not show their namespace."""
     opened = sample(kind, 0)
     restricted = spaces_of(Identity("c", CertificateRole.CLIENT, "a", ("ours",)))
 

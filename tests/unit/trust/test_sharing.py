@@ -229,7 +229,7 @@ sys.stdin.readline()
 
 @needs_root
 def test_a_listener_of_another_uid_at_our_own_socket_is_refused(tmp_path: Path) -> None:
-    """Whose file it is tells nothing: the kernel knows which process listens."""
+    """Whose file it is shows nothing: the kernel knows which process listens."""
     path = str(tmp_path / "home.ipc")
     serving = subprocess.Popen(
         [sys.executable, "-c", SERVE, path, str(STRANGER)],
@@ -352,7 +352,7 @@ def _ends(accepted: socket.socket) -> tuple[tuple[str, int], tuple[str, int]]:
 @needs_root
 @pytest.mark.parametrize("look", ["_uid_by_netlink", "_uid_by_table"])
 @pytest.mark.parametrize(("listen", "connect"), WAYS)
-def test_a_loopback_connection_tells_the_uid_of_its_other_end(
+def test_a_loopback_connection_reports_the_uid_of_its_other_end(
     listen: str, connect: str, look: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By either of the kernel's interfaces, and for IPv4 on a socket of IPv6."""

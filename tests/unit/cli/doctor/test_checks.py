@@ -96,10 +96,10 @@ def test_good_host_has_no_problem_and_says_what_it_would_use() -> None:
 
     assert {finding.level for finding in findings} == {GOOD}
     assert not any(finding.fix for finding in findings)
-    told = " ".join(finding.text for finding in findings)
-    assert "mlx5_0 would be used" in told
-    assert "0000:ffff:0a00:0001" in told
-    assert "11.40 GB/s" in told
+    reported = " ".join(finding.text for finding in findings)
+    assert "mlx5_0 would be used" in reported
+    assert "0000:ffff:0a00:0001" in reported
+    assert "11.40 GB/s" in reported
 
 
 def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
