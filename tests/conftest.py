@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +136,12 @@ def log_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)  # Not its attribute: loggers remember which levels they write.
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    """Give a folder of its own in shared memory."""
+    parent = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=parent if parent.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)

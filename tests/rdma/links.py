@@ -14,6 +14,11 @@ from pathlib import Path
 FAMILIES = ("-4", "-6")
 
 
+def received_bytes(interface: str) -> int:
+    """Return what an interface has counted."""
+    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text())
+
+
 def pull(end: str) -> list[tuple[str, str]]:
     """Take an interface down; its device's port goes down. The answer is for `plug`."""
     kept = [

@@ -32,6 +32,7 @@ from tests.contracts.fabric_suite import (
 from tests.pace import FACTOR, PROMPT_S, assert_within, at_best
 from tests.rdma import links
 from tests.rdma.fabric_bench import RdmaBench, forged
+from tests.rdma.links import received_bytes
 
 pytestmark = pytest.mark.rdma
 
@@ -318,11 +319,6 @@ def test_one_of_two_rails_that_dies_is_left_out_and_comes_back(segment: Publishe
 
     assert alone == 0
     assert again > PAGES * PAGE_BYTES // 4
-
-
-def received_bytes(interface: str) -> int:
-    """What an interface has counted."""
-    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text())
 
 
 @pytest.mark.parametrize("how", ["pulled", "cut in silence"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from peercache import Client
 from peercache.errors import ConfigError
 from tests.pace import wait_until
 from tests.rdma import links
+from tests.rdma.links import received_bytes
 from tests.system.nodes import (
     PAGE_BYTES,
     LocalCluster,
@@ -56,11 +56,6 @@ def hosts() -> Iterator[TwoHosts]:
     """No node yet."""
     with TwoHosts() as cluster:
         yield cluster
-
-
-def received_bytes(interface: str) -> int:
-    """What an interface has counted."""
-    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text())
 
 
 def stored(client: Client, name: str) -> list[str]:

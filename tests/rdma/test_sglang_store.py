@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.rdma.links import received_bytes
+
 pytestmark = [
     pytest.mark.rdma,
     pytest.mark.filterwarnings("default"),
@@ -99,8 +101,3 @@ def test_pages_travel_between_engines_by_one_sided_reads(
     assert (stored, loaded) == (PAGES, (PAGES, True))
     # Nothing but packets of RDMA goes over that interface.
     assert received_bytes("rd2") - before > 10_000
-
-
-def received_bytes(interface: str) -> int:
-    """What an interface of the guest has counted."""
-    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text())

@@ -351,10 +351,6 @@ class Listener:
         """Return the open connections, oldest first."""
         return list(self._open_pipes)
 
-    def pipe_count(self) -> int:
-        """Return the number of open connections."""
-        return len(self._open_pipes)
-
     def close(self) -> None:
         """Stop listening and end every pipe."""
         self._is_closed = True

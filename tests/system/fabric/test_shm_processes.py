@@ -13,9 +13,7 @@ import pytest
 from peercache.fabric.shm import ShmFabric
 from peercache.memory.layout import segment_name
 from peercache.model.member import Member
-from tests.unit.fabric.test_shm import FOREVER, NODE, Bytes, asking, fabric, member, shm_dir
-
-__all__ = ["shm_dir"]
+from tests.unit.fabric.test_shm import FOREVER, NODE, Bytes, asking, fabric, member
 
 OWNER = """
 import sys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,15 +39,6 @@ class Clock:
     def __call__(self) -> float:
         """Return the time."""
         return self.now
-
-
-@pytest.fixture
-def shm_dir() -> Iterator[Path]:
-    """Give a folder of its own in shared memory."""
-    parent = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=parent if parent.is_dir() else None))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,15 +56,6 @@ class Owner:
     def _line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
-
-
-@pytest.fixture
-def shm_dir() -> Iterator[Path]:
-    """Give a folder of its own in shared memory."""
-    parent = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=parent if parent.is_dir() else None))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

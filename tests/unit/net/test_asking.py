@@ -244,7 +244,7 @@ def test_many_threads_share_an_asker(tmp_path: Path) -> None:
             for done in [threads.submit(work, thread) for thread in range(12)]:
                 done.result()
 
-        wait_until(lambda: one.listener.pipe_count() <= OF_ONE_MAX)
+        wait_until(lambda: len(one.listener.pipes()) <= OF_ONE_MAX)
 
 
 def test_a_peer_without_an_address_has_failed_at_once() -> None:
@@ -319,16 +319,16 @@ def test_a_connection_takes_as_many_open_files_as_the_bound_counts(local: Peer) 
     """The end at the peer is in this process, too."""
     with Asking({7: local.url}) as client:
         client.ask(7)
-        wait_until(lambda: local.listener.pipe_count() == 1)
+        wait_until(lambda: len(local.listener.pipes()) == 1)
 
         def taken() -> int:
             before = files_open()
             lease = client.asker.connections.lease(7, fresh=True)
             assert lease is not None
-            wait_until(lambda: local.listener.pipe_count() == 2)
+            wait_until(lambda: len(local.listener.pipes()) == 2)
             count = files_open() - before - 1
             lease.close()
-            wait_until(lambda: local.listener.pipe_count() == 1)
+            wait_until(lambda: len(local.listener.pipes()) == 1)
             return count
 
         # Again, where what an earlier test has closed ends meanwhile.
@@ -381,11 +381,11 @@ def test_forgotten_peers_have_no_connection_left(local: Peer) -> None:
         client.ask(7)
         client.asker.forget({7})
         # On a machine that was paused a second connection was tried, and goes by itself.
-        wait_until(lambda: local.listener.pipe_count() == 1)
+        wait_until(lambda: len(local.listener.pipes()) == 1)
 
         client.asker.forget(set())
 
-        wait_until(lambda: local.listener.pipe_count() == 0)
+        wait_until(lambda: len(local.listener.pipes()) == 0)
 
 
 def test_after_close_nothing_is_asked(local: Peer) -> None:
@@ -397,7 +397,7 @@ def test_after_close_nothing_is_asked(local: Peer) -> None:
     began = time.monotonic()
     assert client.ask(7) == [None]
     assert_within(time.monotonic() - began, PROMPT_S)
-    wait_until(lambda: local.listener.pipe_count() == 0)
+    wait_until(lambda: len(local.listener.pipes()) == 0)
 
 
 def test_two_hundred_askers_leave_nothing_behind(local: Peer) -> None:
@@ -409,12 +409,12 @@ def test_two_hundred_askers_leave_nothing_behind(local: Peer) -> None:
 
     for _ in range(5):
         cycle()
-    wait_until(lambda: local.listener.pipe_count() == 0)
+    wait_until(lambda: len(local.listener.pipes()) == 0)
     before = files_open(), threads_running()
 
     for _ in range(200):
         cycle()
 
-    wait_until(lambda: local.listener.pipe_count() == 0)
+    wait_until(lambda: len(local.listener.pipes()) == 0)
     wait_until(lambda: files_open() <= before[0])
     assert threads_running() <= before[1]

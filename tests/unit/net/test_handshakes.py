@@ -160,7 +160,7 @@ def test_half_handshakes_end_after_a_silence_and_no_other_connection_does(
             assert closed(each)
         # nng closes its ends, too.
         wait_until(lambda: halves.end_silent(listener.remotes(), most=100) == [])
-        assert listener.pipe_count() == 1
+        assert len(listener.pipes()) == 1
         client.send(b"still here")
         wait_until(lambda: listener.receive_now() is not None)
         elsewhere[0].send(b"x")
@@ -187,7 +187,7 @@ def test_of_too_many_half_handshakes_the_longest_silent_end(
         with pytest.raises(BlockingIOError):
             each.recv(1)
     with connected(listener, certificates):
-        assert listener.pipe_count() == 1
+        assert len(listener.pipes()) == 1
     for each in (*early, *late):
         each.close()
 
@@ -206,7 +206,7 @@ def test_half_handshakes_are_ended_without_a_free_descriptor(
 
     assert ended == ["127.0.0.1"] * 6
     with connected(listener, certificates):
-        assert listener.pipe_count() == 1
+        assert len(listener.pipes()) == 1
 
 
 @pytest.mark.parametrize(
@@ -237,13 +237,13 @@ def test_a_peer_that_came_in_is_none_of_them_at_any_address(
         for host in hosts:
             with connected(listener, certificates, host):
                 assert halves.end_silent([], most=100) != []
-                wait_until(lambda: listener.pipe_count() == 0)
+                wait_until(lambda: len(listener.pipes()) == 0)
             # The dialer may have begun to dial again before it was closed.
             wait_until(lambda: halves.end_silent([], most=100) == [])
             with connected(listener, certificates, host):
                 assert halves.end_silent(listener.remotes(), most=100) == []
-                assert listener.pipe_count() == 1
-            wait_until(lambda: listener.pipe_count() == 0)
+                assert len(listener.pipes()) == 1
+            wait_until(lambda: len(listener.pipes()) == 0)
     finally:
         listener.close()
 
@@ -287,7 +287,7 @@ def connected(
         tls=control_tls(certificates, "client-fine"),
     )
     assert is_in.wait(TIMEOUT_S)
-    wait_until(lambda: listener.pipe_count() == 1)
+    wait_until(lambda: len(listener.pipes()) == 1)
     yield dialer
     dialer.close()
 

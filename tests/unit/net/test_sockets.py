@@ -78,7 +78,7 @@ def test_answers_go_back_on_the_pipe_they_are_for(tmp_path: Path) -> None:
         assert listener.reply(pipes[i], b"to %d" % i)
 
     assert [received(caller) for caller in callers] == [b"to 0", b"to 1"]
-    assert listener.pipe_count() == 2
+    assert len(listener.pipes()) == 2
     for caller in callers:
         caller.close()
     listener.close()
@@ -136,7 +136,7 @@ def test_an_ended_connection_is_reported_and_leaves_no_entry(tmp_path: Path) -> 
         listener, url, ended = listening(tmp_path)
         caller = Dialer(url)
         caller.send(b"last words")
-        wait_until(lambda: listener.pipe_count() == 1)
+        wait_until(lambda: len(listener.pipes()) == 1)
         # Through the kernel: only nng knows of the message so far.
         time.sleep(pace_s)
         caller.close()
@@ -148,7 +148,7 @@ def test_an_ended_connection_is_reported_and_leaves_no_entry(tmp_path: Path) -> 
     assert message == (pipe, b"last words")
     assert not listener.is_open(pipe)
     assert not listener.reply(pipe, b"too late")
-    assert listener.pipe_count() == 0
+    assert len(listener.pipes()) == 0
     listener.close()
 
 
@@ -395,10 +395,10 @@ def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
     while listener.receive_now() is not None:
         pass
 
-    wait_until(lambda: listener.pipe_count() == 0)
+    wait_until(lambda: len(listener.pipes()) == 0)
     wait_until(lambda: files_open() <= before)
     while listener.receive_now() is not None:
         pass
-    wait_until(lambda: listener.pipe_count() == 0)
+    wait_until(lambda: len(listener.pipes()) == 0)
     assert len(ended) == len(set(ended))
     listener.close()

@@ -15,6 +15,16 @@ from sims.content import Page
 PAGE = 512
 
 
+class Clock:
+    """A time that is set."""
+
+    now = 5.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
 def named(*names: str) -> PageKeys:
     """Return page keys for readable names."""
     return page_keys(names, bytes(16))

@@ -14,20 +14,11 @@ from peercache.paths.costs import (
     ReadCosts,
     cheapest,
 )
-from tests.unit.paths.pages import content_of
+from tests.unit.paths.pages import Clock, content_of
 from tests.unit.paths.world import World
 
 MIB = 2**20
 MEMORY, DISK = (3, False), (3, True)
-
-
-class Clock:
-    """A time that is set."""
-
-    now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def seconds(line: Line | None, size: int) -> float:

@@ -27,6 +27,7 @@ from peercache.paths.costs import MEASURED_BYTES, MEASURED_MAX, MEASURED_S, Read
 from peercache.paths.lookup import Search
 from peercache.wire.messages.directory import Located, Lookup
 from peercache.wire.messages.session import Refused
+from tests.unit.paths.pages import Clock
 from tests.unit.paths.world import PAGE, Node, World, content_of, named
 
 
@@ -474,15 +475,6 @@ def test_exists_forgets_what_it_knows_when_the_home_node_has_removed_something(
 
 
 MIB = 2**20
-
-
-class Clock:
-    """A time that is set."""
-
-    now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def read_of(holder: int, size: int) -> PeerRead:
