@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -322,7 +321,13 @@ def test_close_ends_everything_and_may_be_repeated(store: MemoryPages) -> None:
         engine.connector.store_kv_async(name, mapping_of(PAGES), TOKENS)[0] for name in "abcd"
     ]
     assert store.entered.acquire(timeout=TIMEOUT_S)
-    threading.Timer(0.05, store.go.set).start()
+
+    def goes_on(_: Any) -> None:
+        if all(future.done() for future in futures[1:]):
+            store.go.set()
+
+    for future in futures[1:]:
+        future.add_done_callback(goes_on)
     engine.connector.close()
     engine.connector.close()
 

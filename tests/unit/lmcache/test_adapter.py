@@ -13,7 +13,7 @@ import pytest
 
 from peercache.client.home import HomeState
 from peercache.errors import ConfigError
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.engines.fake_client import FakeClient
 from tests.unit.lmcache import fake_lmcache
 from tests.unit.lmcache.fake_lmcache import MemoryObject, ObjectKey, layout, readable
@@ -33,7 +33,9 @@ def adapter(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return an adapter over the fake client."""
     fake_lmcache.install(monkeypatch)
     module = importlib.import_module("peercache.lmcache")
-    adapter = module.PeerCacheL2Adapter({}, client_factory=fake.open)
+    # A lookup or load that waits for a quarter of it before a thread takes it is a miss.
+    settings = {"op_timeout_s": 4 * TIMEOUT_S}
+    adapter = module.PeerCacheL2Adapter(settings, client_factory=fake.open)
     yield adapter
     fake.may_answer.set()
     adapter.close()

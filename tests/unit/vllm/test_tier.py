@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from peercache.errors import ConfigError
-from tests.pace import wait_until
+from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.engines.fake_client import FakeClient
 from tests.unit.events.test_held import Node
 from tests.unit.vllm import fake_vllm
@@ -61,7 +61,11 @@ def make(
     spec: Any = None,
     **settings: Any,
 ) -> Any:
-    """Build a tier as vLLM's scheduler does, which has the engine's configuration."""
+    """Build a tier as vLLM's scheduler does, which has the engine's configuration.
+
+    A lookup that waits for a quarter of `op_timeout_s` before a thread takes it is a miss.
+    """
+    settings = {"op_timeout_s": 4 * TIMEOUT_S, **settings}
     module = importlib.import_module("peercache.vllm")
     return module.PeerCacheTier(
         offloading_spec=spec or fake_vllm.spec(),
