@@ -151,6 +151,7 @@ def timeout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     For a conftest to import, with `stalls`: it holds in its folder.
     """
+    monkeypatch.setattr(home, "ATTACH_S", PROMPT_S)
     if "stalls" not in request.fixturenames:
         no_peer_is_taken_for_hung(monkeypatch)
 

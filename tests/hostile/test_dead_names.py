@@ -26,7 +26,7 @@ from peercache import Client
 began = time.monotonic()
 client = Client.open(
     discovery_addr=("head-1.dead:31998", "head-2.dead:31998", "head-3.dead:31998"),
-    embedded=True, insecure=True, pool_size="16MiB", metrics_port=0,
+    embedded=True, insecure=True, pool_size="16MiB", metrics_port=0, op_timeout_s=60,
 )
 opened_s = time.monotonic() - began
 page = bytes(range(256)) * 64
