@@ -81,7 +81,8 @@ async def _remove(world: World, client: SimClient, page: int) -> bool:
 
 async def _look(world: World, client: SimClient, page: int) -> None:
     rng = world.stream("looks")
-    read = await world.calls.get(client, [page], rng, 2.0)
-    named = await world.calls.exists(client, [page])
-    if not (read[0] and named[0]):
-        raise Violation("removed-found", f"{client.place.name} finds page {page}: {read} {named}")
+    is_missed = (await world.calls.get(client, [page], rng, 2.0))[0]
+    is_absent = (await world.calls.exists(client, [page]))[0]
+    if not (is_missed and is_absent):
+        by = " and ".join(["get"] * (not is_missed) + ["exists"] * (not is_absent))
+        raise Violation("removed-found", f"{client.place.name} finds page {page} by {by}")

@@ -56,6 +56,8 @@ _load = function(
 class Ring:
     """The reads in flight of one thread."""
 
+    _at: int | None = None
+
     def __init__(
         self, pool: memoryview, blocks: memoryview, *, pages_max: int, slab_bytes: int, depth: int
     ) -> None:
@@ -66,7 +68,7 @@ class Ring:
             _address(pool), _address(blocks), SLOT_FORMAT, checksum_of, len(pool), slab_bytes,
             pages_max, depth,
         )  # fmt: skip
-        self._at: int | None = _open(setting) if checksum_of else None
+        self._at = _open(setting) if checksum_of else None
 
     @property
     def is_open(self) -> bool:

@@ -44,9 +44,9 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
         members = {each.status.incarnation: each for each in operator.statuses()}
         timeout_s = TIMEOUT_FRACTION * wanted.timeout_s
         answer = operator.ask(Clear(0, Namespace(namespace).space_tag(), timeout_s), Removed)
-    missed = dict(_named(members, each) for each in answer.missed)
+    missed = [_named(members, each) for each in answer.missed]
     if as_json:
-        print(json.dumps({"removed": answer.count, "missed": list(missed)}))
+        print(json.dumps({"removed": answer.count, "missed": [name for name, _ in missed]}))
         return 0 if answer.count and not missed else EXIT_WRONG
     if not answer.count and not missed:
         print(
@@ -56,11 +56,11 @@ def clear(*, namespace: str, yes: bool, as_json: bool, **target: Any) -> int:
         )
         return EXIT_WRONG
     print(f"removed {answer.count} pages of {namespace!r}")
-    for name, seen in missed.items():
+    for name, seen in missed:
         if seen in {"dead", "left"}:
             print(
-                f"! {name} has just ended ({seen}), and engines may still find pages of it: run "
-                "this again in 10 seconds"
+                f"! {name} has just ended ({seen}), and engines may still find its pages: run this "
+                "again in 10 seconds"
             )
         else:
             print(f"! {name} did not answer, and may still hold some: run this again once it does")
