@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,17 @@ class Timed:
     def __init__(self, sample: Any) -> None:
         """Count from here."""
         self.sample, self.seconds = sample, 0.0
+        for _ in range(TURNS):
+            self._add(lambda: None)
+        self.clock, self.seconds = self.seconds / TURNS, 0.0
 
     def use(self, *arguments: Any) -> None:
         """Use it."""
+        self._add(self.sample.use, *arguments)
+
+    def _add(self, function: Callable[..., None], *arguments: Any) -> None:
         began = time.thread_time()
-        self.sample.use(*arguments)
+        function(*arguments)
         self.seconds += time.thread_time() - began
 
 
@@ -92,7 +98,9 @@ def print_costs() -> None:
             for _ in range(TURNS):
                 act()
             rounds.append((time.thread_time() - began, timed.seconds - before))
-        whole, part = (min(times) / TURNS * 1e6 for times in zip(*rounds, strict=True))
+        whole, part = (
+            (min(times) / TURNS - timed.clock) * 1e6 for times in zip(*rounds, strict=True)
+        )
         print(f"{name:>8} {whole:7.0f} µs, sample {part:5.1f} µs, {part / whole:.1%}")
 
 

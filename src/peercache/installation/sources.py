@@ -19,6 +19,7 @@ SOURCES = (
     "actors/publisher/_streams.c",
     "model/_keys.c",
     "model/_records.c",
+    "model/_reuse.c",
     "memory/_scatter.c",
     "memory/_seals.c",
     "memory/_table_reading.c",

@@ -92,6 +92,8 @@ class NodeActors:
             mirror_share=config.mirror_share,
             quotas=config.quotas,
             copies=config.copies,
+            # Not from `rng`, as the seed of the directory.
+            reuse_seed=secrets.randbits(64),
         )
         self.disk = _disk(config, metrics)
         self.promote = Promoter(wish_rate=config.disk_promote_rate, metrics=metrics)

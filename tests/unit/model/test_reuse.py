@@ -119,14 +119,16 @@ def test_nothing_is_estimated_before_any_use() -> None:
 def test_what_a_client_asks_for_and_then_reads_is_one_use() -> None:
     """Of another client, or later, it is another one."""
 
+    pages = 4 * SHORT_USES
+
     def rate(*calls: tuple[int, float]) -> tuple[float, float]:
         sample = ReuseSample()
         for client, now in calls:
-            use(sample, range(SHORT_USES), client, now)
-        return sample.uses(), sample.hit_rates([10.0 * SHORT_USES])[0]
+            use(sample, range(pages), client, now)
+        return sample.uses(), sample.hit_rates([10.0 * pages])[0]
 
-    assert rate((7, 1.0), (7, 1.5)) == (SHORT_USES, 0.0)
-    twice = pytest.approx((2 * SHORT_USES, 0.5), rel=0.1)
+    assert rate((7, 1.0), (7, 1.5)) == (pages, 0.0)
+    twice = pytest.approx((2 * pages, 0.5), rel=0.1)
     assert rate((7, 1.0), (8, 1.5)) == twice
     assert rate((7, 1.0), (7, 1.5 + ONE_USE_S)) == twice
 

@@ -187,6 +187,7 @@ class Pool:
         mirror_share: float = 0.0,
         quotas: Sequence[QuotaRule] = (),
         copies: int = 1,
+        reuse_seed: int = 0,
     ) -> None:
         """Start empty, over page memory whose generation table is all zeros.
 
@@ -196,6 +197,7 @@ class Pool:
         mirror_share: of page_bytes, for copies of pages that other hosts hold.
         quotas:       which namespaces are guaranteed which part of page_bytes.
         copies:       of each page in all; 2: a second one on another node.
+        reuse_seed:   64 bits that no client knows.
         """
         assert page_bytes >= granule > 0, f"{page_bytes} bytes in granules of {granule}"
         assert page_bytes % granule == 0, f"{page_bytes} bytes are no whole granules of {granule}"
@@ -216,7 +218,7 @@ class Pool:
         self.copies = self._copies = Copies(self._pages, self._slots, is_wanted=copies > 1)
         self._retention = Retention(self._slots)
         self._expiry = Expiry(self.tenants)
-        self.reuse = ReuseSample(reach=MEMORY[-1] * page_bytes)
+        self.reuse = ReuseSample(MEMORY[-1] * page_bytes, reuse_seed)
         """Of the pages that clients read here, and set here."""
         self._reservations = Reservations()
         self.mirrors = self._mirrors = Mirrors(int(granules * mirror_share))
