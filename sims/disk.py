@@ -156,16 +156,14 @@ class SimDisk:
             try:
                 next(page)
             except StopIteration as end:
-                found = end.value
-                return found if isinstance(found, tuple) else (found, 0)
+                found: tuple[int, int] = end.value
+                return found
 
     def _answer(self, effect: Write | Load, outcomes: list[tuple[int, int]]) -> None:
         states = bytes(outcome for outcome, _ in outcomes)
-        if isinstance(effect, Write):
-            self._notify(WriteDone(effect.job, states))
-        else:
-            checksums = np.array([checksum for _, checksum in outcomes], np.uint64)
-            self._notify(LoadDone(effect.job, states, checksums))
+        checksums = np.array([checksum for _, checksum in outcomes], np.uint64)
+        done = WriteDone if isinstance(effect, Write) else LoadDone
+        self._notify(done(effect.job, states, checksums))
 
     def _happens(self, chance: float) -> bool:
         return bool(chance) and self._network.faults_on and self._rng.random() < chance

@@ -121,31 +121,34 @@ class Store:
     steps_a_page: int = 2
     unix_s: int = 0
 
-    def write(self, job: Write, at: int, outcome: int = DISK_DONE) -> Generator[None, None, int]:
-        """Write one page of a job; outcome: the intended result."""
+    def write(
+        self, job: Write, at: int, outcome: int = DISK_DONE
+    ) -> Generator[None, None, tuple[int, int]]:
+        """Write one page of a job; outcome: the intended result. Return it, and the checksum."""
         record = job.records[at]
         offset, length = int(record["offset"]), int(record["length"])
         generation, place = int(record["generation"]), int(job.places[at])
         if self.memory.word_at(offset) != generation:
-            return DISK_CHANGED
+            return DISK_CHANGED, 0
         parts: list[Page] = []
         for begin, end in self._steps(length):
             parts.append(self.memory.read(offset + begin, end - begin))
             yield
         if self.memory.word_at(offset) != generation:
-            return DISK_CHANGED
+            return DISK_CHANGED, 0
         if outcome in (DISK_FAILED, DISK_FULL):
-            return outcome
+            return outcome, 0
         data = np.concatenate(parts)
+        checksum = xxhash.xxh3_64_intdigest(data.tobytes())
         key = record["key"].tobytes()
         self.image.used.pop(place, None)
         self.image.slots[place] = StoredPage(
             key, tag_of(*job.namespaces[at].item()), length, int(job.sequences[at]), self.unix_s,
-            xxhash.xxh3_64_intdigest(data.tobytes()), data,
+            checksum, data,
         )  # fmt: skip
         yield
         self.image.note(place, key)
-        return DISK_DONE
+        return DISK_DONE, checksum
 
     def load(
         self, job: Load, at: int, outcome: int = DISK_DONE
@@ -158,7 +161,9 @@ class Store:
         found = None if stored is None else (stored.key, parts_of(stored.namespace), stored.length)
         if stored is None:
             return DISK_DAMAGED, 0
-        if found != (key, job.namespaces[at].item(), int(job.lengths[at])):
+        # Bytes with the checksum that the node knows are the page: its header is not read.
+        is_known = job.known is not None and int(job.known[at]) == stored.checksum
+        if not is_known and found != (key, job.namespaces[at].item(), int(job.lengths[at])):
             return DISK_REPLACED, 0
         offset = int(job.offsets[at])
         for begin, end in self._steps(stored.length):

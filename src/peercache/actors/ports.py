@@ -94,6 +94,9 @@ class Load:
     places:  (n,) uint64, as given to Write or reported by DiskOpened.
     offsets: (n,) uint64, of the slots in page memory.
     until:   deadline, in the actor's time.
+    known:   (n,) uint64, the xxh3_64 of each page, as the store has reported it for this key and
+             place; 0: not known. Bytes with this checksum are the page, so its header is not read,
+             unless they have another one.
     """
 
     job: int
@@ -103,6 +106,7 @@ class Load:
     places: U64
     offsets: U64
     until: float
+    known: U64 | None = None
 
 
 @attrs.frozen(eq=False)
@@ -155,12 +159,16 @@ class DiskOpened:
     unix_s: int
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class WriteDone:
-    """store → disk: the outcome of each page of a Write, one byte each."""
+    """store → disk: the outcome of each page of a Write, one byte each.
+
+    checksums: (n,) xxh3_64 of DONE pages, if the store reports them.
+    """
 
     job: int
     outcomes: bytes
+    checksums: U64 | None = None
 
 
 @attrs.frozen(eq=False)

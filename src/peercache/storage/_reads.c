@@ -36,6 +36,7 @@ struct page {
     uint64_t length; /* It is read in whole blocks. */
     uint64_t place;
     uint64_t offset; /* In the pool. */
+    uint64_t known;  /* The page's checksum: its header is not read. 0: it is. */
 };
 
 /* What is the same for all calls of a thread. */
@@ -58,23 +59,26 @@ struct setting {
 #if defined(IORING_FEAT_SUBMIT_STABLE) && defined(__NR_io_uring_setup)
 #include <sys/mman.h>
 
-/* Return the bytes of a header block and a page in whole blocks. */
-static uint64_t slot_bytes(const struct page *page)
+/* Return the bytes of a page in whole blocks. */
+static uint64_t padded_bytes(const struct page *page)
 {
-    return (1 + (page->length + BLOCK_BYTES - 1) / BLOCK_BYTES) * BLOCK_BYTES;
+    return (page->length + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
 }
 
 static int is_in_pool(const struct setting *setting, const struct page *page)
 {
     return page->length <= setting->pool_bytes && page->offset <= setting->pool_bytes &&
-           slot_bytes(page) - BLOCK_BYTES <= setting->pool_bytes - page->offset;
+           padded_bytes(page) <= setting->pool_bytes - page->offset;
 }
 
 /* Return whether a read of `bytes` (or -errno) brought the page, and what is in its slot is right. */
 static int is_valid(const struct setting *setting, const struct page *page, const struct slot *slot,
                     int64_t bytes)
 {
-    return bytes == (int64_t)slot_bytes(page) &&
+    if (page->known)
+        return bytes == (int64_t)padded_bytes(page) &&
+               setting->checksum_of(setting->pool + page->offset, page->length) == page->known;
+    return bytes == (int64_t)(BLOCK_BYTES + padded_bytes(page)) &&
            memcmp(slot->format, setting->format, sizeof(slot->format)) == 0 &&
            memcmp(slot->key, page->key, KEY_BYTES) == 0 && slot->length == page->length &&
            slot->space == page->space && slot->variant == page->variant &&
@@ -177,13 +181,13 @@ static void queue(struct reads *reads, const struct page *page, uint32_t at, uin
     pieces[0].iov_base = setting->blocks + at * BLOCK_BYTES;
     pieces[0].iov_len = BLOCK_BYTES;
     pieces[1].iov_base = setting->pool + page->offset;
-    pieces[1].iov_len = slot_bytes(page) - BLOCK_BYTES;
+    pieces[1].iov_len = padded_bytes(page);
     memset(entry, 0, sizeof(*entry));
     entry->opcode = IORING_OP_READV;
     entry->fd = page->file;
-    entry->off = page->place % setting->slab_bytes;
-    entry->addr = (uint64_t)(uintptr_t)pieces;
-    entry->len = 2;
+    entry->off = page->place % setting->slab_bytes + (page->known ? BLOCK_BYTES : 0);
+    entry->addr = (uint64_t)(uintptr_t)(page->known ? &pieces[1] : pieces);
+    entry->len = page->known ? 1 : 2;
     entry->user_data = at;
 }
 
@@ -253,7 +257,7 @@ void peercache_reads_load(void *ring, const struct page *pages, uint32_t count, 
             const struct slot *slot = (const void *)(reads->setting.blocks + at * BLOCK_BYTES);
 
             if (is_valid(&reads->setting, &pages[at], slot, entry->res)) {
-                checksums[at] = slot->checksum;
+                checksums[at] = pages[at].known ? pages[at].known : slot->checksum;
                 __atomic_store_n(&outcomes[at], DONE, __ATOMIC_RELEASE);
             }
             __atomic_store_n(reads->done_head, ++head, __ATOMIC_RELEASE);

@@ -72,7 +72,7 @@ class Job:
         if isinstance(self.effect, Load):
             return [LoadDone(self.effect.job, bytes(self.outcomes), self.checksums)]
         if isinstance(self.effect, Write):
-            return [WriteDone(self.effect.job, bytes(self.outcomes))]
+            return [WriteDone(self.effect.job, bytes(self.outcomes), self.checksums)]
         return []
 
     @property

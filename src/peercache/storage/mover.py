@@ -126,6 +126,7 @@ class PageMover:
         offsets: list[int] = records["offset"].tolist()
         views = [self._memory[at : at + _padded(n)] for at, n in zip(offsets, lengths, strict=True)]
         sums = [checksum_of(view[:n]) for view, n in zip(views, lengths, strict=True)]
+        unit.job.checksums[unit.pages.start : unit.pages.stop] = sums
         good = self._unchanged(records) & _fits_checksums(records, sums)
         for index in np.flatnonzero(~good).tolist():
             unit.outcomes[index] = DISK_CHANGED

@@ -25,7 +25,7 @@ small reads."""
 
 _PAGE = np.dtype(
     [("key", KEY), ("space", "<u8"), ("variant", "<u4"), ("file", "<i4"), ("length", "<u8"),
-     ("place", "<u8"), ("offset", "<u8")]
+     ("place", "<u8"), ("offset", "<u8"), ("known", "<u8")]
 )  # fmt: skip
 """`struct page` of _reads.c."""
 
@@ -96,6 +96,7 @@ class Ring:
         pages["length"] = effect.lengths[begin:end]
         pages["place"] = effect.places[begin:end]
         pages["offset"] = effect.offsets[begin:end]
+        pages["known"] = 0 if effect.known is None else effect.known[begin:end]
         _load(
             self._at, _address(pages), len(pages), _address(unit.outcomes),
             _address(unit.job.checksums[begin:]), _address(unit.over),

@@ -286,11 +286,9 @@ class DiskWorld:
             self.late[job] = [at for at, o in enumerate(found) if o == DISK_LATE]
             self.working[-job] = working
         states = bytes(o[0] if isinstance(o, tuple) else o for o in found)
-        if isinstance(working.effect, Write):
-            self.notify("disk", WriteDone(job, states))
-        else:
-            sums = [o[1] if isinstance(o, tuple) else 0 for o in found]
-            self.notify("disk", LoadDone(job, states, np.array(sums, np.uint64)))
+        sums = np.array([o[1] if isinstance(o, tuple) else 0 for o in found], np.uint64)
+        done = WriteDone if isinstance(working.effect, Write) else LoadDone
+        self.notify("disk", done(job, states, sums))
 
     def late_ends(self, job: int) -> None:
         """Let the late pages of a job return, after they have done the worst."""

@@ -53,6 +53,19 @@ def test_promoted_page_is_read_under_a_fresh_record() -> None:
     world.check_records()
 
 
+def test_page_that_was_written_here_is_promoted_without_its_header() -> None:
+    """The node knows its checksum since then."""
+    world = filled()
+    for slot in world.image.slots.values():
+        slot.key = key(POOL + 1)
+
+    world.ask(3)
+    world.finish()
+
+    assert world.promoted() == ([PROMOTED], [key(3)])
+    assert world.where(3) == "memory"
+
+
 def test_two_askers_of_one_page_share_a_load() -> None:
     """The second asker waits for the load that the first began."""
     world = filled()
@@ -261,6 +274,7 @@ class Disk:
         begun = self.index.begin(key(1) + key(2), ones, lengths, ones, 1)
         self.index.finish(begun.entries)
         self.loads = DiskLoads(self.open_index)
+        self.answered = 0
 
     def begin(self, *numbers: int, length: int = LENGTH) -> list[Effect]:
         """Ask for pages, whose slots are at 100, 200, …"""
@@ -271,9 +285,10 @@ class Disk:
         )
 
     def done(self, *outcomes: int) -> list[Effect]:
-        """Answer the only job."""
+        """Answer the oldest job."""
         checksums = np.arange(1, len(outcomes) + 1, dtype=np.uint64) * np.uint64(11)
-        return self.loads.done(LoadDone(1, bytes(outcomes), checksums))
+        self.answered += 1
+        return self.loads.done(LoadDone(self.answered, bytes(outcomes), checksums))
 
     def remove(self, number: int) -> None:
         self.index.remove(self.index.find(key(number)))
@@ -295,6 +310,26 @@ def test_a_page_that_is_removed_while_it_is_loaded_is_not_reported_as_loaded() -
 
     assert reported(disk.done(DISK_DONE, DISK_DONE)) == ([DISK_UNTRIED, DISK_DONE], [11, 22])
     assert len(disk.loads) == 0
+
+
+def test_only_checksums_that_loads_have_found_are_known() -> None:
+    """Those of pages that were here at the start; a page that is stored again has none."""
+    disk = Disk()
+    (load,) = disk.begin(1, 2)
+    disk.done(DISK_DONE, DISK_UNTRIED)
+    (again,) = disk.begin(1, 2)
+    disk.done(DISK_DONE, DISK_DONE)
+    disk.remove(1)
+    ones = np.ones(1, np.uint64)
+    disk.index.finish(disk.index.begin(key(1), ones, np.full(1, LENGTH), ones, 1).entries)
+    (other,) = disk.begin(1, 2)
+
+    loads = [each for each in (load, again, other) if isinstance(each, Load)]
+    assert [each.known.tolist() for each in loads if each.known is not None] == [
+        [0, 0],
+        [11, 0],
+        [0, 22],
+    ]
 
 
 def test_a_page_that_went_before_its_load_is_lost_and_the_others_keep_their_slots() -> None:

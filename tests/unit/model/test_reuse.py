@@ -118,7 +118,6 @@ def test_nothing_is_estimated_before_any_use() -> None:
 
 def test_what_a_client_asks_for_and_then_reads_is_one_use() -> None:
     """Of another client, or later, it is another one."""
-
     pages = 4 * SHORT_USES
 
     def rate(*calls: tuple[int, float]) -> tuple[float, float]:

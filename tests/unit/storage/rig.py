@@ -185,8 +185,9 @@ class Rig:
         return found
 
     def send_load(
-        self, numbers: list[int], *, namespace: int = 5, until_s: float = TIMEOUT_S
-    ) -> tuple[int, list[int]]:
+        self, numbers: list[int], *, namespace: int = 5, until_s: float = TIMEOUT_S,
+        known: np.ndarray | None = None,
+    ) -> tuple[int, list[int]]:  # fmt: skip
         keys = b"".join(key_of(number) for number in numbers)
         entries = self.index.find(keys)
         assert (entries >= 0).all(), "not in the index"
@@ -198,7 +199,7 @@ class Rig:
         self.perform(
             Load(
                 self.jobs, keys, spaces, self.lengths, rows["place"].copy(),
-                np.array(offsets, np.uint64), time.monotonic() + until_s,
+                np.array(offsets, np.uint64), time.monotonic() + until_s, known,
             )
         )  # fmt: skip
         return self.jobs, offsets

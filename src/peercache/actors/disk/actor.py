@@ -200,8 +200,8 @@ class DiskTier:
                 return self._find(message, now)
             case RequestLoad():
                 return self.loads.begin(message, now)
-            case WriteDone(job, outcomes):
-                return self.writes.done(job, outcomes)
+            case WriteDone():
+                return self.writes.done(message)
             case LoadDone():
                 return self.loads.done(message)
             case LateEnded(job, indices):

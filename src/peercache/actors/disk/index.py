@@ -6,7 +6,7 @@ way) is ENDED: its key is removed, and its place is not reused before the last u
 
 Room for new pages comes from empty slots, then from the least recently touched entries of the same
 slot size, or, if entries of another size are much colder, from a whole slab of that size.
-Everything works on batches: numpy arrays, about 80 bytes an entry, no Python object per page. Pure:
+Everything works on batches: numpy arrays, about 90 bytes an entry, no Python object per page. Pure:
 no I/O, no clock of its own; age is counted in touches.
 
 A batch's life: `begin` → Write → `finish` (written) or `abandon` (not). A load: `pin` → Load →
@@ -48,6 +48,7 @@ FIELDS: Final = np.dtype(
         ("place", "<u8"),
         ("sequence", "<u8"),
         ("touched", "<u8"),
+        ("checksum", "<u8"),
         ("namespace", TAG),
         ("length", "<u4"),
         ("used", "<u4"),
@@ -554,6 +555,7 @@ class DiskIndex:
         rows["length"][new] = lengths[pages]
         rows["used"][new] = np.broadcast_to(np.maximum(used, 0), len(lengths))[pages]
         rows["state"][new], rows["pins"][new], rows["touched"][new] = WRITING, 1, 0
+        rows["checksum"][new] = 0
         self._slabs.put(places, new)
         self._keys.add(new, halves[pages])
         return Begun(entries, places, _together(gone))
@@ -599,6 +601,7 @@ class DiskIndex:
         rows = self._new(entries["place"])
         for name in ("sequence", "namespace", "length", "used"):
             self._entries.rows[name][rows] = entries[name]
+        self._entries.rows["checksum"][rows] = 0
         self._entries.rows["state"][rows] = HELD
         blocks = slot_blocks(entries["length"])
         self._slabs.load(entries["place"], blocks, rows)
@@ -619,6 +622,10 @@ class DiskIndex:
         self._entries.rows["touched"][entries] = stamps
         self._eviction.note_touch(entries, stamps)
         self.clock += count
+
+    def note_checksums(self, entries: I64, checksums: U64) -> None:
+        """Note what pinned entries have on disk: it is not read from their headers any more."""
+        self._entries.rows["checksum"][entries] = checksums
 
     def pin(self, entries: I64) -> None:
         """Keep the places of these entries, each named once, until they are unpinned."""

@@ -323,14 +323,16 @@ class DiskLoads:
         job = self.open_index.next_job()
         began = self.open_index.unix_s(now)
         self._loads[job] = _Load(wanted.job, chosen, entries, outcomes, began)
+        rows = index.rows(entries)
         load = Load(
             job,
             np.frombuffer(wanted.keys, KEY)[chosen].tobytes(),
             np.full(len(chosen), tags_of([wanted.namespace])),
             wanted.lengths[chosen].astype(np.uint64),
-            np.ascontiguousarray(index.rows(entries)["place"]),
+            np.ascontiguousarray(rows["place"]),
             wanted.offsets[chosen],
             wanted.until,
+            np.ascontiguousarray(rows["checksum"]),
         )
         return [load]
 
@@ -344,6 +346,8 @@ class DiskLoads:
         else:
             # A page that was removed while it was loaded must not come back.
             results[(results == DISK_DONE) & ~index.is_held(load.entries)] = DISK_UNTRIED
+            is_done = results == DISK_DONE
+            index.note_checksums(load.entries[is_done], done.checksums[is_done])
             for outcome, reason in LOST:
                 wrong = load.entries[results == outcome]
                 self.open_index.count_lost(reason, len(wrong))

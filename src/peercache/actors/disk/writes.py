@@ -39,6 +39,7 @@ from peercache.actors.ports import (
     DISK_LATE,
     DISK_UNTRIED,
     Write,
+    WriteDone,
 )
 from peercache.model.keys import KEY, Tag, Tags, tags_of
 from peercache.model.records import Records
@@ -195,13 +196,16 @@ class DiskWrites:
         used = (self.open_index.unix_s(now) - answer.ages[here]).astype(np.int64)
         return self._begin(records[here], tags[here], now, used) if here.any() else []
 
-    def done(self, number: int, outcomes: bytes) -> list[Effect]:
+    def done(self, done: WriteDone) -> list[Effect]:
         """Take the outcome of a job."""
-        job = self._jobs.pop(number)
+        number, job = done.job, self._jobs.pop(done.job)
         index = self.open_index.index
         if index is None:
             return []
-        states = np.frombuffer(outcomes, np.uint8)
+        states = np.frombuffer(done.outcomes, np.uint8)
+        if done.checksums is not None:
+            is_done = states == DISK_DONE
+            index.note_checksums(job.entries[is_done], done.checksums[is_done])
         self._note_trouble(states)
         for state in np.unique(states[states != DISK_DONE]).tolist():
             self._drop(DROPPED.get(state, "failed"), int((states == state).sum()))

@@ -110,6 +110,9 @@ class Bench:
         self.namespaces = np.full(page_count, tags_of([Namespace().tag()]))
         begun = self.index.begin(b"".join(self.keys), self.namespaces, self.lengths, ones, 0)
         self.places = begun.places
+        self.known = np.zeros(page_count, np.uint64)
+        """The checksums of pages that were written: a node loads those without their headers."""
+        self._written: dict[int, Pages] = {}
         self.calls = self._raw_calls(folder / "raw")
 
     def store_gb_s(self, *, write: bool) -> float:
@@ -236,6 +239,7 @@ class Bench:
 
     def _write(self, pages: Pages) -> None:
         self.jobs += 1
+        self._written[self.jobs] = pages
         self.store.perform(
             Write(
                 self.jobs, self.records[pages], self.namespaces[pages], self.places[pages],
@@ -250,6 +254,7 @@ class Bench:
             Load(
                 self.jobs, keys, self.namespaces[pages], self.lengths[pages],
                 self.places[pages], self.offsets[pages], time.monotonic() + TIMEOUT_S,
+                self.known[pages],
             )
         )  # fmt: skip
 
@@ -257,6 +262,8 @@ class Bench:
         fact = self._take()
         if not isinstance(fact, (WriteDone, LoadDone)):
             raise ConfigError("folder", f"the store ended: {fact}")
+        if isinstance(fact, WriteDone) and fact.checksums is not None:
+            self.known[self._written.pop(fact.job)] = fact.checksums
         return sum(outcome != 0 for outcome in fact.outcomes)
 
     def _take(self) -> DiskFact:
