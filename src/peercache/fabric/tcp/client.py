@@ -380,7 +380,8 @@ class TcpChannel:
         if plan.received < wire.ANSWER_BYTES:
             return 0, failure
         try:
-            reason = wire.decode_status(status.tobytes())
+            raw = status.tobytes()
+            reason = "" if raw == wire.PAGES_FOLLOW else wire.decode_status(raw)
         except RemoteProtocolError:
             return 0, PEER_UNREACHABLE
         if reason:

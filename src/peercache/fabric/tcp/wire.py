@@ -79,6 +79,9 @@ _ANSWER_MAGIC = b"PCta"
 _REQUEST_MAGIC = b"PCtr"
 _RESPONSE_MAGIC = b"PCts"
 
+PAGES_FOLLOW = ANSWER.pack(_RESPONSE_MAGIC, 0)
+"""How a response begins that is no refusal."""
+
 OPENING_BYTES = OPENING.size
 GREETING_REST_BYTES = REST.size
 ANSWER_BYTES = ANSWER.size
