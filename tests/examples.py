@@ -1,7 +1,7 @@
 """How many examples a property gets: few in `make fast`, more in `make test`, eight times as many
 in `make properties`.
 
-A property without a number of its own gets a profile's `max_examples`; one with a number says
+A property without a number of its own gets a profile's `max_examples`; one with a number states
 `examples(40)`, for a profile of 100, and the profile in use scales it.
 `pytest --hypothesis-profile=NAME` chooses a profile.
 """

@@ -1,6 +1,6 @@
 """Skips the tests of a module that imports this where the package was compiled without OpenSSL.
 
-An installation from source leaves TLS out where OpenSSL's headers are missing, and says so.
+An installation from source leaves TLS out where OpenSSL's headers are missing, and reports it.
 """
 
 import pytest

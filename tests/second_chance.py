@@ -8,7 +8,7 @@ there instead of failing its run if both are true:
   because of what it saw. So wrong bytes, a hit after a removal, an exception out of a call and a
   dead node (`tests.system.nodes.NodeDied`) never get a second chance.
 
-The gate runs what is in the file once more, alone, and says FLAKY where it passes.
+The gate runs what is in the file once more, alone, and reports FLAKY where it passes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def listed(path: Path = LISTED) -> dict[str, str]:
 
 
 def ran_out_of_time(error: BaseException) -> bool:
-    """Return whether this is all that an error says."""
+    """Return whether this is all that an error states."""
     if inner := getattr(error, "exceptions", ()):
         return all(ran_out_of_time(each) for each in inner)
     # Playwright is not there in every environment, and its errors share a name with Python's own.

@@ -16,7 +16,7 @@ from tests.aarch64 import parts
 ROOT = Path(__file__).parents[2]
 
 
-def test_without_qemu_it_is_not_run_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_qemu_it_is_not_run_and_reports_what_is_missing(tmp_path: Path) -> None:
     """Nothing is installed, and nothing passes silently."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.aarch64"],

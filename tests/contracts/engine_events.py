@@ -1,4 +1,4 @@
-"""What the prefix index knows of an engine, beside what the engine says of itself."""
+"""What the prefix index knows of an engine, in addition to what the engine reports."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class FabricSuite:
     ) -> None:
         """The slot is evicted and holds another page by the time its word is read.
 
-        A fabric that sees both looks says so by an odd word.
+        A fabric that sees both looks reports it by an odd word.
         """
         bench.owner.store(0, b"old", 10)
         into = Destination.of([[3]])
@@ -318,7 +318,7 @@ class FabricSuite:
         assert got.seals["word"].tolist() != [12]
 
     def test_seal_of_a_page_comes_with_its_word(self, bench: Bench) -> None:
-        """Key, space and length stand beside the word, and arrive as the owner stored them."""
+        """Key, space and length are stored with the word, and arrive as the owner stored them."""
         bench.owner.store(0, b"one", 10, key=b"k" * 16, space=2**64 - 1)
         bench.owner.store(GRANULE, b"another", 12, key=b"l" * 16, space=5)
         into = Destination.of([[7], [3]])
@@ -330,7 +330,7 @@ class FabricSuite:
         assert got.seals["length"].tolist() == [7, 3]
 
     def test_record_of_another_page_is_seen_in_the_seal(self, bench: Bench) -> None:
-        """A forged record names the slot and the word of page A: the seal says that it is A."""
+        """A forged record names the slot and the word of page A: the seal shows that it is A."""
         bench.owner.store(0, b"one", 10, key=b"a" * 16, space=7)
         record = np.zeros(1, RECORD)
         record["generation"], record["length"] = 10, 3
@@ -408,7 +408,7 @@ class FabricSuite:
         assert got.seals["word"].tolist() == [int(ODD)]
 
     def test_member_of_the_bench_is_reached(self, bench: Bench) -> None:
-        """The owner whom the other tests read is one that the fabric says it reaches."""
+        """The owner whom the other tests read is one that the fabric reports as reachable."""
         reached = bench.fabric.reaches(bench.member)
 
         assert reached

@@ -26,7 +26,7 @@ GRANULE = 4096
 
 @final
 class FakeQueuePairs:
-    """The port `QueuePairs` over a table. `step` performs one effect, when the test says so.
+    """The port `QueuePairs` over a table. `step` performs one effect, when the test requests it.
 
     live: (client, channel) → the client's question and the number of the queue pair.
     """

@@ -107,7 +107,7 @@ def in_one_loop(named: NamedActor[Any], sender: Origin, message: Any, now: float
 
 
 class Sockets:
-    """Each actor behind an inproc socket: what it takes and what it says crosses as bytes."""
+    """Each actor behind an inproc socket: what it takes and what it emits crosses as bytes."""
 
     def __init__(self, codec: ActorCodec) -> None:
         """Start with no actor; one begins to listen when its first message comes."""
@@ -197,7 +197,7 @@ class World:
         return found
 
     def perform(self, effect: Effect) -> None:
-        """Do what an actor says."""
+        """Do what an actor emits."""
         if isinstance(effect, (Send, SendTo)):
             self.sent.append(effect.message)
         elif isinstance(effect, StoreWords):
@@ -358,7 +358,7 @@ class SenderlessPool:
 
 
 def channels_say(handle: Handle) -> list[list[Any]]:
-    """Play the life of three channels to two peers; return what the pool says at each step."""
+    """Play the life of three channels to two peers; return what the pool emits at each step."""
     actor: Any = SenderlessPool(ChannelPool(max_channels_per_peer=2))
     named: NamedActor[Any] = NamedActor("channels", actor, Mailbox())
     said: list[list[Any]] = []
@@ -387,8 +387,8 @@ def channels_say(handle: Handle) -> list[list[Any]]:
     return said
 
 
-def test_channel_pool_says_over_a_socket_what_it_says_to_its_driver(sockets: Sockets) -> None:
-    """The actor that the bridge drives in the caller's thread takes and says values, too."""
+def test_channel_pool_emits_over_a_socket_what_it_emits_to_its_driver(sockets: Sockets) -> None:
+    """The actor that the bridge drives in the caller's thread takes and emits values, too."""
     said = channels_say(sockets)
 
     assert said == channels_say(in_one_loop)

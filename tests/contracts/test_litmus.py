@@ -49,7 +49,7 @@ class Mirrored(NamedTuple):
 
 
 def mirrored(path: Path) -> list[Mirrored]:
-    """Return what a test says about the code."""
+    """Return what a test states about the code."""
     found = re.findall(
         r"^ +P(\d): (\w+)(?: \((\w+)\))? in (\S+): (.*)$", path.read_text(), re.MULTILINE
     )
@@ -219,7 +219,7 @@ def test_the_checker_knows_the_classical_shapes(
         assert litmus.verdict_of_herd(test, "herd7") == expected
 
 
-def test_without_herd7_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_herd7_it_reports_what_is_missing(tmp_path: Path) -> None:
     """Nothing passes silently."""
     done = subprocess.run(
         [sys.executable, SPEC / "litmus.py", "--herd"],

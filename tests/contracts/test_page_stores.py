@@ -86,7 +86,7 @@ class Memory:
 
 
 def test_what_was_set_is_got(store: PageStore) -> None:
-    """Bytes come back into runs of another place, and nothing beside them is touched."""
+    """Bytes come back into runs of another place, and nothing next to them is touched."""
     keys, source, target = keys_of("got", 5), Memory(5, seed=1), Memory(5)
 
     assert store.exists(keys, PAGE) == 0
@@ -110,7 +110,7 @@ def test_each_page_is_answered_for_itself(store: PageStore) -> None:
 
 
 def test_a_page_of_another_length_is_a_miss(store: PageStore) -> None:
-    """A caller with other geometry gets nothing, and its memory beside the runs stays."""
+    """A caller with other geometry gets nothing, and its memory next to the runs stays."""
     keys, source = keys_of("length", 1), Memory(1, seed=3)
     assert store.set_from(keys, source.runs()) == [True]
 
@@ -123,7 +123,7 @@ def test_a_page_of_another_length_is_a_miss(store: PageStore) -> None:
 
 
 def test_a_page_is_set_once(store: PageStore) -> None:
-    """A key names its content: a second set says that the page is there, and changes nothing."""
+    """A key names its content: a second set reports that the page is there, and changes nothing."""
     keys, first, target = keys_of("once", 2), Memory(2, seed=4), Memory(2)
     assert store.set_from(keys, first.runs()) == [True, True]
     assert store.set_from(keys, Memory(2, seed=5).runs()) == [True, True]

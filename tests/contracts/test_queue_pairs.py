@@ -263,7 +263,7 @@ async def test_memory_that_is_served_is_in_a_later_answer(open_port: OpenPort) -
 
 
 @pytest.mark.parametrize("kind", ["table", "no device"])
-async def test_port_without_devices_says_why_once_and_then_nothing(
+async def test_port_without_devices_reports_why_once_and_then_nothing(
     kind: str, segment: PublishedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Effects that come later do nothing, and do not pile up."""

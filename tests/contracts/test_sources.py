@@ -110,7 +110,7 @@ async def test_source_that_is_away_at_the_start_is_asked_until_it_comes(asked: A
 
 
 async def test_source_that_dies_takes_no_address_away(asked: Asked) -> None:
-    """What it said last holds until it says something else."""
+    """What it returned last holds until it returns something else."""
     asked.has(FEW)
     async with following(asked) as reported, trio.open_nursery() as nursery:
         await until(lambda: reported.hosts == set(FEW))

@@ -98,7 +98,7 @@ def test_a_search_that_ends_early_has_no_answer(
         check.ask(tmp_path / "early", ("PAGES=3", "GRANULES=2", "LARGE=2"))
 
 
-def test_without_spin_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_spin_it_reports_what_is_missing(tmp_path: Path) -> None:
     """Nothing is installed and nothing passes silently."""
     done = subprocess.run(
         [sys.executable, SPEC / "check.py"],

@@ -206,7 +206,7 @@ def spoil_header(rig: Rig, number: int) -> None:
         slab.write(bytes(4096))
 
 
-def test_page_with_the_known_checksum_is_loaded_whatever_its_header_says(
+def test_page_with_the_known_checksum_is_loaded_whatever_its_header_states(
     open_store: OpenStore,
 ) -> None:
     """As its WriteDone reported it. So the header need not be read."""

@@ -42,7 +42,7 @@ def skip_reason() -> str:
 
 @attrs.define(eq=False)
 class ApiServer:
-    """The server, and what an administrator says to it."""
+    """The server, and what an administrator sends to it."""
 
     folder: Path
     port: int = attrs.field(factory=lambda: int(free_port()))
@@ -159,7 +159,7 @@ class ApiServer:
 
 
 def chart_for(folder: Path) -> Path:
-    """Return a copy of the chart that says of itself and of one kind what this server knows."""
+    """Return a copy of the chart that states of itself and of one kind what this server knows."""
     chart = folder / "peercache"
     shutil.copytree(CHART, chart)
     described, policies = chart / "Chart.yaml", chart / "templates" / "policies.yaml"

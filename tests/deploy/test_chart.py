@@ -193,9 +193,9 @@ def test_a_node_takes_the_settings(name: str, tmp_path: Path) -> None:
     assert not config.has_tls or os.path.dirname(config.tls_key) in mounts  # noqa: PTH120
     assert config.hugepages == "off" or config.hugepages_dir in mounts
     limits = rendered.node["resources"]["limits"]
-    beside = parse_size("2GiB")
+    engine = parse_size("2GiB")
     huge = next((size for key, size in limits.items() if key.startswith("hugepages-")), "0MiB")
-    in_pool = parse_size(f"{limits['memory']}B") + parse_size(huge.rstrip("B") + "B") - beside
+    in_pool = parse_size(f"{limits['memory']}B") + parse_size(huge.rstrip("B") + "B") - engine
     assert in_pool == config.pool_size
 
 

@@ -1,4 +1,4 @@
-"""The systemd unit: systemd finds no mistake in it, and the node does what it says."""
+"""The systemd unit: systemd finds no mistake in it, and the node does what it specifies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_systemd_finds_no_mistake(tmp_path: Path) -> None:
     assert "LimitMEMLOK" in said[1]
 
 
-def test_settings_beside_the_unit_are_right(tmp_path: Path) -> None:
+def test_settings_next_to_the_unit_are_right(tmp_path: Path) -> None:
     """Both files as they are installed, with the folders that the unit makes."""
     lines = (SYSTEMD / "node.env").read_text().splitlines()
     reported = [line.lstrip("#").split("=", 1) for line in lines if "=" in line]

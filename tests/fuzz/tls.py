@@ -85,7 +85,7 @@ def script_of(*given: tuple[int, bytes]) -> bytes:
 
 @attrs.define
 class Side:
-    """One side of a session, in Python's ssl, that sends what a script says."""
+    """One side of a session, in Python's ssl, that sends what a script prescribes."""
 
     connection: socket.socket
     context: ssl.SSLContext

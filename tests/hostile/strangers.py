@@ -74,7 +74,7 @@ def ports_of(node: NodeProcess) -> dict[str, Connect]:
 
 @attrs.frozen
 class Caller(Closing):
-    """A connection that has greeted as nng does, and then says what it likes."""
+    """A connection that has greeted as nng does, and then sends what it likes."""
 
     connection: socket.socket
     is_local: bool

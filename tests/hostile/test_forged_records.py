@@ -30,7 +30,7 @@ class Belief:
     """What the clients of this process believe of pages, as of an owner that is wrong."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Note every record that a client knows; give it others where the test says so."""
+        """Note every record that a client knows; give it others where the test requests it."""
         self.known: dict[bytes, Records] = {}
         self.forged: dict[bytes, Records] = {}
         find = LocationCache.find

@@ -172,7 +172,7 @@ def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
         assert welcome
 
 
-def test_what_cannot_be_dialled_for_want_of_descriptors_says_so() -> None:
+def test_what_cannot_be_dialled_for_lack_of_descriptors_reports_it() -> None:
     """It is no fault of the address: the caller tries again, and nothing is left open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -245,7 +245,7 @@ def test_a_node_takes_as_many_descriptors_as_it_may() -> None:
     assert limits == (hard, hard)
 
 
-def test_who_says_no_hello_in_time_is_hung_up_on() -> None:
+def test_who_sends_no_hello_in_time_is_hung_up_on() -> None:
     """First by time, then by age as long as there are too many; who said it stays forever."""
     admission = Admission(
         cluster="c",

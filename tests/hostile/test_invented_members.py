@@ -48,7 +48,7 @@ def loop_s(node: NodeProcess) -> float:
 
 
 class Answering:
-    """A process that answers each Hello as the member that it says it is, and nothing else."""
+    """A process that answers each Hello as the member that it claims to be, and nothing else."""
 
     def __init__(self, cluster: str) -> None:
         """Listen on a port of its own."""

@@ -106,7 +106,7 @@ class Fire:
 
 def _empty(connection: socket.socket) -> None:
     """Read what came back, so that no answer is held up for us."""
-    connection.settimeout(None)  # With a timeout Python would wait, whatever the flag says.
+    connection.settimeout(None)  # With a timeout Python would wait, whatever the flag requests.
     with contextlib.suppress(BlockingIOError):
         while connection.recv(2**16, socket.MSG_DONTWAIT):
             pass

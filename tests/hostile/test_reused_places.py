@@ -34,7 +34,7 @@ def test_a_node_at_a_reused_address_is_no_member() -> None:
 
 
 def test_a_disk_folder_of_another_cluster_is_not_served(tmp_path: Path) -> None:
-    """The node takes the next folder, says whose the first one is, and leaves it as it was."""
+    """The node takes the next folder, reports whose the first one is, and leaves it as it was."""
     flags = ["--disk-enabled", "true", "--disk-path", str(tmp_path), "--disk-size", "64MiB",
              "--disk-free-floor", "0"]  # fmt: skip
     with LocalCluster() as red:

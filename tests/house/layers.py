@@ -72,7 +72,7 @@ LAYERS: dict[str, str] = {
 }
 
 # A foreign library is known to few places, so that a change of it has few places to be made.
-# docs/explanation/dependencies.md says why each is there; attrs and numpy are free to all.
+# docs/explanation/dependencies.md explains why each is there; attrs and numpy are free to all.
 HOMES: dict[str, frozenset[str]] = {
     "blake3": frozenset({"content"}),
     "pynng": frozenset({"net"}),

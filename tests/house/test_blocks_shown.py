@@ -4,7 +4,7 @@ What runs where: Python behind `<!-- runnable -->` in tests/system/test_snippets
 a page in the test that `RUN_BY` names, settings of TOML in test_docs.py, the chart's values in
 tests/deploy/test_chart.py.
 Here: certificates are made, shell is parsed, its programs and the flags of ours are known, their
-values are judged, and all other languages are read. `ELSEWHERE` says which programs are not run,
+values are judged, and all other languages are read. `ELSEWHERE` lists which programs are not run,
 `NOT_RUN` which pages, and why.
 """
 

@@ -30,8 +30,8 @@ from tests.house.reference_pages import (
 )
 
 DOCS = ROOT / "docs"
-BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-TEXTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in BESIDE)])
+AT_THE_TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+TEXTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in AT_THE_TOP)])
 README_LINES_MAX = 140
 
 
@@ -48,7 +48,7 @@ def targets_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", MADE)
 def test_made_page_is_current(page: str) -> None:
-    """What the code says is what the reference says; `make docs` brings it up to date."""
+    """What the code states is what the reference states; `make docs` brings it up to date."""
     text = (PAGES / page).read_text()
 
     assert text == with_made_part(page, text), f"docs/reference/{page} is old: make docs"
@@ -189,7 +189,7 @@ def test_settings_are_read_where_the_page_states() -> None:
         assert place_of(name) != "client" or not packages & nodes, name
 
 
-def test_dependencies_stand_where_the_page_says() -> None:
+def test_dependencies_stand_where_the_page_lists_them() -> None:
     """Each library has its places in the table, as the rule about imports has them."""
     text = (ROOT / "docs" / "explanation" / "dependencies.md").read_text()
     reported = {

@@ -53,7 +53,7 @@ def run(*parts: Any, folder: Path) -> tuple[Any, list[str], str]:
 
 
 def verdicts(runner: Any) -> dict[str, str]:
-    """Return what the table says of each part."""
+    """Return what the table states of each part."""
     return {row.name: row.verdict for row in runner.rows}
 
 
@@ -181,7 +181,7 @@ def test_a_part_that_builds_gets_a_copy_of_the_checkout(tmp_path: Path) -> None:
 def test_a_part_that_outlives_its_limit_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the table says so."""
+    """And the table shows it."""
     started = tmp_path / "child"
 
     def story(limit_s: float) -> dict[str, str]:
@@ -260,7 +260,7 @@ def own_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_listed_test_whose_time_ran_out_runs_once_more(
     tmp_path: Path, workers: Sequence[str]
 ) -> None:
-    """It passes alone: the run goes on, and its last line says FLAKY, with the first failure."""
+    """It passes alone: the run goes on, and its last line reports FLAKY, with the first failure."""
     runner, last = gate_of(tmp_path, "late", "passes", workers=workers)
 
     assert verdicts(runner) == {"suite": "flaky"}

@@ -115,7 +115,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def promtool(*arguments: str, folder: Path = ROOT / "deploy/prometheus") -> str:
-    """Run promtool; return what it says, "ok" first where it was content."""
+    """Run promtool; return what it prints, "ok" first where it was content."""
     done = subprocess.run(
         ["promtool", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=60, check=False,

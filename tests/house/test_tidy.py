@@ -187,12 +187,12 @@ def nothing_is_ordered_by_identity(module: Module) -> Iterator[str]:
 
 
 def state_actors_open_with_their_charter(module: Module) -> Iterator[str]:
-    """Ten lines show a stranger what an actor owns, receives, says, keeps, and what bounds it."""
+    """Ten lines show a stranger what an actor owns, receives, sends, keeps, and what bounds it."""
     if module.top == "actors" and module.name.endswith(".actor"):
         docstring = ast.get_docstring(module.tree) or ""
         for word in CHARTER:
             if not re.search(rf"^{word}\b", docstring, re.MULTILINE):
-                yield f"1: the charter says nothing of what it {word.lower()}"
+                yield f"1: the charter does not state what it {word.lower()}"
 
 
 def files_and_functions_are_short(module: Module) -> Iterator[str]:

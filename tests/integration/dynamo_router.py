@@ -4,7 +4,7 @@
 
 Runs in the environment of Dynamo. Each line of stdin is a JSON array of token ids; each line of
 stdout is what the router's shared cache knows of them. MODEL: a folder with a tokenizer. FACTS: a
-JSON object of what the worker says of its cache, beside what all say.
+JSON object of what the worker reports of its cache, in addition to what all report.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Nodes:
 
 @attrs.define
 class Scene:
-    """The engine, the nodes, and what the engine says without storage.
+    """The engine, the nodes, and what the engine answers without storage.
 
     compute_s: the slowest answer without storage.
     """

@@ -85,7 +85,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 def main(replies: Any) -> None:
-    """Do what each line says."""
+    """Do what each line requests."""
     no_peer_is_taken_for_hung(PATCH)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.integration.other_engines import CACHE, environment_of
 
 MORE = ("orjson",)
-"""What its server imports beside what the environment has."""
+"""What its server imports in addition to what the environment has."""
 
 
 def made(version: str) -> Path:

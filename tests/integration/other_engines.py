@@ -1,4 +1,4 @@
-"""Engines besides SGLang in environments of their own, as processes on loopback."""
+"""Engines other than SGLang in environments of their own, as processes on loopback."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         ready: str = "",
     ) -> None:
-        """Start it. ready: what it says when it serves; `wait` waits for that."""
+        """Start it. ready: what it prints when it serves; `wait` waits for that."""
         self.ready = ready
         self.log = tempfile.NamedTemporaryFile("w+", prefix="peercache-engine-")  # noqa: SIM115
         path = os.pathsep.join(filter(None, [VLLM_FIRST, str(ROOT / "src"), str(ROOT)]))

@@ -10,7 +10,7 @@ venv=${PEERCACHE_SGLANG_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/peercache/sglang-0
 
 if [ "${PEERCACHE_TEST_SGLANG:-}" = 1 ]; then
     "$here/install_sglang.sh" "$venv" >/dev/null
-    # Those that cannot be fetched are not tested, and their test says so.
+    # Those that cannot be fetched are not tested, and their test reports it.
     "$venv/bin/python" "$here/older_sglang.py" >/dev/null || true
 elif [ ! -x "$venv/bin/python" ] || [ ! -e "$venv/.peercache-stamp" ]; then
     echo "skipped: the SGLang tests ($venv is not there; PEERCACHE_TEST_SGLANG=1 makes it)"

@@ -1,4 +1,4 @@
-"""SGLang's own host pools beside KV, on a CPU: windows, states, indexers, rows of DeepSeek V4.
+"""SGLang's own host pools next to KV, on a CPU: windows, states, indexers, rows of DeepSeek V4.
 
 A pool that a device pool fills is built over that device pool, in ordinary memory.
 """
@@ -47,7 +47,7 @@ NVFP4_PAGE_TOKENS = 128
 
 
 def mamba(layout: str = "page_first", *, extra: bool = False) -> Any:
-    """Return a pool of recurrent states; extra: with further states beside them."""
+    """Return a pool of recurrent states; extra: with further states next to them."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros(2, PAGES, 4, 8, dtype=torch.float32),
         conv=(torch.zeros(2, PAGES, 6, 3, dtype=torch.bfloat16),),

@@ -27,7 +27,7 @@ from tests.pace import no_peer_is_taken_for_hung  # noqa: E402 - likewise
 
 
 def main(replies: Any) -> None:
-    """Do what each line says."""
+    """Do what each line requests."""
     rigs: dict[str, Rig] = {}
     no_peer_is_taken_for_hung(pytest.MonkeyPatch())
     print(json.dumps({"ready": True}), file=replies, flush=True)

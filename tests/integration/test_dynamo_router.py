@@ -48,7 +48,7 @@ class Router:
     """Dynamo's router as a process, whose one worker's cache is reported at an endpoint."""
 
     def __init__(self, endpoint: str, folder: Path, **facts: object) -> None:
-        """Start it, and wait until it answers. facts: what the worker says of its cache."""
+        """Start it, and wait until it answers. facts: what the worker reports of its cache."""
         python = environment_of("dynamo") / "bin/python"
         (folder / "config.json").write_text(json.dumps(CONFIG))
         self.log = (folder / "router.log").open("w+")

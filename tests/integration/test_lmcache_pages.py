@@ -15,7 +15,7 @@ from tests.integration.pages import json_of, node_of_a_page
 def test_the_adapter_of_a_page_stores_and_loads(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user pastes it, with a node that was started as the page says."""
+    """A user pastes it, with a node that was started as the page shows."""
     venv = environment_of("lmcache")
     adapter = json.dumps(json_of(page, "--l2-adapter"))
     with (

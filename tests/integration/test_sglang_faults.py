@@ -1,7 +1,7 @@
 """A live engine while its node, another node or SGLang's own injector fails.
 
 Tokens are always those of the engine without storage, no request waits longer than SGLang's
-timeout of a prefetch beside its own compute, and hits come back without any help.
+timeout of a prefetch concurrent with its own compute, and hits come back without any help.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def test_storage_is_detached_and_attached_while_prompts_run(scene: Scene) -> Non
 
 
 def test_an_engine_serves_on_after_its_storage_could_not_be_attached(scene: Scene) -> None:
-    """The home node is gone: the engine says so, serves without storage, and attaches later."""
+    """The home node is gone: the engine logs it, serves without storage, and attaches later."""
     home = scene.config("a")
     scene.nodes.kill("a")
 

@@ -108,7 +108,7 @@ def put_kv(store: PeerCacheStore, keys: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", SIDE_POOLS)
 def test_pages_of_a_side_pool_come_back_bit_for_bit(cluster: FakeCluster, kind: str) -> None:
-    """Every kind of pool, into other pages than they came from, and nothing beside them."""
+    """Every kind of pool, into other pages than they came from, and nothing next to them."""
     name, build = SIDE_POOLS[kind]
     source, target = filled(build(), 1), filled(build(), 2)
     writer, reader = store_of(cluster, (name, source)), store_of(cluster, (name, target))
@@ -210,7 +210,7 @@ def test_a_slow_batch_leaves_no_time_for_the_next_one(
 
 
 def test_what_does_not_fit_is_a_miss_a_key_and_the_rest_is_served(cluster: FakeCluster) -> None:
-    """Wrong numbers of indices, no indices, half pages, unknown pools: beside a pool that is."""
+    """Wrong numbers of indices, no indices, half pages, unknown pools: with a pool that is."""
     swa, state = filled(window()), filled(mamba())
     store = store_of(cluster, (PoolName.SWA, swa), (PoolName.MAMBA, state))
     short, none, half, unknown = (

@@ -435,7 +435,7 @@ def test_the_device_pool_looks_like_the_host_pool_of_the_same_model(kind: str) -
 def test_models_that_are_not_served_are_refused_in_a_sentence(
     change: dict[str, Any], components: set[Any], why: str
 ) -> None:
-    """The engine does not start, and says what to use instead."""
+    """The engine does not start, and reports what to use instead."""
     params = plain_params("mha")
     for name, value in change.items():
         setattr(params, name, value)

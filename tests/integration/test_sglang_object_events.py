@@ -214,7 +214,7 @@ def test_pages_of_other_weights_count_no_longer(engines: Engines) -> None:
         wait_until(lambda: stored() == set())
 
 
-def test_a_call_that_outlasts_the_close_says_nothing(engines: Engines) -> None:
+def test_a_call_that_outlasts_the_close_reports_nothing(engines: Engines) -> None:
     """SGLang's threads may be within a call when the storage is detached."""
     rig, _ = engines.open()
     events = rig.store._objects

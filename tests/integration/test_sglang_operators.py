@@ -109,7 +109,7 @@ INTERFACES = {"v0": (set_v0, get_v0), "v1": (set_v1, get_v1), "v2": (set_v2, get
 
 
 def hybrid_store(cluster: FakeCluster, **changes: Any) -> PeerCacheStore:
-    """Return a store with a window's pool beside KV."""
+    """Return a store with a window's pool next to KV."""
     store = open_store(cluster, **changes)
     store.register_mem_host_pool_v2(filled(host_pool("mha", "page_first")), PoolName.SWA)
     return store

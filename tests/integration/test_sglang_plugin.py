@@ -71,7 +71,7 @@ def test_the_command_line_takes_the_name(hooks: dict[str, Any]) -> None:
 
 
 def test_a_backend_of_the_name_is_our_class_with_its_own_settings(hooks: dict[str, Any]) -> None:
-    """Host buffers are used in place, unless a setting says otherwise; other names are SGLang's."""
+    """Host buffers are used in place, unless a setting disables it; other names are SGLang's."""
     calls: list[tuple[str, Any]] = []
 
     def attach(

@@ -73,7 +73,7 @@ def test_an_object_is_the_flat_page(cluster: FakeCluster, kind: str, layout: str
 
 @pytest.mark.parametrize(("kind", "layout"), [*EVERY_POOL, ("asymmetric", "page_first")])
 def test_addresses_by_arithmetic_are_those_sglang_names(kind: str, layout: str) -> None:
-    """The arithmetic gives what get_page_buffer_meta says, sorted, for pages in any order."""
+    """The arithmetic gives what get_page_buffer_meta returns, sorted, for pages in any order."""
     pool = host_pool(kind, layout)
     pages = np.random.default_rng(0).permutation(pool.size // PAGE_TOKENS)[:40]
     slots = torch.from_numpy((pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1))
@@ -133,7 +133,7 @@ def test_a_pool_that_is_not_regular_is_asked_for_each_batch(cluster: FakeCluster
 def test_a_pool_of_kilobytes_is_built_where_ten_gigabytes_are_not_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang wants them for its own; beside other tests a machine may not have them."""
+    """SGLang wants them for its own; with other tests a machine may not have them."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
 
     assert host_pool("mha", "page_first").size > 0

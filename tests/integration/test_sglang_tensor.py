@@ -146,7 +146,7 @@ def object_names(store: PeerCacheStore, key: str, pool: str = "") -> list[bytes]
 @pytest.mark.parametrize(
     ("heads", "groups"), [(8, 8), (8, 4), (8, 2), (4, 2), (4, 4), (2, 2), (6, 3)]
 )
-def test_groups_are_where_sglang_says(heads: int, groups: int) -> None:
+def test_groups_are_where_sglang_expects_them(heads: int, groups: int) -> None:
     """Arithmetic gives what get_split_heads_page_buffer_meta does, for pages in any order."""
     pool = host_pool("mha", "page_head", device(heads))
     pages = np.random.default_rng(heads * groups).permutation(pool.page_num)[:40].tolist()
@@ -210,7 +210,7 @@ def test_an_object_is_the_heads_of_one_group(cluster: FakeCluster) -> None:
 def test_pages_of_one_size_are_read_by_another(
     cluster: FakeCluster, writers: int, readers: int, written: str, read: str
 ) -> None:
-    """Bit for bit, into other pages, and nothing beside them."""
+    """Bit for bit, into other pages, and nothing next to them."""
     put(open_server(cluster, writers, seed=1), [4, 0, 9], written)
 
     for rank, store in enumerate(open_server(cluster, readers, seed=2)):
@@ -382,7 +382,7 @@ def test_other_layouts_are_shared_by_ranks_of_one_size_only(
 def test_heads_that_make_no_equal_groups_stay_whole(
     cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sixteen groups of eight heads: servers of one size share, and a warning says why."""
+    """Sixteen groups of eight heads: servers of one size share, and a warning explains why."""
     put(open_server(cluster, 2, seed=1, tp_lcm_size=16), [0, 1, 2])
 
     same, other = (open_server(cluster, size, seed=2, tp_lcm_size=16) for size in (2, 1))

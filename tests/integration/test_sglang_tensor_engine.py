@@ -89,7 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 v_head_dim=HEAD_DIM,
             )  # fmt: skip
             pool = host_pool("mha", "page_head", device, page_tokens=PAGE_TOKENS)
-            # An engine's pool says so.
+            # An engine's pool reports it.
             pool.target_layer_num = LAYERS
             probe.register_mem_pool_host(pool)
             yield Cluster(at_one, at_two, probe)

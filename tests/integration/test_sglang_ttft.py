@@ -157,7 +157,7 @@ def test_the_benchmark_measures_two_engines() -> None:
             [sys.executable, "-m", "benchmarks.ttft_sglang", "--json", "--quick", "--rounds", "1"],
             capture_output=True, text=True, check=False, timeout=1800, cwd=ROOT, env=environment(),
         )  # fmt: skip
-        # A machine that is paused makes misses, and the benchmark says so.
+        # A machine that is paused makes misses, and the benchmark reports it.
         if "did not keep up" not in done.stderr:
             break
 

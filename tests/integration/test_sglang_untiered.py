@@ -1,4 +1,4 @@
-"""Live engines whose host memory is no cache: PeerCache is the only one beside the device.
+"""Live engines whose host memory is no cache: PeerCache is the only one next to the device.
 
 One has `--hicache-host-memory-mode buffer_only`, where host memory is for pages that move; one has
 the linker, and no host pool; and one has its buffer in shared memory. Pages are evicted from the

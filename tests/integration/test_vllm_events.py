@@ -1,4 +1,4 @@
-"""The prefix index beside vLLM's own KV cache manager, with windows, states and adapters."""
+"""The prefix index compared with vLLM's own KV cache manager, with windows, states and adapters."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize(("name", "since"), [("PeerCacheStore", 12), ("PeerCacheLinker", 23)])
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
-def test_the_connector_says_what_is_missing(name: str, since: int) -> None:
+def test_the_connector_reports_what_is_missing(name: str, since: int) -> None:
     """One clear error that names what to install, in place of a stack of theirs."""
     connector = importlib.import_module("peercache.sglang")
 

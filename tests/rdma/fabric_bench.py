@@ -21,8 +21,8 @@ from tests.contracts.fabric_suite import GRANULE, INCARNATION
 from tests.rdma.fake_bench import CLIENT, Bench
 
 SETTINGS = Config()
-"""What a configuration has that says nothing. Shorter time-outs find a dead peer sooner, and let a
-guest with one busy processor send everything again, in storms that last for seconds."""
+"""The defaults. Shorter time-outs find a dead peer sooner, and let a guest with one busy processor
+send everything again, in storms that last for seconds."""
 
 
 def open_rail(name: str, settings: Config = SETTINGS) -> Rail:

@@ -45,7 +45,7 @@ def test_node_that_must_have_rdma_does_not_start_without() -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_everything_works_without_rdma_and_says_so() -> None:
+def test_everything_works_without_rdma_and_reports_it() -> None:
     """Pages come over the other fabrics; the node's figures and log show why."""
     with LocalCluster() as cluster:
         first = cluster.start(flags=["--rdma-device-names", NOWHERE])

@@ -106,7 +106,7 @@ def test_half_of_the_time_left_is_the_other_fabrics(
 
 
 def test_without_another_fabric_a_late_block_lets_reads_wait_for_the_next() -> None:
-    """One read's deadline was near; that says nothing about the next one's."""
+    """One read's deadline was near; that predicts nothing about the next one's."""
     device = Device()
     regions, lent = lender(device, has_fallback=False)
     assert lent.lend(time.monotonic()) is None

@@ -20,7 +20,7 @@ NOT_TRUSTED = "this node has TLS, and not rdma_clear_text = true"
 
 
 @pytest.mark.parametrize(
-    ("has_tls", "settings", "node_says"),
+    ("has_tls", "settings", "node_reports"),
     [
         (False, {}, "serves"),
         (True, {"rdma_clear_text": True}, "serves"),
@@ -30,9 +30,9 @@ NOT_TRUSTED = "this node has TLS, and not rdma_clear_text = true"
 )
 def test_rdma_is_used_only_where_its_network_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
-    has_tls: bool, settings: dict[str, Any], node_says: str,
+    has_tls: bool, settings: dict[str, Any], node_reports: str,
 ) -> None:  # fmt: skip
-    """By a node for its clients, and by a client for its reads; the node says which setting it is.
+    """By a node for its clients, and by a client for its reads; the node names which setting it is.
 
     An engine with a node of its own is both.
     """
@@ -53,6 +53,6 @@ def test_rdma_is_used_only_where_its_network_is_trusted(
     }
 
     with Client.open(**where, **certificates, **settings) as client:
-        wait_until(lambda: client.stats().get("home_rdma") == node_says)
+        wait_until(lambda: client.stats().get("home_rdma") == node_reports)
 
-    assert sorted(looked) == (["client", "node"] if node_says == "serves" else [])
+    assert sorted(looked) == (["client", "node"] if node_reports == "serves" else [])

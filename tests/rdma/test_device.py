@@ -47,7 +47,7 @@ def add_port(
 
 
 def test_host_without_rdma_has_no_port(tmp_path: Path) -> None:
-    """No folder, or an empty one, is no error; the choice says it in a sentence."""
+    """No folder, or an empty one, is no error; the choice explains it in a sentence."""
     assert read_ports(tmp_path / "nowhere") == ()
     assert read_ports(tmp_path) == ()
     assert choose(()).problems == ("this host has no RDMA device",)

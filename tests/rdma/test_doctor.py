@@ -46,7 +46,7 @@ def test_doctor_names_a_device_that_is_not_there() -> None:
     assert "fix: --rdma-device-names" in done.stdout
 
 
-def test_doctor_says_what_a_pyverbs_for_another_rdma_core_wants(
+def test_doctor_names_what_a_pyverbs_for_another_rdma_core_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader's own message names a symbol version and no remedy."""

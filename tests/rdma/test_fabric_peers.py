@@ -49,7 +49,7 @@ def test_rail_that_is_down_is_left_out_and_comes_back(make_bench: Callable[..., 
 def test_rail_that_hangs_while_the_other_goes_on_is_left_out(
     make_bench: Callable[..., FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its link says it is up: what shows it is that it alone makes no progress."""
+    """Its link reports that it is up: what shows it is that it alone makes no progress."""
     monkeypatch.setattr(channels, "BACKOFF_S", 3.0)
     bench = make_bench(rails=2)
     offsets, contents = bench.pages(8, 2**18)

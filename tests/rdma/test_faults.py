@@ -129,7 +129,7 @@ def test_a_wrong_key_reads_nothing_and_the_next_channel_works(
 def test_a_place_beyond_the_registered_memory_reads_nothing(
     bench: RdmaBench, into: Destination
 ) -> None:
-    """An owner that says its memory is elsewhere: the device checks every access."""
+    """An owner that claims its memory is elsewhere: the device checks every access."""
     bench.forge = lambda answer: forged(answer, pages_address=answer.pages_address + (1 << 40))
 
     got = bench.get(OFFSETS, into)

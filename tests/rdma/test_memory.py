@@ -306,7 +306,7 @@ def test_forked_child_neither_ends_nor_makes_registrations(
 
 
 def test_populating_changes_no_byte_and_refuses_read_only_memory(tmp_path: Any) -> None:
-    """Memory is populated by writes that change nothing; what cannot be written says so."""
+    """Memory is populated by writes that change nothing; what cannot be written reports it."""
     anonymous = mmap.mmap(-1, 64 * 2**10)
     anonymous[5:8] = b"abc"
     view = np.frombuffer(anonymous, np.uint8)
@@ -325,7 +325,7 @@ def test_populating_changes_no_byte_and_refuses_read_only_memory(tmp_path: Any) 
 
 
 @pytest.mark.parametrize(
-    ("number", "memlock_bytes", "says"),
+    ("number", "memlock_bytes", "fix"),
     [
         (errno.ENOMEM, 8 * 2**20, "ulimit -l unlimited"),
         (errno.ENOMEM, 8 * 2**20, "LimitMEMLOCK=infinity"),
@@ -337,6 +337,6 @@ def test_populating_changes_no_byte_and_refuses_read_only_memory(tmp_path: Any) 
         (0, -1, "no reason"),
     ],
 )
-def test_refusal_names_its_fix(number: int, memlock_bytes: int, says: str) -> None:
+def test_refusal_names_its_fix(number: int, memlock_bytes: int, fix: str) -> None:
     """A reader of the log need not know what ENOMEM of ibv_reg_mr means."""
-    assert says in explanation(number, 2**30, memlock_bytes=memlock_bytes)
+    assert fix in explanation(number, 2**30, memlock_bytes=memlock_bytes)

@@ -1,6 +1,6 @@
 """How soon a dead rail is left out, in time that passes only where a read waits.
 
-Over the device that moves bytes by hand, one READ chain of a rail takes as long as a test says. So
+Over the device that moves bytes by hand, one READ chain of a rail takes as long as a test sets. So
 these are the fabric's own delays, to the millisecond, on any machine; test_faults.py pulls cables.
 """
 
@@ -151,7 +151,7 @@ def rails(segment: PublishedSegment, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def test_rail_that_dies_in_silence_is_left_out_within_50_ms(rails: Rails) -> None:
-    """Its link says it is up, the other one goes on for long: other reads are kept off it."""
+    """Its link is reported as up, the other one goes on for long: other reads are kept off it."""
     rails.chain_s = {"reader0": 0.008, "reader1": None}
     began = rails.time.now
 

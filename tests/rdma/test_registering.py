@@ -101,7 +101,7 @@ def test_read_only_mapping_is_refused_with_the_reason(pd: Any, tmp_path: Path) -
 
 
 def test_other_threads_run_while_memory_is_registered(pd: Any) -> None:
-    """An engine's scheduler is not stopped by a pool that is registered beside it."""
+    """An engine's scheduler is not stopped by a pool that is registered at the same time."""
 
     def longest_stop_too_long_s() -> float:
         memory = np.frombuffer(mmap.mmap(-1, 512 * MIB), np.uint8)
@@ -170,7 +170,7 @@ print(region.registered_bytes, region.failure)
 
 
 def test_limit_of_locked_memory_is_named_with_its_fix_and_costs_only_the_rest() -> None:
-    """What fits under the limit is served; the log says what to set for the rest."""
+    """What fits under the limit is served; the log names what to set for the rest."""
     process = run(LOCKED_OUT)
 
     ready, _, failure = process.stdout.partition(" ")

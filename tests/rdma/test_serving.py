@@ -66,7 +66,7 @@ class Rig:
         )  # fmt: skip
 
     def notify(self, fact: object) -> None:
-        """Take what the actor says."""
+        """Take what the actor emits."""
         self.reported.append(fact)
         self.arrived.set()
 
@@ -120,7 +120,7 @@ def no_memory(rail: FakeRail) -> str:
 
 
 def no_queue(rail: FakeRail) -> str:
-    """Have a rail's device fail; return what it says."""
+    """Have a rail's device fail; return what it emits."""
     why = "Failed to create a CQ"
 
     def fail(*unused: Any) -> Any:

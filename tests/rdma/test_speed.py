@@ -1,4 +1,4 @@
-"""What our fabric costs beside a bare loop of pyverbs, in one run over one cable.
+"""What our fabric costs compared with a bare loop of pyverbs, in one run over one cable.
 
 The bare loop is what one would write first: sixteen READs outstanding, one page and one post each,
 no generation words. Both are measured in turns, so that a busy host slows both; the best turn of

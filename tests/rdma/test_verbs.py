@@ -142,7 +142,7 @@ def test_one_completion_behind_a_fence_covers_the_whole_batch(cable: Cable) -> N
 def test_a_fenced_word_is_no_older_than_the_bytes_before_it(cable: Cable) -> None:
     """An owner raises all bytes of a page and then its word, over and over.
 
-    A page read before its word may hold newer bytes than the word says, never older ones: that
+    A page read before its word may hold newer bytes than the word states, never older ones: that
     the word has not changed would otherwise say nothing about the bytes.
     """
     from tests.rdma.verbs_ends import e

@@ -90,7 +90,7 @@ def write_without_reservation(node: NodeMemory) -> None:
 
 
 def write_under_even_word(node: NodeMemory) -> None:
-    """Write where no page is any more: only an odd word says that the bytes may change."""
+    """Write where no page is any more: only an odd word indicates that the bytes may change."""
     node.write(0, 0, content_of(KEY, 2, 24), 7)
 
 

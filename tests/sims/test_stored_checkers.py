@@ -187,7 +187,7 @@ def test_a_table_that_lacks_a_page_all_the_time_is_accused() -> None:
     assert caught.value.checker == "stored-found"
 
 
-def test_authority_beside_a_suspect_is_accused() -> None:
+def test_authority_next_to_a_suspect_is_accused() -> None:
     """The planted owner takes suspects for alive; one that does not has no authority."""
     shown = view(OWNER, THIRD, member(HOLDER, SUSPECT))
     found = []

@@ -30,7 +30,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
 
     1. A client sets a page with another length than the others do, and c4 remembers its record.
     2. The page is evicted, and set again with the usual length, at another node.
-    3. c4 reads it: its own record says another length, so it was a miss, without a question to
+    3. c4 reads it: its own record states another length, so it was a miss, without a question to
        any node. The record was neither dropped nor tried again: a miss for as long as c4 lived.
     """
     outcome = play(21, change=smaller)

@@ -13,7 +13,7 @@ ETH_P_ALL = 3
 
 
 def main() -> None:
-    """Capture; one line on stdout says that it has begun."""
+    """Capture; one line on stdout reports that it has begun."""
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -57,7 +57,7 @@ class Receiver:
 
 
 def _over_tls(files: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a scrape of nodes with certificates says more."""
+    """Return what a scrape of nodes with certificates has in addition."""
     tls = {f"{name.removeprefix('tls_')}_file": file for name, file in files.items()}
     return {"scheme": "https", "tls_config": tls}
 

@@ -62,7 +62,7 @@ class NodeProcess:
     def __init__(
         self, flags: Sequence[str], *, before: Sequence[str] = (), python: str = sys.executable
     ) -> None:
-        """Start it and wait for its ready line; what it says goes to `log`.
+        """Start it and wait for its ready line; what it prints goes to `log`.
 
         before: what stands before the command, such as a change of the namespace or the user.
         python: the interpreter, with another build installed than this one.

@@ -23,7 +23,7 @@ def make_previous_build(folder: Path, commit: str = COMMIT) -> str:
     """Return a Python that has an earlier build installed; skip the test where git has no history.
 
     By default it is the build before. It is an environment of its own: the sources of that commit,
-    compiled there, and beside them the libraries that this environment has.
+    compiled there, and next to them the libraries that this environment has.
     """
     known = _git("cat-file", "-e", f"{commit}^{{commit}}")
     if known.returncode:

@@ -5,7 +5,7 @@
 
 Each host has a boot id of its own, resolves the others' names, and sees folders of its own below
 the paths that FOLDERS names. Nothing of the machine itself changes. Making them needs root:
-`skip_reason` says why not.
+`skip_reason` explains why not.
 """
 
 from __future__ import annotations

@@ -65,19 +65,19 @@ def status_of(node: NodeProcess, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("before", "says"),
+    ("before", "why"),
     [
         ("mount -t tmpfs none /dev &&", "No such file or directory"),
         ("mount -t tmpfs -o ro none /dev/shm &&", "Read-only file system"),
     ],
     ids=["missing", "read-only"],
 )
-def test_a_host_without_dev_shm_is_asked_to_mount_it(before: str, says: str) -> None:
+def test_a_host_without_dev_shm_is_asked_to_mount_it(before: str, why: str) -> None:
     """As in a container that has none."""
     said = refused("--pool-size", "16MiB", before=before)
 
     assert said == (
-        f"peercache: configuration 'shm_dir': cannot use /dev/shm: {says}: mount a tmpfs there "
+        f"peercache: configuration 'shm_dir': cannot use /dev/shm: {why}: mount a tmpfs there "
         "that the node may write to, or name another folder"
     )
 
@@ -118,7 +118,7 @@ def test_nodes_that_share_a_disk_folder_have_a_part_each(tmp_path: Path) -> None
 def test_a_read_only_disk_costs_the_tier_and_is_shown(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The node serves its memory, and says what is wrong with the disk and what to do."""
+    """The node serves its memory, and reports what is wrong with the disk and what to do."""
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     with LocalCluster() as cluster:
         node = cluster.start(flags=disk_of(small))

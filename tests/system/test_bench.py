@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and verifies what it reads."""
+"""The benchmark measures what it claims, and verifies what it reads."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_tls_over_shared_memory_is_refused(capsys: pytest.CaptureFixture[str]) -
 def test_plot_without_matplotlib_is_refused_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plot takes minutes to measure, and the sentence says what to install."""
+    """A plot takes minutes to measure, and the sentence names what to install."""
     monkeypatch.setattr(local, "find_spec", lambda _: None)
     monkeypatch.setattr(local, "run_local", lambda *_: pytest.fail("it was measured"))
 
@@ -316,8 +316,8 @@ def test_table_shows_what_was_measured_and_leaves_out_the_rest() -> None:
     assert "128 KiB" not in text
 
 
-def test_command_without_rdma_says_why() -> None:
-    """The exit status says that no READ was measured."""
+def test_command_without_rdma_reports_why() -> None:
+    """The exit status shows that no READ was measured."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rdma", "--json", "--near", "no_such_device"],
         capture_output=True,

@@ -126,7 +126,7 @@ def test_a_call_walks_through_few_files() -> None:
         assert walks[call]["moves"] <= moves, (call, walks[call])
 
 
-@pytest.mark.slow  # it measures time, which tests beside it would spoil
+@pytest.mark.slow  # it measures time, which tests in parallel would spoil
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="requires two processors")
 def test_tax_prints_the_loss_of_each_shape() -> None:
     """A small run through real processes; the reader verifies every byte that it is served."""

@@ -1,4 +1,4 @@
-"""A wheel is built from the sources, or the build says in one sentence what is missing."""
+"""A wheel is built from the sources, or the build names in one sentence what is missing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_missing_compiler_is_one_sentence(checkout: Path) -> None:
 def test_source_that_does_not_compile_is_reported_after_the_compilers_messages(
     checkout: Path,
 ) -> None:
-    """The compiler says where, and the last lines say what it means."""
+    """The compiler reports where, and the last lines explain what it means."""
     (checkout / "src" / "peercache" / SOURCES[0]).write_text("#include <no/such/header.h>\n")
 
     done = build(checkout)
@@ -80,7 +80,7 @@ def test_wheel_is_one_for_every_python_and_carries_the_library(checkout: Path) -
 
 
 def test_without_openssl_the_wheel_is_built_without_tls(checkout: Path) -> None:
-    """The rest needs none; the build says what is missing, and what to install."""
+    """The rest needs none; the build names what is missing, and what to install."""
     (checkout / "src" / "peercache" / "fabric" / "tcp" / "_tls_context.c").write_text(
         "#include <no/such/openssl/ssl.h>\n"
     )

@@ -35,7 +35,7 @@ def _files_of(certificates: Certificates, name: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_revoked_node_leaves_a_running_cluster(tmp_path: Path) -> None:
-    """The list is copied to one node; all refuse the other one, and its own health says so."""
+    """The list is copied to one node; all refuse the other one, and its own health shows it."""
     with LocalCluster() as cluster:
         certificates = Certificates(tmp_path / "pki", cluster.name)
         operator = certificates.operator("ann")
@@ -128,7 +128,9 @@ def _reported_of_revocations(caplog: pytest.LogCaptureFixture) -> int:
 
 
 @pytest.mark.parametrize("is_same", [False, True], ids=["another authority", "the same"])
-def test_a_node_of_another_authority_says_that_it_is_refused(tmp_path: Path, is_same: bool) -> None:
+def test_a_node_of_another_authority_reports_that_it_is_refused(
+    tmp_path: Path, is_same: bool
+) -> None:
     """Nng reports no reason of a failed handshake; a node of the same authority has no problem."""
     with LocalCluster() as cluster:
         ours = Certificates(tmp_path / "ours", cluster.name)

@@ -79,7 +79,7 @@ def test_pages_scatter_into_and_gather_from_many_pieces(three: LocalCluster) -> 
     assert np.array_equal(whole, page)
 
 
-def test_a_report_says_what_a_call_moved_and_why_the_rest_missed(three: LocalCluster) -> None:
+def test_a_report_shows_what_a_call_moved_and_why_the_rest_missed(three: LocalCluster) -> None:
     """Bytes are counted once: not those that were there, and not those of a miss."""
     client = three.client(three.nodes[0])
     keys = keys_of("reported", 4)
@@ -170,25 +170,25 @@ def test_remove_and_clear_reach_every_holder_and_no_other_namespace(three: Local
 def test_what_was_removed_is_found_by_no_client_of_the_host_again(three: LocalCluster) -> None:
     """By `exists` neither, however soon it is asked, and though it found the pages just before."""
     mine = Namespace("model-r", "bf16", "tp=0")
-    here, beside = (three.client(node, namespace=mine) for node in three.nodes[:2])
+    here, neighbour = (three.client(node, namespace=mine) for node in three.nodes[:2])
     fellow = three.client(three.nodes[0], namespace=mine)
     found = []
     for turn in range(60):
         keys = keys_of(f"cleared-{turn}", 12)
         assert all(here.batch_set(keys, pages_of(keys)))
-        for client in (fellow, beside):
+        for client in (fellow, neighbour):
             wait_until(lambda client=client, keys=keys: all(client.contains(keys)), "it is found")
         if turn % 2:
             here.clear()
         else:
             here.remove(keys)
-        found += [client.contains(keys).count(True) for client in (here, fellow, beside)]
+        found += [client.contains(keys).count(True) for client in (here, fellow, neighbour)]
 
     assert found == [0] * len(found)
 
 
 def test_one_name_with_two_geometries_is_like_two_names(three: LocalCluster) -> None:
-    """Engines that are replaced one by one: both work, they share nothing, one line says so."""
+    """Engines that are replaced one by one: both work, they share nothing, one line reports it."""
     spaces = [Namespace("model-c", f"page_size={size}", "tp=0") for size in (64, 32)]
     keys = keys_of("of-two-geometries", 4)
     old, new, again = (

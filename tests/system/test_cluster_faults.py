@@ -511,7 +511,7 @@ def test_a_client_whose_lock_file_was_cleaned_away_writes_again_after_a_restart(
 
 
 def test_pages_of_a_node_that_has_just_joined_are_found() -> None:
-    """Or the set says itself that owners do not know them yet."""
+    """Or the set reports itself that owners do not know them yet."""
     with LocalCluster() as cluster:
         # Room for all pages: the last ones stored would be evicted for those that were read.
         reader = cluster.client(cluster.start(pool="32MiB"))
@@ -534,7 +534,7 @@ def test_pages_of_a_node_that_has_just_joined_are_found() -> None:
 def test_a_lost_home_node_is_one_warning_and_its_return_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An engine whose every page is a miss says why, once; so does its status."""
+    """An engine whose every page is a miss reports why, once; so does its status."""
     caplog.set_level(logging.INFO, logger="peercache")
     with LocalCluster() as cluster, capture_logs() as said:
         node = cluster.start()

@@ -75,7 +75,7 @@ def cluster(tmp_path: Path) -> Iterator[Secured]:
 
 
 class Speaker(Closing):
-    """A process that shows a certificate, or none, and then says what it likes."""
+    """A process that shows a certificate, or none, and then sends what it likes."""
 
     def __init__(
         self, node: NodeProcess, cluster: str, settings: dict[str, str] | None, identity: int = 5
@@ -211,7 +211,7 @@ def test_a_member_speaks_about_itself_only(cluster: Secured) -> None:
     assert metric(node, "peercache_messages_refused")
 
 
-def test_each_certificate_may_do_what_its_role_says(cluster: Secured) -> None:
+def test_each_certificate_may_do_what_its_role_states(cluster: Secured) -> None:
     """A reader clears nothing, an operator clears and watches, namespaces restrict."""
     node = cluster.start_secured("one")
     writer = cluster.client(node, namespace=OURS, **cluster.certificates.client("engine"))

@@ -119,8 +119,8 @@ def test_every_wrong_byte_is_counted_and_a_problem(
 
     assert (reading.hits, reading.verified_bytes) == (40, 40 * PAGE_BYTES)
     assert (reading.wrong_bytes, reading.wrong_pages) == (len(places), wrong_pages)
-    says = [f"{len(places)} wrong bytes" in each for each in reading.problems(op_timeout_s=60)]
-    assert any(says) == bool(places)
+    reported = [f"{len(places)} wrong bytes" in each for each in reading.problems(op_timeout_s=60)]
+    assert any(reported) == bool(places)
 
 
 def test_page_that_is_not_written_is_a_problem_even_if_it_was_right_before() -> None:
@@ -157,16 +157,16 @@ def test_check_refuses_answers_that_are_not_one_a_key(answers: list[bool]) -> No
 
 
 @pytest.mark.parametrize(
-    ("hits", "misses", "says"),
+    ("hits", "misses", "problem"),
     [(0, 0, "nothing was read"), (39, 1, "40 were expected"), (40, 1, "1 misses")],
 )
 def test_reading_that_came_to_something_else_is_a_problem(
-    hits: int, misses: int, says: str
+    hits: int, misses: int, problem: str
 ) -> None:
     """Too few hits, unexpected misses and an empty result each fail the demo."""
     reading = Reading("step", "tcp", 40, 0, hits=hits, misses=misses, verified_bytes=1, read_s=1)
 
-    assert any(says in problem for problem in reading.problems(op_timeout_s=60))
+    assert any(problem in each for each in reading.problems(op_timeout_s=60))
 
 
 def test_call_that_outlives_its_deadline_is_a_problem() -> None:

@@ -132,7 +132,7 @@ def test_everything_is_read_back_after_every_node_was_restarted(
 def test_graceful_restart_keeps_every_page(
     cluster: LocalCluster, tmp_path: Path, policy: str
 ) -> None:
-    """Pages that are only in memory at SIGTERM are written before the node ends, and it says so."""
+    """Pages that are only in memory at SIGTERM are written before the node ends, and it logs it."""
     flags = [*flags_of(tmp_path, "a"), "--write-policy", policy]
     node = cluster.start("one", pool="32MiB", flags=flags)
     client = cluster.client(node)
@@ -173,7 +173,7 @@ def test_removed_pages_stay_removed_over_a_restart(cluster: LocalCluster, tmp_pa
 def test_node_without_a_usable_folder_serves_from_memory(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """It says so in its log and its figures, and is otherwise as ever."""
+    """It is visible in its log and its figures, and is otherwise as ever."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     flags = ["--disk-enabled", "true", "--disk-path", str(blocked), "--disk-size", "64MiB"]

@@ -25,7 +25,7 @@ class Fault:
     """What makes the node of this process end by an error, as a bug in one of its tasks does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have nodes end when the test says so, and fail to start again so many times then."""
+        """Have nodes end when the test requests it, and fail to start again so many times then."""
         self.is_due = threading.Event()
         self.failed_starts = 0
         self.starts: list[bool] = []
@@ -74,7 +74,7 @@ def engine(fault: Fault) -> Iterator[Client]:
 
 
 def test_an_engine_whose_node_has_ended_gets_another_one(engine: Client, fault: Fault) -> None:
-    """The log says why it ended; pages are stored and read again, with no call of the engine's."""
+    """The log shows why it ended; pages are stored and read again without a call of the engine."""
     keys = keys_of("before", 4)
     assert all(engine.batch_set(keys, pages_of(keys)))
     # The node answers for them within `exists_timeout_s`, or they are missing.

@@ -196,7 +196,7 @@ def test_the_command_reports_what_nodes_hold_line_by_line() -> None:
     assert more[2] == {"node": one, "event": "removed", "key": named(keys)[0].hex(), "bytes": 0}
 
 
-def test_the_command_ends_by_itself_and_says_what_is_wrong() -> None:
+def test_the_command_ends_by_itself_and_reports_what_is_wrong() -> None:
     """0 after --for; 2 where no node answers."""
     with LocalCluster() as cluster:
         node = cluster.start()

@@ -1,4 +1,4 @@
-"""Rules and board beside real nodes: each expression has data, an alert comes."""
+"""Rules and board with real nodes: each expression has data, an alert comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standalone node: how it starts, what it says, how it joins and leaves."""
+"""The standalone node: how it starts, what it prints, how it joins and leaves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
         assert ready["control"] in page
 
 
-def test_health_says_nothing_good_while_the_node_is_paused() -> None:
+def test_health_reports_nothing_good_while_the_node_is_paused() -> None:
     """A paused node answers nothing, and is well again when it goes on."""
     with LocalCluster() as cluster:
         node = cluster.start(flags=("--metrics-port", free_port()))

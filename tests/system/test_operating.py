@@ -100,7 +100,7 @@ def completed(
 def test_the_command_line_shows_and_judges_the_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """0 while all is well, 1 beside a stopped node, 2 where none answers; JSON says the same."""
+    """0 while all is well, 1 with a stopped node, 2 where none answers; JSON shows the same."""
     monkeypatch.setenv("COLUMNS", "200")
     with LocalCluster() as cluster:
         nodes = cluster.start_many(2)
@@ -233,7 +233,7 @@ def test_a_node_that_was_killed_and_started_again_is_one_node(
 def test_with_certificates_only_an_operator_looks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """An engine's certificate, and none at all, get a sentence that says what is needed."""
+    """An engine's certificate, and none at all, get a sentence that explains what is needed."""
     with Secured(tmp_path / "ca") as cluster:
         node = cluster.start_secured("one")
         at = ["status", "--at", node.ready["control"], "--timeout", "2"]
@@ -252,7 +252,7 @@ def test_with_certificates_only_an_operator_looks(
 def test_pages_by_hand_and_the_end_of_a_namespace(
     capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
-    """Set, exists, get, rm and clear over real nodes; each says by its status what it found."""
+    """Set, exists, get, rm and clear over real nodes; each reports by its status what it found."""
     with LocalCluster() as cluster:
         nodes = cluster.start_many(2)
         here = ["--home", nodes[0].ready["home"], "--namespace", "by hand"]

@@ -95,7 +95,7 @@ class Site:
         return flags_of(self.files(name))
 
     def make_certificates(self) -> None:
-        """Do what the how-to says."""
+        """Do what the how-to prescribes."""
         self.command("certs", "init", "pki", "--cluster", self.cluster.name)
         for place in range(NODES):
             self.command("certs", "issue", "pki", "--node", f"n{place}", "--host", "127.0.0.1")

@@ -60,7 +60,7 @@ def test_a_client_learns_which_nodes_hold_a_prompt() -> None:
 
 
 @pytest.mark.slow
-def test_any_node_answers_over_http_as_its_description_says() -> None:
+def test_any_node_answers_over_http_as_its_description_specifies() -> None:
     """Two real nodes and an engine's events: right answers; then generated questions of all kinds.
 
     The pages are stored under the keys that a prompt's tokens have in the client's namespace.

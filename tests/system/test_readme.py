@@ -2,7 +2,7 @@
 
 The first test does so on this machine, with addresses and a pool of its own by the environment. The
 others do so on a host with a network of its own, with every default: ports, home, and a wheel that
-is installed as README says. Programs of other projects and what changes a registry or a cluster is
+is installed as README shows. Programs of other projects and what changes a registry or a cluster is
 not run here; `ELSEWHERE` names what does.
 """
 

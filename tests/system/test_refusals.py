@@ -114,7 +114,7 @@ def in_clear_text(world: World, port: str, said: bytes) -> bytes:
 
 
 def greeting_of(world: World, incarnation: int = 0) -> bytes:
-    """Return what a client says first at the data port."""
+    """Return what a client sends first at the data port."""
     node = incarnation or int(world.node.ready["node"], 16)
     return wire.encode_greeting(
         wire.greet(cluster=world.cluster.name, granule=GRANULE, incarnation=node)
@@ -122,7 +122,7 @@ def greeting_of(world: World, incarnation: int = 0) -> bytes:
 
 
 def identified(world: World, port: str, settings: dict[str, str], said: Hello) -> None:
-    """Come as far as the handshake, and be refused for what the certificate says."""
+    """Come as far as the handshake, and be refused for what the certificate states."""
     if port == "data":
         answer = over_tls(world, port, context_of(settings), greeting_of(world))
         assert wire.decode_answer(answer) != ""
@@ -191,7 +191,7 @@ def of_another_cluster(world: World, port: str, _: pytest.MonkeyPatch) -> None:
 
 
 def in_a_wrong_role(world: World, port: str, _: pytest.MonkeyPatch) -> None:
-    """A client that says it is a node; an operator that wants pages."""
+    """A client that claims to be a node; an operator that wants pages."""
     if port == "control":
         as_node = hello(world.cluster.name, is_node=True, name="client", nonce=bytes(16))
         identified(world, port, world.issued("claims"), as_node)

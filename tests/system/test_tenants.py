@@ -1,4 +1,4 @@
-"""Quotas of a real node: a flood of one namespace, and the pages of another beside it."""
+"""Quotas of a real node: a flood of one namespace, and the pages of another next to it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def run(snippet: str, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_every_step_of_the_tutorial_does_what_it_says(page: str) -> None:
+def test_every_step_of_the_tutorial_does_what_it_promises(page: str) -> None:
     """Two nodes, pages from one to the other, one killed, started again."""
     blocks = BLOCK.findall(page)
     starts = [text for kind, text in blocks if kind == "sh" and "peercache node" in text]
@@ -65,7 +65,7 @@ def test_every_step_of_the_tutorial_does_what_it_says(page: str) -> None:
         first.kill()
         run(steps[2], names)
         nodes.append(NodeProcess([*first_flags, "--discovery", second.ready["control"]]))
-        # Five seconds, the page says; a loaded machine takes longer.
+        # Five seconds, as the page states; a loaded machine takes longer.
         wait_until(lambda: names["a"].batch_set(["prompt-1"], [names["page"]]) == [True])
         wait_until(lambda: names["b"].batch_get(["prompt-1"], [names["buffer"]]) == [True])
         for step in steps[3:]:

@@ -4,7 +4,7 @@ Everything between SGLang's host pool and its storage backend is SGLang's own co
 things around it need a stand-in on a machine without an accelerator:
 
 * the schemas of two torchvision operators. PyPI's torchvision is a CUDA build, whose extension
-  does not load beside a CPU torch, and whose Python side refuses to import without them;
+  does not load with a CPU torch, and whose Python side refuses to import without them;
 * pinned memory: `HostKVCache` is built with pin_memory=False, and leaves no memory free;
 * the kernels that copy between device pool and host pool: written here with torch indexing. The
   "device" is ordinary memory, so they only have to put the same rows in the same places.
@@ -209,7 +209,7 @@ def _equip(module: ModuleType) -> None:
         build = module.HostKVCache.__init__
 
         def init(self: Any, *arguments: Any, **options: Any) -> None:
-            # Before 0.5.21 pools say it by place: what builds them says pin_memory=False.
+            # Before 0.5.21 pools state it by place: what builds them passes pin_memory=False.
             if not arguments:
                 options["pin_memory"] = False
             build(self, *arguments, **options)

@@ -39,7 +39,7 @@ SGLANG_PYTHON = (
 )
 # Every page of a process in the guest may be a mapping of the host's, and SGLang is large.
 SGLANG_MAPPINGS = 262_144
-# Its host pools want ten gigabytes to be free beside them. The guest's memory is a sparse file.
+# Its host pools need ten gigabytes more to be free. The guest's memory is a sparse file.
 SGLANG_MEMORY_MIB = 14_000
 # What it really touches of that, with some to spare.
 SGLANG_TOUCHED_MIB = 6_000

@@ -1,6 +1,6 @@
 """Two generations of pyverbs: the distribution's own, and a recent one from PyPI.
 
-PyPI's is a source distribution that does not work beside an older libibverbs as it is; two things
+PyPI's is a source distribution that does not work with an older libibverbs as it is; two things
 are changed when it is built, and docs/how-to/enable-rdma.md describes both:
 
   * newer Cython rejects one of its files or loses its enum constants: Cython stays below 3.1;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class RigError(Exception):
-    """The rig cannot be had on this machine; the message says what is missing."""
+    """The rig cannot be had on this machine; the message names what is missing."""
 
 
 def say(text: str) -> None:

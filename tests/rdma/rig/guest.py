@@ -147,7 +147,7 @@ def _booted(
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    # A panic aborts: its console says why, a core file says nothing more.
+    # A panic aborts: its console shows why, a core file shows nothing more.
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
     os.close(out_writer)
@@ -229,7 +229,7 @@ def _status(control: Path, *, timed_out: bool, limit_s: float) -> int:
     reason = f"time limit of {limit_s:g} s" if timed_out else "the guest died"
     started = "its command was running" if (control / "booted").exists() else "it had not booted"
     if status.exists():
-        # The kernel may have done it, for want of memory, and then says so.
+        # The kernel may have done it, for lack of memory, and then logs it.
         reason, started = "the command was killed", f"exit status {status.read_text().strip()}"
     print(f"rdma rig: {reason} ({started}); the console's end:", file=sys.stderr)
     print("\n".join(f"    {line}" for line in tail), file=sys.stderr)

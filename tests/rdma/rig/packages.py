@@ -2,7 +2,7 @@
 
 What the guest needs is downloaded and unpacked into the cache: nothing on this machine changes,
 and no rights are needed. What a build needs (a compiler, flex, bison) is installed, which takes
-root; without it, the message says what to install.
+root; without it, the message names what to install.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ Summary = dict[str, Any]
 
 @attrs.frozen
 class Finding:
-    """What one gate says.
+    """What one gate reports.
 
     first, last: the figure in both windows. bound: the most that `last` may be, or the least.
     """
@@ -153,7 +153,7 @@ def least(series: Series, window: slice) -> float:
 
 
 def findings(summary: Summary) -> list[Finding]:
-    """Return what every gate says of a run."""
+    """Return what every gate reports of a run."""
     return [
         *_of_processes(summary),
         *_of_directories(summary),

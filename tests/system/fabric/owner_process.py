@@ -7,7 +7,7 @@ a signal's name   it sends that to itself when portion number AT (from 0) is sen
                   not, and prints "went on"
 nothing           it serves until it is killed
 hold              at the first line it keeps the interpreter's lock until one more line comes, and
-                  says so before
+                  prints a line before
 fork              at the first line it forks a child that exits as any does, prints its status, and
                   waits for one more line
 

@@ -1,4 +1,4 @@
-"""The shared-memory fabric beside an owner in a process of its own, which rewrites or is killed."""
+"""The shared-memory fabric with an owner in a process of its own, which rewrites or is killed."""
 
 from __future__ import annotations
 

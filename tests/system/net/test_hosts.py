@@ -1,4 +1,4 @@
-"""Several hosts: each node says where the others reach it, whatever it knows first."""
+"""Several hosts: each node announces where the others reach it, whatever it knows first."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def asked_on(host: Host, node: NodeProcess, path: str = "/healthz") -> tuple[int
 
 
 @pytest.mark.slow
-def test_a_node_that_no_peer_reaches_says_so() -> None:
+def test_a_node_that_no_peer_reaches_reports_it() -> None:
     """Its advertised address is wrong: health is not 200, and names the setting."""
     with trial(2) as (cluster, places):
         cluster.start(places[0])
@@ -202,7 +202,7 @@ def test_a_node_that_no_peer_reaches_says_so() -> None:
         members_at(cluster.clients[0], 1)
 
 
-def test_a_node_that_every_peer_refuses_says_so() -> None:
+def test_a_node_that_every_peer_refuses_reports_it() -> None:
     """Its cluster has another name: health is not 200, and notifies the peers' reason."""
     with trial(2) as (cluster, places):
         cluster.start(places[0])

@@ -127,9 +127,9 @@ main()
 NEVER_CLOSES = FORKED[: FORKED.index("    child = os.fork()")] + "main()\n"
 
 
-@pytest.mark.parametrize(("program", "says"), [(FORKED, "child 0\n"), (NEVER_CLOSES, "")])
+@pytest.mark.parametrize(("program", "printed"), [(FORKED, "child 0\n"), (NEVER_CLOSES, "")])
 def test_a_process_exits_though_it_forks_or_never_closes(
-    tmp_path: Path, program: str, says: str
+    tmp_path: Path, program: str, printed: str
 ) -> None:
     """The threads of nng do not exist in a child: what waits for them would wait forever."""
     done = subprocess.run(
@@ -137,4 +137,4 @@ def test_a_process_exits_though_it_forks_or_never_closes(
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, says, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

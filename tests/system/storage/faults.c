@@ -1,8 +1,8 @@
 /* Preloaded into a test's process: makes reads and writes of slab files fail, or hang.
  *
- * The file named by PEERCACHE_FAULTS says what happens, and is read before each call:
+ * The file named by PEERCACHE_FAULTS defines what happens, and is read before each call:
  * "KIND ERRNO", "KIND hang", "KIND slow" or "KIND flip", where KIND is r (reads), w (writes) or b
- * (both); empty: nothing. A call that hangs goes on once the file says something else, a slow one
+ * (both); empty: nothing. A call that hangs goes on once the file holds something else, a slow one
  * after 50 ms; `flip` changes one bit of what is read. io_uring is refused, so that all reads are calls.
  */
 #define _GNU_SOURCE

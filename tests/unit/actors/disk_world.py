@@ -404,7 +404,7 @@ class DiskWorld:
     # --- what is to be seen -----------------------------------------------------------------------
 
     def where(self, number: int) -> str:
-        """Return where the record in force says that a page is: memory, disk, or nowhere."""
+        """Return where a page is by the record in force: memory, disk, or nowhere."""
         record = self.records.get(key(number))
         if record is None:
             return ""

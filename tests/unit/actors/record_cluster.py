@@ -217,7 +217,7 @@ class Cluster:
         self.notify(incarnation, "publisher", changed)
 
     def notify(self, incarnation: int, actor: str, fact: Any) -> None:
-        """Hand a fact to an actor of a node, and do what it says."""
+        """Hand a fact to an actor of a node, and do what it emits."""
         node = self.nodes[incarnation]
         actors: dict[str, StateActor[Any]] = {
             "ring": node.ring,

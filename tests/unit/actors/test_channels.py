@@ -39,7 +39,7 @@ def lease_of(pool: ChannelPool, peer: int, rail: int = 0, now: float = 0.0) -> C
 
 
 def closed_by(effects: list[ChannelsOutput]) -> list[int]:
-    """Return the channels that the pool has closed, which is all it says."""
+    """Return the channels that the pool has closed, which is all it emits."""
     assert all(isinstance(effect, CloseChannel) for effect in effects)
     return [effect.channel for effect in effects]
 

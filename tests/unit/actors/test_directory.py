@@ -226,7 +226,7 @@ def test_a_holder_is_asked_once_a_second_about_a_record(monkeypatch: pytest.Monk
 
 
 def test_dispute_cannot_drop_the_own_pools_records() -> None:
-    """They come from the pool itself, which says what goes."""
+    """They come from the pool itself, which reports what goes."""
     shard = shard_of(A)
     own = records_of(ME, [1], 10)
     take(shard, ME, RecordsChanged(own, NO_DROPS))
@@ -479,13 +479,13 @@ def test_a_late_summary_resets_no_number_that_the_holder_sends_on_from() -> None
 
 
 def is_behind(shard: DirectoryShard, now: float = 0.0) -> bool:
-    """Ask for a page; return whether the shard says that it lacks records."""
+    """Ask for a page; return whether the shard reports that it lacks records."""
     (answer,) = take(shard, 77, Lookup(1, key_of(9)), now)
     assert isinstance(answer, Located)
     return answer.behind
 
 
-def test_an_owner_that_differs_from_a_holder_says_that_it_is_behind() -> None:
+def test_an_owner_that_differs_from_a_holder_reports_that_it_is_behind() -> None:
     """Until a summary matches, for a bounded time, or until the holder has gone."""
     shard = shard_of(A, B)
     held = records_of(A, [1], 10)

@@ -370,7 +370,7 @@ def test_tables_that_are_gone_give_their_address_space_back() -> None:
 
 
 def test_one_answer_reports_no_more_than_its_room() -> None:
-    """The count says how many there would be."""
+    """The count shows how many there would be."""
     table = DirectoryTable(SEED, answer_max=3, rows_max=100, slots_min=512)
     assert table.begin(A, is_served=True) == 0
     put(table, 0, A, [1, 2, 3, 4, 5], 10)

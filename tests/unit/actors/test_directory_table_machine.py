@@ -215,7 +215,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ended)
     @rule(budget=st.sampled_from((1, 7, 100, 1000)))
     def sweep(self, budget: int) -> None:
-        """Which records go first is the table's own affair; it says when none is left."""
+        """Which records go first is the table's own affair; it reports when none is left."""
         entry = self.ended[0]
         before = len(self.model.entries[entry].records)
 

@@ -479,7 +479,7 @@ def test_clear_empties_one_namespace_on_disk(namespaces: tuple[int, ...], cleare
 
 
 def test_a_page_of_unknown_geometry_is_removed_and_cleared_with_any_of_its_name() -> None:
-    """It was handed over: its key is all that says of which geometry it is."""
+    """It was handed over: its key is all that shows of which geometry it is."""
     for is_open in (True, False):
         before = DiskWorld()
         before.set(1, 2, 3, namespace=5)
@@ -690,22 +690,22 @@ def test_flush_ends_with_the_disk_and_with_a_disk_that_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "says"), [(DISK_FULL, "is full"), (DISK_FAILED, "writes to it fail")]
+    ("outcome", "reason"), [(DISK_FULL, "is full"), (DISK_FAILED, "writes to it fail")]
 )
 def test_trouble_of_the_disk_is_reported_until_it_takes_pages_again(
-    outcome: int, says: str
+    outcome: int, reason: str
 ) -> None:
     """The health of the node shows it; the outcome of a page that changed is no trouble."""
     world = DiskWorld()
     world.set(1)
     (job,) = world.working
     world.answer(job, outcome)
-    assert says in world.tier.trouble
+    assert reason in world.tier.trouble
 
     world.set(2)
     (job,) = world.working
     world.answer(job, DISK_CHANGED)
-    assert says in world.tier.trouble
+    assert reason in world.tier.trouble
 
     world.wait(2 * REOPEN_S)
     world.set(3)
@@ -725,7 +725,7 @@ def test_pages_stored_before_the_disk_was_open_are_written_with_through(*, on_ev
 
 
 MANY = 40_000
-"""Messages: more than fit when each took some bytes beside its keys."""
+"""Messages: more than fit when each took some bytes in addition to its keys."""
 
 
 def restarted() -> DiskWorld:
@@ -743,7 +743,7 @@ def hear(world: DiskWorld, message: Remove | Clear) -> None:
 
 
 def opened(world: DiskWorld) -> list[Effect]:
-    """Open the disk; return what the tier says in that step."""
+    """Open the disk; return what the tier emits in that step."""
     fact = DiskOpened(world.slabs * SLAB, SLAB, world.image.entries(), 1_000_000)
     effects = world.tier.on_message(CLIENT, fact, world.now)
     world.perform(effects)

@@ -44,7 +44,7 @@ def u64(values: list[int]) -> np.ndarray:
 
 
 class Driven:
-    """An index, and what a dictionary says it must hold."""
+    """An index, and a dictionary of what it must hold."""
 
     def __init__(self, slabs: int = 4) -> None:
         self.index = DiskIndex(capacity_bytes=slabs * SLAB, slab_bytes=SLAB)
@@ -417,7 +417,7 @@ def slot_bytes(length: int) -> int:
 
 
 class Shared:
-    """An index that tenants share, and what a dictionary says of it."""
+    """An index that tenants share, and what a dictionary holds of it."""
 
     def __init__(self, text: str, slabs: int = 4) -> None:
         self.index = DiskIndex(capacity_bytes=slabs * SLAB, slab_bytes=SLAB)
@@ -594,7 +594,7 @@ def test_pages_evicted_from_the_disk_are_counted_by_tenant() -> None:
 
 
 def test_a_name_that_is_reported_later_finds_its_pages() -> None:
-    """A restart knows tags only; a writer that says its name gets what its pages are due."""
+    """A restart knows tags only; a writer that states its name gets what its pages are due."""
     metrics = Metrics()
     tier = DiskTier(
         queue_bytes_max=SLAB, report_rate=1000, metrics=metrics, quotas=parse_quotas("team-*=50%")

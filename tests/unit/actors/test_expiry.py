@@ -101,7 +101,7 @@ def test_a_retained_page_expires_only_after_its_retention() -> None:
 
 
 def test_mirrored_and_moved_pages_expire_too() -> None:
-    """A moved page is as old as its former holder says; a mirrored one is used as it is made."""
+    """A moved page is as old as its former holder reports; a mirrored one is used as it is made."""
     tenants = Tenants(parse_quotas("chat=50%,ttl=60s"), whole=64)
     chat = tenants.of(CHAT)
     rig = Rig(64, tenants=tenants)

@@ -512,7 +512,7 @@ def test_one_that_spoke_lately_is_not_dead_whatever_others_say() -> None:
     assert effects == [Send(NINE, claim)]
 
 
-def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
+def test_one_that_did_not_speak_lately_is_dead_when_a_judge_reports_it() -> None:
     """Without evidence of its own a master takes another master's word, and no other's."""
     node = Node(ONE).knows(TWO, NINE, TEN)
     node.take(NINE, Heartbeat(member(NINE), b""))
@@ -528,7 +528,7 @@ def test_one_that_did_not_speak_lately_is_dead_when_a_judge_says_so() -> None:
 
 @pytest.mark.parametrize("state", [SUSPECT, DEAD, LEFT])
 def test_only_masters_are_believed_about_others(state: int) -> None:
-    """A plain member says nothing that counts about a third one."""
+    """A plain member reports nothing that counts about a third one."""
     node = Node().knows(ONE, TWO, NINE, TEN)
     node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
@@ -541,7 +541,7 @@ def test_only_masters_are_believed_about_others(state: int) -> None:
 
 
 def test_a_counter_that_no_member_can_have_is_not_believed() -> None:
-    """At the end of its range the member could not refute it; not even a master says so."""
+    """At the end of its range the member could not refute it; not even a master reports it."""
     node = Node().knows(ONE, TWO, NINE)
     node.passes(SUSPECT_S + 0.1, speaking=(ONE, TWO))
 
@@ -624,7 +624,7 @@ def test_two_sides_that_meet_compare_their_views() -> None:
     assert sends(known, ShareView) == []
     assert [type(e.message) for e in dead if isinstance(e, Send)][:2] == [CompareView, ShareView]
     assert [send.to for send in sends(returned, HeartbeatSeen)] == [TEN]
-    assert sends(returned, CompareView) == [], "what it says of this side would be believed"
+    assert sends(returned, CompareView) == [], "what it reports of this side would be believed"
 
 
 def test_what_others_say_of_a_node_is_an_address_to_try() -> None:

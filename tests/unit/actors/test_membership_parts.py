@@ -147,7 +147,7 @@ def test_dead_addresses_of_discovery_do_not_make_the_candidates_busy() -> None:
     assert len(candidates) == 0
 
 
-def test_node_says_who_it_is_at_the_addresses_that_it_is_given() -> None:
+def test_node_announces_who_it_is_at_the_addresses_that_it_is_given() -> None:
     """At once, and not at its own, nor where it knows a member."""
     node = Node().knows(ONE)
     given = (member(ME).control, member(ONE).control, member(TWO).control)
@@ -159,7 +159,7 @@ def test_node_says_who_it_is_at_the_addresses_that_it_is_given() -> None:
 
 
 def test_empty_answer_ends_no_member() -> None:
-    """Discovery gives addresses; membership alone says what is a member."""
+    """Discovery gives addresses; membership alone decides what is a member."""
     node = Node()
     node.take(0, AddressesFound((member(ONE).control,)))
     node.knows(ONE)
@@ -323,7 +323,7 @@ def test_found_address_is_called_no_longer() -> None:
 
 
 def test_losing_again_what_is_lost_does_not_start_its_backoff_again() -> None:
-    """A view that says so again and again does not make calls more frequent."""
+    """A view that reports it again and again does not make calls more frequent."""
     calling = redial()
     calling.lost("x", 0.0)
     calls_in(calling, 60.0)

@@ -158,7 +158,7 @@ def test_healed_partition_ends_in_equal_views(seed: int, seconds: float) -> None
 def test_healed_partition_takes_no_member_of_the_own_side(seed: int) -> None:
     """While two sides report to each other whom they held dead, each node keeps its own side.
 
-    A master of the other side says so before it has learned who lives on this one, and is not
+    A master of the other side reports it before it has learned who lives on this one, and is not
     believed then. Each node publishes its records once more, as the other side has dropped them,
     and messages per node and second stay in proportion to the cluster.
     """
@@ -283,7 +283,7 @@ def test_member_that_one_node_alone_holds_ended_comes_back_to_it(state: int) -> 
     master, misled, ended = (
         cluster.processes[address] for address in (HEAD, "n004:31998", "n005:31998")
     )
-    cluster.run(2 * SUSPECT_S)  # What was active lately is not dead, whatever a master says.
+    cluster.run(2 * SUSPECT_S)  # What was active lately is not dead, whatever a master reports.
     entry = misled.actor.member(ended.incarnation)
     assert entry is not None
     slander = attrs.evolve(entry, state=state, counter=entry.counter + 1)
@@ -483,7 +483,7 @@ class MembershipMachine(RuleBasedStateMachine):
         if sure == 0:
             before = self.shares.copy()
             self.takes(self.actor.leave(self.now))
-            self.shares = before  # a goodbye is said once, beside that limit
+            self.shares = before  # a goodbye is sent once, in addition to that limit
             self.has_left = True
 
     @invariant()

@@ -221,7 +221,7 @@ def test_a_silent_target_is_given_up_and_its_pages_go_elsewhere() -> None:
 
 
 def test_a_target_that_dies_is_replaced_at_once() -> None:
-    """The view says so before its silence does."""
+    """The view shows it before its silence does."""
     story = Story()
     story.see(ONE)
     story.drain(1)
@@ -259,7 +259,7 @@ def test_an_answer_that_does_not_fit_ends_the_trust_in_a_target() -> None:
 
 
 def test_the_last_node_hands_nothing_over() -> None:
-    """It ends at once, and says what is lost."""
+    """It ends at once, and reports what is lost."""
     story = Story()
     story.see()
 
@@ -406,7 +406,7 @@ def test_an_offer_is_reserved_read_and_committed() -> None:
 
 
 @pytest.mark.parametrize("why", ["a stranger", "drained itself", "not of its namespaces"])
-def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
+def test_who_cannot_take_reports_that_there_is_no_room(why: str) -> None:
     """Then the offerer goes to another node at once."""
     spaces = frozenset({6}) if why == "not of its namespaces" else None
     story = Story(Placement(ME, lambda: spaces))
@@ -419,7 +419,7 @@ def test_who_cannot_take_says_that_there_is_no_room(why: str) -> None:
     assert effects == [Send(Origin(ONE), PagesTaken(5, bytes((REFUSED_FULL,)) * 2))]
 
 
-def test_pages_are_taken_only_from_a_node_that_says_that_it_drains() -> None:
+def test_pages_are_taken_only_from_a_node_that_reports_that_it_drains() -> None:
     """One that serves has no reason to hand pages over, and silence is no answer."""
     story = Story()
     story.see(ONE, TWO)

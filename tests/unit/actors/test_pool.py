@@ -368,13 +368,13 @@ def test_slots_ahead_take_nothing_from_what_a_client_may_have_uncommitted() -> N
 
 @pytest.mark.parametrize("length", [0, 257 * GRANULE, PAGE_BYTES_MAX + 1])
 def test_no_slot_ahead_for_a_page_that_cannot_be(length: int) -> None:
-    """Nor for those beside it."""
+    """Nor for those next to it."""
     world = World(granules=256)
 
     assert set(world.reserve_ahead(ALICE, [GRANULE, length]).states) == {REFUSED_FULL}
 
 
-def test_slots_that_a_commit_asks_for_beside_come_when_it_is_answered() -> None:
+def test_further_slots_that_a_commit_asks_for_come_when_it_is_answered() -> None:
     """A commit does not wait for evictions: they come after its answer."""
     world = World(granules=1024)
     world.reserve(ALICE, [1, 2], PAGE, namespace=9)
@@ -624,7 +624,7 @@ def test_reserve_that_is_listed_before_it_arrives_is_granted() -> None:
 
 
 def test_list_that_was_overtaken_ends_nothing_newer() -> None:
-    """An old list says nothing about what came after it."""
+    """An old list shows nothing about what came after it."""
     world = World(granules=64)
     world.reserve(ALICE, [1], PAGE)
     world.reserve(ALICE, [2], PAGE)

@@ -348,7 +348,7 @@ def test_a_third_node_with_the_page_is_asked_first_when_a_copy_is_lost() -> None
 
 
 def test_after_a_lost_report_all_pages_of_that_node_are_offered_to_it_again() -> None:
-    """What it still has it then says; a report without pages shows it as well."""
+    """What it still has it then reports; a report without pages shows it as well."""
     for number, pages in ((3, (1,)), (2, ())):
         rig = Copier()
         rig.store(1, 2, 3)

@@ -117,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(reservation=reservations, chosen=st.sets(st.integers(0, 5)))
     def write(self, reservation: tuple[int, int], chosen: set[int]) -> None:
-        """A client copies some of its pages, at any time before it says that it is done."""
+        """A client copies some of its pages, at any time before it reports that it is done."""
         if reservation in self.world.writing:
             self.world.write(*reservation, pages=sorted(chosen))
 

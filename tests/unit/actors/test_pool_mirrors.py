@@ -183,7 +183,7 @@ def test_a_mirrored_page_is_published_and_answered_at_once() -> None:
 
 
 def test_with_a_disk_the_disk_learns_of_it_as_of_any_page() -> None:
-    """It may have the page already, and says it; else its record would be lost by the eviction."""
+    """It may have the page already, and shows it; else its record would be lost by the eviction."""
     rig = Rig(has_disk=True)
     rig.reserve(1)
 
@@ -325,7 +325,7 @@ def test_another_client_that_was_faster_keeps_its_page() -> None:
 
 
 def test_a_removal_without_timeout_voids_what_was_asked_for_before_it() -> None:
-    """Also where a sender says that it waits for less than no time."""
+    """Also where a sender claims that it waits for less than no time."""
     mirrors = Mirrors(8)
     mirrors.removed(1, -5.0, 100.0)
 
@@ -781,7 +781,7 @@ def test_many_pages_lapse_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_pages_stay_as_a_slow_model_says(seed: int) -> None:
+def test_pages_stay_as_a_slow_model_prescribes(seed: int) -> None:
     """The model keeps the end of each page, and knows nothing of slots, extents and heaps."""
     rng = random.Random(seed)
     rig = Rig(pages=PAGES)

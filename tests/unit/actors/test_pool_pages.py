@@ -110,10 +110,10 @@ def test_a_page_larger_than_half_of_the_pool_is_stored_by_the_only_writer() -> N
     world = World(granules=16, uncommitted_max=0)
 
     alone = world.reserve(ALICE, [1], 12 * GRANULE)
-    beside = world.reserve(BOB, [2], 4 * GRANULE)
+    shared = world.reserve(BOB, [2], 4 * GRANULE)
 
     assert alone.states == bytes((RESERVED,))
-    assert beside.states == bytes((REFUSED_FULL,))
+    assert shared.states == bytes((REFUSED_FULL,))
 
 
 def test_uncommitted_allowance_comes_back_with_the_end() -> None:

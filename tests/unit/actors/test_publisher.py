@@ -132,7 +132,7 @@ def test_an_owner_that_misses_one_timeout_is_waited_for_no_longer_until_it_knows
     assert waits == []
 
 
-def test_timeout_that_was_short_says_nothing_about_an_owner() -> None:
+def test_timeout_that_was_short_shows_nothing_about_an_owner() -> None:
     """A commit whose deadline is near is answered; the next one waits for the owner as ever."""
     made = publisher_in(ring_of(A))
     take(made, ME, attrs.evolve(commit_of(records_of(ME, [1], 2)), timeout_s=0.01), 0.0)
@@ -248,7 +248,7 @@ def test_commit_of_pages_that_are_not_published_yet_waits_with_the_first_one(
 
 
 def test_commit_of_pages_that_a_lagging_owner_lacks_counts_them_as_unpublished() -> None:
-    """It does not wait for that owner, and says so."""
+    """It does not wait for that owner, and reports it."""
     made = publisher_in(ring_of(A, B))
     records = records_of(ME, [1, 2], 2)
     take(made, ME, commit_of(records, timeout_s=0.1), 0.0)
@@ -477,7 +477,7 @@ def test_an_owner_that_is_lagging_is_waited_for_by_no_commit() -> None:
 
 
 def test_no_commit_waits_for_more_than_a_minute() -> None:
-    """Whatever its client says: a timeout without end would be a waiter forever."""
+    """Whatever its client states: a timeout without end would be a waiter forever."""
     made = publisher_in(ring_of(A))
     take(made, ME, commit_of(records_of(ME, [1], 2), timeout_s=1e9), 0.0)
 

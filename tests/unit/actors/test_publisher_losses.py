@@ -69,7 +69,7 @@ from tests.unit.actors.record_cluster import (
 
 
 def digests_of(records: Records) -> bytes:
-    """Return what an owner says that holds these records."""
+    """Return what an owner emits that holds these records."""
     content = Content()
     flip(content, records)
     return content.buckets.tobytes()

@@ -241,7 +241,7 @@ def test_summaries_of_many_streams_do_not_come_in_step() -> None:
 
 
 def story() -> list[object]:
-    """Return all that a publisher says whose pages every node owns, from commit to commit."""
+    """Return all that a publisher emits whose pages every node owns, from commit to commit."""
     made = publisher_in(ring_of(ME, A, B, replicas=4), former_s=60.0)
     said: list[object] = []
     said += take(made, ME, commit_of(records_of(ME, list(range(40)), 2)), 0.0)
@@ -269,7 +269,7 @@ def story() -> list[object]:
     return said
 
 
-def test_where_every_node_owns_every_page_the_short_way_says_the_same(
+def test_where_every_node_owns_every_page_the_short_way_emits_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same messages in the same order: it leaves out what all share."""
@@ -468,7 +468,7 @@ def test_a_page_dropped_before_it_was_looked_at_is_withdrawn_from_former_owners(
     assert not held_by(made, A) & set(keys(*moved))
 
 
-def test_no_summary_says_handed_over_while_rows_wait() -> None:
+def test_no_summary_reports_handed_over_while_rows_wait() -> None:
     """It may come between two slices, and what it covers is what was sent: not all."""
     made = publisher_in(ring_of(ME), rate=1000.0, summary_s=0.05)
     take(made, ME, commit_of(records_of(ME, list(range(500)), 2)), 0.0)

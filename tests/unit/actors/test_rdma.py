@@ -172,7 +172,7 @@ def test_channel_that_is_not_listed_any_more_is_dropped() -> None:
 
 
 def test_client_that_is_silent_loses_its_channels_and_no_other_does() -> None:
-    """A dead process says nothing; one-sided reads do not show."""
+    """A dead process reports nothing; one-sided reads do not show."""
     actor = serving()
     ask(actor, ALICE, 1, now=0.0)
     ask(actor, BOB, 1, now=0.0)
@@ -299,7 +299,7 @@ class RdmaActorMachine(RuleBasedStateMachine):
             self.pairs.step()
 
     def do(self, effects: list[Effect]) -> None:
-        """Do what the actor says."""
+        """Do what the actor emits."""
         for effect in effects:
             if isinstance(effect, Send):
                 self.answered += 1

@@ -63,7 +63,7 @@ def test_ring_changes_with_the_host_of_a_member() -> None:
 
 
 def test_the_ring_of_a_thousand_members_stops_no_loop() -> None:
-    """It is made beside the loop; the old one serves meanwhile, and later views wait."""
+    """It is made outside the loop; the old one serves meanwhile, and later views wait."""
     actor = RingActor(virtual_nodes=160, replicas=2)
     shown(actor, view(1, 2))
     old = actor.current
@@ -130,7 +130,7 @@ def walk(live: list[int], key: bytes) -> list[int]:
 class RingMachine(RuleBasedStateMachine):
     """Views come and go; the ring is that of the last one, and is reported once a change.
 
-    Rings of more than three members are made beside the loop, and come later or never.
+    Rings of more than three members are made outside the loop, and come later or never.
     """
 
     def __init__(self) -> None:

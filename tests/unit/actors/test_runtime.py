@@ -41,7 +41,7 @@ class Diary:
     is_sound: Callable[[], bool] = lambda: True
 
     def on_message(self, sender: Origin, message: object, now: float) -> list[Effect]:
-        self.written.append(f"{now:g}: {sender.identity} says {message}")
+        self.written.append(f"{now:g}: {sender.identity} sends {message}")
         return [said(message)]
 
     def on_tick(self, now: float) -> list[Effect]:
@@ -80,7 +80,7 @@ async def test_messages_are_taken_one_by_one_in_order(
         await trio.testing.wait_all_tasks_blocked()
 
     assert diary.written == [
-        "0: 7 says m0", "check", "0: 7 says m1", "check", "0: 7 says m2", "check",
+        "0: 7 sends m0", "check", "0: 7 sends m1", "check", "0: 7 sends m2", "check",
     ]  # fmt: skip
     assert performed == [said(f"m{i}") for i in range(3)]
 
@@ -98,7 +98,7 @@ async def test_a_message_that_comes_while_the_actor_waits_wakes_it(
         mailbox.put(SELF, "later")
         await trio.testing.wait_all_tasks_blocked()
 
-    assert diary.entries() == ["5: 0 says now", "10: 0 says later"]
+    assert diary.entries() == ["5: 0 sends now", "10: 0 sends later"]
 
 
 async def test_ticks_come_at_their_deadlines(autojump_clock: trio.testing.MockClock) -> None:
@@ -109,7 +109,7 @@ async def test_ticks_come_at_their_deadlines(autojump_clock: trio.testing.MockCl
         mailbox.put(SELF, "between")
         await trio.sleep(6)
 
-    assert diary.entries() == ["2: tick", "5: tick", "6: 0 says between", "8: tick", "11: tick"]
+    assert diary.entries() == ["2: tick", "5: tick", "6: 0 sends between", "8: tick", "11: tick"]
     assert performed.count(said("tick")) == 4
 
 
@@ -145,7 +145,7 @@ async def test_a_tick_that_does_not_advance_is_a_bug_and_reported(
 async def test_a_broken_invariant_stops_the_actor_before_its_effects(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """What an unsound actor says must not get out."""
+    """What an unsound actor emits must not get out."""
     diary = Diary(is_sound=lambda: False)
     mailbox, performed = Mailbox[str](), list[Effect]()
     mailbox.put(SELF, "x")

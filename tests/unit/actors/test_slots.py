@@ -249,7 +249,7 @@ def test_two_classes_in_a_tiny_pool_settle(units: int) -> None:
 def test_only_a_much_colder_class_gives_an_extent() -> None:
     """A class whose pages are about as old as our own gives nothing, be its extents colder.
 
-    Ancient pages are beside hot ones in every extent of one class; those of the other are middling.
+    Ancient pages and hot ones are in every extent of one class; those of the other are middling.
     """
     rig = Rig(36, units_about=9)
     ancient = [rig.put(2) for _ in range(4)]

@@ -350,7 +350,7 @@ def test_namespaces_without_a_quota_retain_a_quarter() -> None:
 
 
 def test_retained_slots_apart_do_not_block_more_than_half() -> None:
-    """One in each extent: the ninth of sixteen is refused, and one beside another is not."""
+    """One in each extent: the ninth of sixteen is refused, and one next to another is not."""
     rig, _ = plain()
     slots = [rig.put(1) for _ in range(64)]
 

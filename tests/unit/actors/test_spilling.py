@@ -180,7 +180,7 @@ def test_a_page_that_is_on_disk_too_goes_into_free_room_only() -> None:
 
 
 def test_two_nodes_are_asked_and_who_does_not_answer_is_not_waited_for() -> None:
-    """An answer to another question, or of a node that was not asked, says nothing."""
+    """An answer to another question, or of a node that was not asked, has no effect."""
     story = Story()
     story.see(ONE, TWO, THREE, member(24, DEAD))
     story.wait(LOOK_S)

@@ -367,7 +367,7 @@ def test_quotas_are_read_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "why"),
     [
         ("a", "must be NAME=20%"),
         ("a=110%", "more than all"),
@@ -384,7 +384,7 @@ def test_quotas_are_read_as_they_are_written() -> None:
         ("a=1%,ttl=soon", "a duration"),
     ],
 )
-def test_a_wrong_quota_is_named(text: str, says: str) -> None:
-    """One sentence that says what is allowed."""
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_quota_is_named(text: str, why: str) -> None:
+    """One sentence that states what is allowed."""
+    with pytest.raises(ValueError, match=why):
         parse_quotas(text)

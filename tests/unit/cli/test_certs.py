@@ -206,7 +206,7 @@ def test_a_namespace_with_the_tag_of_another_is_refused(
 def test_wrong_usage_is_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
 ) -> None:
-    """It says what to do, and leaves nothing behind."""
+    """It explains what to do, and leaves nothing behind."""
     before = sorted(folder.iterdir())
     status, _, reported = _run(capsys, *(each.format(folder=folder) for each in arguments))
 
@@ -219,7 +219,7 @@ def test_wrong_usage_is_one_sentence(
 def test_a_script_takes_the_paths_from_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The names are those of the settings, so what `issue` says is a node's configuration."""
+    """The names are those of the settings, so what `issue` prints is a node's configuration."""
     folder = tmp_path / "made"
     authority = json.loads(_run(capsys, "init", folder, "--cluster", "prod", "--json")[1])
     issued = json.loads(_run(capsys, "issue", folder, "--node", "a", "--json")[1])

@@ -111,7 +111,7 @@ def test_example_file_is_toml_with_the_defaults(
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    """The wire version stands beside it: it decides which nodes can talk to each other."""
+    """The wire version is next to it: it decides which nodes can talk to each other."""
     assert cli.main(["version"]) == 0
 
     assert capsys.readouterr().out.startswith(
@@ -141,7 +141,7 @@ def test_the_program_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (["node", "--pool-sise", "1GiB"], ["--pool-sise", "--pool-size", "peercache node --help"]),
         (["demmo"], ["No such command 'demmo'. Did you mean demo?", "See `peercache --help`."]),
@@ -152,14 +152,14 @@ def test_the_program_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_wrong_usage_is_one_line(
-    words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is wrong, which flag, and where to look."""
     assert cli.main(words) == 2
 
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert all(part in error for part in says), error
+    assert all(part in error for part in expected), error
 
 
 def test_help_lists_every_command_without_importing_one() -> None:

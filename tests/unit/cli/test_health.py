@@ -1,4 +1,4 @@
-"""`peercache health`: what it says of a node that serves, one that does not, and none."""
+"""`peercache health`: what it reports of a node that serves, one that does not, and none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peercache.cli.main import main
 
 
 @contextmanager
-def node_that_says(status: int, body: bytes) -> Iterator[int]:
+def node_that_answers(status: int, body: bytes) -> Iterator[int]:
     """Serve one answer to /healthz on loopback; give its port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ def test_answer_of_the_node_is_said(
     status: int, reported: object, exit_status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node whose disk fails still serves its memory, so a probe must not restart it."""
-    with node_that_says(status, json.dumps(reported).encode()) as port:
+    with node_that_answers(status, json.dumps(reported).encode()) as port:
         assert main(["health", "--metrics-port", str(port)]) == exit_status
 
     assert said in capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_answer_of_the_node_is_said(
 
 def test_wildcard_is_asked_over_loopback(capsys: pytest.CaptureFixture[str]) -> None:
     """As in a container, whose node listens on every interface."""
-    with node_that_says(200, b'{"status": "ok"}') as port:
+    with node_that_answers(200, b'{"status": "ok"}') as port:
         flags = ["--http-listen", f"0.0.0.0:{port}", "--http-open", "true", "--json"]
         assert main(["health", *flags]) == 0
 
@@ -76,7 +76,7 @@ def test_no_node_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         f"unavailable: no answer from 127.0.0.1:{port}: Connection refused\n"
     )
 
-    with node_that_says(200, b"garbage") as port:
+    with node_that_answers(200, b"garbage") as port:
         assert main(["health", "--metrics-port", str(port)]) == 1
     assert "no answer from" in capsys.readouterr().out
 

@@ -80,7 +80,7 @@ def drawn(*members: MemberStatus, width: int = 140) -> str:
     return output.getvalue()
 
 
-def test_a_line_says_how_a_member_is() -> None:
+def test_a_line_shows_how_a_member_is() -> None:
     """Memory, disk, hits, engines and certificate, in units that a person reads."""
     line = next(line for line in drawn(member()).splitlines() if line.strip().startswith(NODE.name))
 
@@ -110,7 +110,7 @@ def test_the_sums_are_of_the_cluster() -> None:
     assert "get      99 % of the calls take up to 1 ms" in text
 
 
-def test_a_line_says_what_a_namespace_takes_in_all_of_the_cluster() -> None:
+def test_a_line_shows_what_a_namespace_takes_in_all_of_the_cluster() -> None:
     """Summed over the members, the largest first; no table where no node has quotas."""
     chat = NamespaceUse(
         name="chat", bytes=2**30, pages=256, disk_bytes=2**34, quota=2**32, priority=2,
@@ -293,7 +293,7 @@ def test_an_address_where_nothing_listens_is_one_sentence() -> None:
 
 
 def test_questions_go_over_one_connection_and_follow_a_node_that_restarts(tmp_path: Path) -> None:
-    """The next incarnation is greeted, and asked; where none comes, it says so."""
+    """The next incarnation is greeted, and asked; where none comes, it reports it."""
 
     def stats(message: Message) -> Message | None:
         return ReportStats(message.request, {}) if isinstance(message, RequestStats) else None
@@ -344,7 +344,7 @@ def test_a_node_of_another_cluster_is_an_error_that_names_both(tmp_path: Path) -
 def test_an_address_that_was_not_typed_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the default: the sentence says what was tried, and what to type."""
+    """It is the default: the sentence explains what was tried, and what to type."""
     monkeypatch.setattr("peercache.config.home.SYSTEM_FOLDER", tmp_path)
     monkeypatch.setattr(operator, "DEFAULT_CONTROL_PORT", 9)
     with pytest.raises(PeerUnreachable) as wrong:
@@ -355,7 +355,7 @@ def test_an_address_that_was_not_typed_is_explained(
 
 
 def test_a_port_of_another_protocol_is_perhaps_no_control_address() -> None:
-    """Such as the one of /metrics, which stands beside it in the ready line."""
+    """Such as the one of /metrics, which is next to it in the ready line."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TIMEOUT_S)
         closing = threading.Thread(
@@ -412,7 +412,7 @@ def drained(state: str, given: int) -> Figures:
 
 
 def test_progress_is_printed_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each change, and none for an answer that says the same."""
+    """A line for each change, and none for an answer that shows the same."""
     answers = [drained("handing_over", 0), drained("handing_over", 0), drained("handing_over", 1)]
     answers += 3 * [drained("leaving", 2)]
 

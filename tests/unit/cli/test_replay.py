@@ -347,7 +347,7 @@ def test_an_axis_has_round_marks(longest: float, step: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected"),
     [
         (["--prefill", "3", "--nodes", "2"], "'--prefill': 3 are more than all 2 nodes"),
         (["--blocks", "7", "--nodes", "2"], "'--blocks': 7 are too few"),
@@ -364,7 +364,7 @@ def test_an_axis_has_round_marks(longest: float, step: float) -> None:
 )
 def test_what_cannot_be_replayed_is_one_sentence(
     flags: list[str],
-    says: str,
+    expected: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -376,7 +376,7 @@ def test_what_cannot_be_replayed_is_one_sentence(
     assert main(["bench", "replay", "--trace", "trace.jsonl", *flags]) == 2
 
     error = capsys.readouterr().err
-    assert says in error
+    assert expected in error
     assert error.count("\n") == 1
 
 

@@ -161,7 +161,7 @@ def test_bytes_of_a_token(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected"),
     [
         (
             ("--layers", "32"),
@@ -179,10 +179,10 @@ def test_bytes_of_a_token(
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
 ) -> None:
     """With exit status 2."""
-    assert says in problem(capsys, *flags)
+    assert expected in problem(capsys, *flags)
 
 
 def test_a_line_that_is_no_request_is_named(

@@ -1,4 +1,4 @@
-"""`peercache slo`: what it reads, what it says, and how it ends."""
+"""`peercache slo`: what it reads, what it prints, and how it ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_objectives_that_are_met_end_with_0(
 def test_an_objective_that_is_missed_ends_with_1(
     serve: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the table says which."""
+    """And the table shows which."""
     assert main(["slo", serve(exposition(50, 50))]) == 1
 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory" in line]
@@ -108,7 +108,7 @@ def test_over_judges_the_calls_in_between(
 def test_a_token_is_shown_and_its_lack_is_reported(
     serve: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what the node wants it answers; without, one sentence says what to give."""
+    """With what the node wants it answers; without, one sentence explains what to give."""
     node = serve(exposition(1, 0), token="sesame-sesame-sesame")
     file = tmp_path / "token"
     file.write_text("sesame-sesame-sesame\n")

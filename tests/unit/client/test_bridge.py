@@ -265,7 +265,7 @@ def test_after_close_reads_happen_without_threads() -> None:
 
 
 def test_the_first_fabric_that_reaches_a_holder_is_used() -> None:
-    """And shown; who is out of reach of all says so without a wait."""
+    """And shown; who is out of reach of all reports it without a wait."""
     near = Pipe(name="shm", reachable=lambda m: m.incarnation == 1)
     far = Pipe(name="tcp", reachable=lambda m: m.incarnation == 2)
     near.go.set()
@@ -342,7 +342,7 @@ def placed(segment: AttachedSegment | None, offsets: list[int], size: int = PAGE
 
 
 def test_pages_are_placed_in_their_slots(segment: Any) -> None:
-    """All of them, and nothing beside them."""
+    """All of them, and nothing next to them."""
     published, attached = segment
 
     assert placed(attached, [GRANULE, 3 * GRANULE]) == 2
@@ -432,7 +432,7 @@ def test_a_checksum_is_of_the_bytes_whatever_their_runs() -> None:
 def test_read_that_was_queued_without_a_thread_never_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where no thread can be started the executor says so, and has queued the read all the same."""
+    """Where no thread can be started the executor fails, and has queued the read all the same."""
     pipe = Pipe()
     bridge = bridge_over(pipe)
     busy = bridge.submit(read_of(9)[0], pipe, time.monotonic() + TIMEOUT_S)

@@ -54,7 +54,7 @@ class Host:
     made: list[tuple[TableFile, DirectoryTable]] = attrs.field(factory=list)
 
     def start(self, node: int, folder: Path | None = None) -> Member:
-        """Start a node that has one page, key 1; its table is beside its segment."""
+        """Start a node that has one page, key 1; its table is next to its segment."""
         folder = folder or self.segments
         file = TableFile.create(folder, Incarnation(node), None)
         table = DirectoryTable(
@@ -116,7 +116,7 @@ def descriptors() -> int:
 
 
 def test_tables_of_this_hosts_live_members_are_read(host: Host) -> None:
-    """Beside a segment, in a folder that nodes of this host are known to use, or in shm_dir."""
+    """Next to a segment, in a folder that nodes of this host are known to use, or in shm_dir."""
     members = [host.start(NODE), host.start(NODE + 1, host.shm_dir)]
 
     host.tables.follow(members)

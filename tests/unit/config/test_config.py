@@ -108,7 +108,7 @@ def test_value_beyond_a_bound_is_refused_in_the_words_of_the_table(name: str) ->
 
 @pytest.mark.parametrize("source", ["keyword", "file", "environment", "sglang"])
 def test_left_over_credentials_are_refused(tmp_path: Path, source: str) -> None:
-    """A person who set them believes that they protect; the error says what does."""
+    """A person who set them believes that they protect; the error names what does."""
     file = tmp_path / "node.toml"
     file.write_text('credentials = "hunter2"\n')
     load = {
@@ -152,7 +152,7 @@ def test_environment_of_other_tools_is_ignored() -> None:
      "PEERCACHE_PORT_31998_TCP_ADDR", "PEERCACHE_TEST_TLS", "PEERCACHE_RDMA_GUEST"],
 )  # fmt: skip
 def test_variables_of_kubernetes_and_of_tools_are_no_mistakes(variable: str) -> None:
-    """A service that is called peercache sets the first ones in every pod beside it."""
+    """A service that is called peercache sets the first ones in every pod of its namespace."""
     assert Config.load(environment={variable: "tcp://10.0.0.7:31998"}) == Config()
 
 
@@ -187,7 +187,7 @@ def test_error_names_the_source_of_the_value(tmp_path: Path) -> None:
         "'100gb' (in PEERCACHE_POOL_SIZE)"
     )
     assert reported({"pool_size": "some"}, {"PEERCACHE_POOL_SIZE": "many"}).endswith("'100gb'")
-    # What two settings must be beside each other names where the first one stands.
+    # An error about two settings names where the first one is set.
     assert reported({"pool_size": "1GiB"}, {}).endswith(f"more than 2 heartbeat_s (in {file})")
 
 
@@ -388,7 +388,7 @@ def test_certificates_are_given_whole() -> None:
             Config.load({key: value for key, value in TLS.items() if key != name})
 
 
-def test_a_trial_is_a_switch_beside_the_name_of_the_cluster() -> None:
+def test_a_trial_is_a_switch_next_to_the_name_of_the_cluster() -> None:
     """Texts that mean a switch are one."""
     assert not Config().insecure
     for value in (True, "true", "on", "1"):
@@ -426,12 +426,12 @@ def test_a_trial_has_no_certificates() -> None:
         ({**TLS, "rdma_clear_text": True, "fabric": "shm"}, False),
     ],
 )
-def test_rdma_beside_tls_is_asked_for(settings: dict[str, Any], may: bool) -> None:
-    """RDMA is clear text: a cluster with certificates uses it where a person says so."""
+def test_rdma_with_tls_is_asked_for(settings: dict[str, Any], may: bool) -> None:
+    """RDMA is clear text: a cluster with certificates uses it where a person allows it."""
     assert Config.load(settings).may_use_rdma is may
 
 
-def test_rdma_alone_beside_tls_wants_a_word() -> None:
+def test_rdma_alone_with_tls_wants_a_word() -> None:
     """Falling back to tcp is not what `fabric = rdma` asks for."""
     with pytest.raises(ConfigError, match="rdma_clear_text = true"):
         Config.load({**TLS, "fabric": "rdma"})

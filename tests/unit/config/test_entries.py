@@ -115,7 +115,7 @@ def test_node_on_loopback_asks_no_source() -> None:
 def test_files_for_etcd_are_whole_and_never_left_unused(
     settings: dict[str, Any], name: str, said: str
 ) -> None:
-    """A certificate wants its key; clear text beside an authority is a mistake."""
+    """A certificate wants its key; clear text with an authority is a mistake."""
     with pytest.raises(ConfigError, match=said) as caught:
         Config.load({**settings, "insecure": True})
 

@@ -421,7 +421,7 @@ def test_a_collective_that_fails_is_nothing_found(
 
 
 @pytest.mark.parametrize(
-    ("mapping", "says"),
+    ("mapping", "why"),
     [
         (7, "a list of"),
         ([5], "a list of"),
@@ -446,11 +446,11 @@ def test_a_collective_that_fails_is_nothing_found(
         ([(2**63, slice(0, 4))], "page index|a list of"),
     ],
 )
-def test_a_wrong_mapping_is_said(engine: Engine, mapping: Any, says: str) -> None:
+def test_a_wrong_mapping_is_said(engine: Engine, mapping: Any, why: str) -> None:
     """The caller reads which slice is wrong, and no byte moves."""
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         engine.connector.store_kv_async("a", mapping, TOKENS)
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         engine.connector.retrieve_kv_async("a", mapping, TOKENS)
 
 
@@ -461,7 +461,7 @@ def test_one_index_is_read_into_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("req_id", "tokens", "local", "kw", "says"),
+    ("req_id", "tokens", "local", "kw", "why"),
     [
         (7, TOKENS, 0, {}, "a request's id is a text, not 7"),
         ("a", [1, -2], 0, {}, "token 1 is -2"),
@@ -477,15 +477,15 @@ def test_one_index_is_read_into_once(engine: Engine) -> None:
     ],
 )
 def test_a_wrong_request_is_said(
-    engine: Engine, req_id: Any, tokens: Any, local: Any, kw: Any, says: str
+    engine: Engine, req_id: Any, tokens: Any, local: Any, kw: Any, why: str
 ) -> None:
     """Each argument has a sentence of its own."""
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         engine.connector.num_external_matched_tokens(req_id, tokens, local, **kw)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "why"),
     [
         ({"kv_data_ptrs": None}, "kv_data_ptrs is a list of numbers"),
         ({"kv_data_ptrs": "abc"}, "kv_data_ptrs is a list of numbers"),
@@ -497,7 +497,7 @@ def test_a_wrong_request_is_said(
         ({"kv_item_lens": [128]}, "no pages of 128 bytes"),
     ],
 )
-def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says: str) -> None:
+def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], why: str) -> None:
     """An invalid address would be memory of another part of the engine."""
     facts = {"kv_data_ptrs": [4096], "kv_data_lens": [64], "kv_item_lens": [8]}
     metadata = ConnectorMetadata(model="m", dtype="int8", page_tokens=4, store=lambda _: store)
@@ -505,7 +505,7 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
     try:
         with pytest.raises(InvalidRequest, match="register_kv_buffers comes first"):
             connector.retrieve_kv_async("a", mapping_of([1]), TOKENS)
-        with pytest.raises(InvalidRequest, match=says):
+        with pytest.raises(InvalidRequest, match=why):
             connector.register_kv_buffers(SimpleNamespace(**{**facts, **change}))
         connector.register_kv_buffers(SimpleNamespace(**facts))
         with pytest.raises(InvalidRequest, match="registered already"):
@@ -515,7 +515,7 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "why"),
     [
         ({"tp_rank": 2, "tp_size": 2}, "rank 2 is not one of 2"),
         ({"tp_rank": "0"}, "tp_rank is a whole number from 0 on, not '0'"),
@@ -537,10 +537,10 @@ def test_wrong_buffers_are_said(store: MemoryPages, change: dict[str, Any], says
         ({"page_tokens": 1.0}, "1 to 1048576 tokens, not 1.0"),
     ],
 )
-def test_wrong_metadata_is_said(store: MemoryPages, fields: dict[str, Any], says: str) -> None:
+def test_wrong_metadata_is_said(store: MemoryPages, fields: dict[str, Any], why: str) -> None:
     """Nothing is opened for a connector that cannot work."""
     facts = {"model": "m", "dtype": "int8", "page_tokens": 4, "store": lambda _: store}
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         RemoteKVConnector(ConnectorMetadata(**{**facts, **fields}))
 
 

@@ -203,7 +203,7 @@ def test_a_frame_of_absurd_length_is_a_miss(
 def test_the_least_recently_used_pages_go(tmp_path: Path) -> None:
     """The cap holds over a restart, and a page that was read goes last."""
     file_bytes = 4096 + 5 * 4096
-    cap = 64 * file_bytes  # Twice what is written: a sweep beside a set may count it twice.
+    cap = 64 * file_bytes  # Twice what is written: a sweep during a set may count it twice.
     store = opened(tmp_path, cap)
     assert store.set_from(KEYS[:30], runs_of(pages_of(30))) == [True] * 30
     for age, key in enumerate(KEYS[:30].tolist()):
@@ -221,7 +221,7 @@ def test_the_least_recently_used_pages_go(tmp_path: Path) -> None:
     until = time.monotonic() + TIMEOUT_S
     for i in range(30, 64):
         runs = runs_of(pages_of(1, seed=i))
-        # A set that finds no room says so, and a sweep makes some.
+        # A set that finds no room reports it, and a sweep makes some.
         while again.set_from(KEYS[i : i + 1], runs) != [True]:
             assert time.monotonic() < until
             time.sleep(0.001)

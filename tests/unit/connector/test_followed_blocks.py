@@ -43,7 +43,7 @@ def named(*numbers: int) -> list[Any]:
 
 
 class Nodes:
-    """Nodes that report what a test says."""
+    """Nodes that report what a test defines."""
 
     def __init__(self) -> None:
         """Report nothing yet."""
@@ -167,7 +167,7 @@ def test_a_page_that_no_node_ever_reports_goes_after_a_while(rig: Rig) -> None:
     rig.nodes.report("a", (0, IN_MEMORY), again=True)
     rig.blocks.stored(pages(0, 3))
     rig.now += 9.0
-    # That an earlier copy went says nothing of the one that was just stored.
+    # That an earlier copy went shows nothing of the one that was just stored.
     rig.nodes.report("a", (1, GONE))
     assert rig.router.removed == []
 
@@ -181,7 +181,7 @@ def test_a_page_that_no_node_ever_reports_goes_after_a_while(rig: Rig) -> None:
 
 
 def test_nothing_is_withdrawn_before_any_node_has_reported_something(rig: Rig) -> None:
-    """A cluster that cannot be followed yet says nothing of its pages."""
+    """A cluster that cannot be followed yet reports nothing of its pages."""
     rig.blocks.stored(pages(0, 2))
     rig.now += 60.0
     rig.nodes.report("gone", again=True, is_gone=True, is_whole=False)

@@ -311,7 +311,7 @@ def hang_at_retrieve(store: MemoryPages, queue: AsyncKVPrefetchQueue) -> None:
 
 
 def test_queues_are_bounded(store: MemoryPages, engine: Engine) -> None:
-    """A full queue says so; a request that is in it is no second one."""
+    """A full queue is reported; a request that is in it is no second one."""
     prefetches = queue_of(engine, Pages(), requests_max=2)
     stores = AsyncKVStoreQueue(engine.connector, requests_max=1)
     store.go.clear()

@@ -60,7 +60,7 @@ def test_addresses_are_those_of_version_1() -> None:
 
 
 def test_addresses_follow_from_the_words_of_the_module() -> None:
-    """What `chain` says of its three modes is enough to compute an address elsewhere."""
+    """What `chain` documents of its three modes is enough to compute an address elsewhere."""
     seed = blake3(derive_key_context="peercache content addresses, version 1: seed of a chain")
     for part in (b"llama@abc", b"bfloat16", b"4", b"tenant", b"a"):
         seed.update(len(part).to_bytes(8, "little") + part)
@@ -188,7 +188,7 @@ def test_every_form_of_tokens_is_one_prefix(tokens: list[int], data: st.DataObje
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"),
+    ("tokens", "why"),
     [
         ([1, -1], "token 1 is -1"),
         ([1, 2, 2**32], "token 2 is 4294967296"),
@@ -210,9 +210,9 @@ def test_every_form_of_tokens_is_one_prefix(tokens: list[int], data: st.DataObje
         (np.array([1, 2**32]), "4294967296 is no token id"),
     ],
 )
-def test_what_are_no_tokens_is_said(tokens: Any, says: str) -> None:
+def test_what_are_no_tokens_is_said(tokens: Any, why: str) -> None:
     """The caller reads which token is wrong, and nothing is hashed."""
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         CHAIN.digests(tokens)
 
 
@@ -225,7 +225,7 @@ def test_an_absurd_list_is_refused_before_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "why"),
     [
         ({"model": ""}, "model's identity"),
         ({"model": 7}, "model's identity"),
@@ -240,9 +240,9 @@ def test_an_absurd_list_is_refused_before_it_is_read() -> None:
         ({"salts": "abc"}, "salts are texts"),
     ],
 )
-def test_what_is_no_chain_is_said(fields: dict[str, Any], says: str) -> None:
+def test_what_is_no_chain_is_said(fields: dict[str, Any], why: str) -> None:
     """A wrong identity would be a wrong page: each field is checked."""
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(InvalidRequest, match=why):
         Chain(**{"model": "m", "dtype": "int8", "page_tokens": 4, **fields})
 
 

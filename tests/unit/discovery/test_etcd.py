@@ -1,4 +1,4 @@
-"""What a node writes into etcd, and what it says of an etcd that refuses."""
+"""What a node writes into etcd, and what it reports of an etcd that refuses."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def _ended_at_once(exchange: object, since: int, header: object) -> None:
         ((503, "etcdserver: no leader"), "look at its log"),
     ],
 )
-async def test_refusal_says_what_to_do(
+async def test_refusal_explains_what_to_do(
     server: FakeEtcd, refusal: tuple[int, str], todo: str
 ) -> None:
     """One sentence names the server, its reason, and the way out."""
@@ -204,7 +204,7 @@ def secured(folder: Path, **other: str) -> Config:
 async def test_wrong_file_is_named_at_the_start_and_later(
     spoil: Callable[[Path], object], name: str, said: str, tmp_path: Path
 ) -> None:
-    """A node does not start with it; one that runs says so of the source, and goes on."""
+    """A node does not start with it; one that runs reports it of the source, and goes on."""
     config = secured(tmp_path)
     address = parse_source("etcds://127.0.0.1:1/pc")
 

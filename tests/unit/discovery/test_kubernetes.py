@@ -148,7 +148,7 @@ async def test_missing_file_of_the_account_is_named(api: FakeKubernetes, name: s
 
 
 def test_outside_a_pod_the_setting_is_an_error() -> None:
-    """It says so at the start, and names what works there."""
+    """It reports it at the start, and names what works there."""
     with pytest.raises(ConfigError, match=r"works in a pod only.*use dns:// or addresses"):
         ApiServer.of_this_pod("k8s://peercache", {})
     found = ApiServer.of_this_pod(

@@ -224,7 +224,7 @@ def _second_try(fake: FakeClient):  # noqa: ANN202 - a stand-in of Client.open
     return open_client
 
 
-def test_an_engine_waits_a_second_unless_a_setting_says_more() -> None:
+def test_an_engine_waits_a_second_unless_a_setting_allows_more() -> None:
     """The JSON line and the environment come before the default of adapters."""
     assert engine_config({}, {}).op_timeout_s == OP_TIMEOUT_S
     assert engine_config({}, {"PEERCACHE_OP_TIMEOUT_S": "3"}).op_timeout_s == 3

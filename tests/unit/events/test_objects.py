@@ -142,7 +142,7 @@ def test_a_reader_that_never_reads_holds_up_no_caller(monkeypatch: pytest.Monkey
         idle.close(linger=0)
 
 
-def test_a_closed_publisher_says_so_and_a_taken_address_too() -> None:
+def test_a_closed_publisher_reports_it_and_a_taken_address_too() -> None:
     """One sentence each."""
     publisher = ObjectPublisher(ANY, ONE)
     with pytest.raises(OSError, match="Address already in use"):

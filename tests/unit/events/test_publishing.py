@@ -248,7 +248,7 @@ def test_a_reader_that_never_reads_holds_up_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_address_that_is_taken_is_named() -> None:
-    """The error says which endpoint, and no thread or socket stays."""
+    """The error names which endpoint, and no thread or socket stays."""
     with closing(BlockPublisher(ANY)) as publisher:
         with pytest.raises(OSError, match=publisher.endpoint.rpartition(":")[2]):
             BlockPublisher(publisher.endpoint)

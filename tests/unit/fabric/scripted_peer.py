@@ -1,4 +1,4 @@
-"""A peer of the tcp fabric that does what a script says, and reads of peers."""
+"""A peer of the tcp fabric that does what a script prescribes, and reads of peers."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def serve(memory: Memory, tls: LiveTls, name: str = "one", **options: Any) -> Pa
 
 
 def member_at(server: PageServer, name: str = "one") -> Member:
-    """Return the member that the server's node says it is."""
+    """Return the member that the server's node claims to be."""
     member = member_of(incarnation(name), data=server.address)
     return attrs.evolve(member, name=name, nonce=NONCE)
 
@@ -100,7 +100,7 @@ def fabric_with(tls: LiveTls | None, **options: Any) -> Any:
 
 
 def greeting_of(name: str = "one") -> bytes:
-    """Return what a reader says to the node with this certificate."""
+    """Return what a reader sends to the node with this certificate."""
     return wire.encode_greeting(
         wire.greet(cluster=CLUSTER, granule=GRANULE, incarnation=incarnation(name))
     )

@@ -1,4 +1,4 @@
-"""A page server on a trio loop in a thread of its own, as the node runs it beside its clients."""
+"""A page server on a trio loop in a thread of its own, as the node runs it next to its clients."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_mappings_are_bounded_and_the_oldest_used_goes_first(shm_dir: Path) -> N
 
 
 def test_threads_that_read_and_forget_at_once_get_whole_answers(owner: PublishedSegment) -> None:
-    """Reads beside `forget` without pause: each is a right page or a miss, and none crashes."""
+    """Reads during `forget`, without pause: each is a right page or a miss, and none crashes."""
     shm = fabric()
     peer, wrong, rounds = member(owner.path), [], 300
 

@@ -212,7 +212,7 @@ def test_forgotten_member_keeps_no_connection(server: PageServer, fabric: TcpFab
 def test_destination_that_is_no_memory_is_a_bug_of_ours(
     server: PageServer, fabric: TcpFabric
 ) -> None:
-    """The kernel says so, the read says so, and the fabric serves on."""
+    """The kernel reports it, the read reports it, and the fabric serves on."""
     runs = PageRuns.of([[(4096, 100)]])
     zero = np.zeros(1, np.uint64)
     nowhere = PeerRead(at(server), zero, runs.lengths, runs, zero)
@@ -311,7 +311,7 @@ def test_interrupted_caller_leaves_no_channel_that_still_receives(
 def test_page_that_took_the_slot_is_not_named(
     server: PageServer, memory: PlainMemory, fabric: TcpFabric
 ) -> None:
-    """Its key and its space may be none of the reader's business: the word says that it came."""
+    """Its key and its space may be none of the reader's business: the word shows that it came."""
     server.between = lambda: Owner(memory).store(0, b"other", 10, key=b"k" * 16, space=7)
 
     got = read(fabric, at(server), Destination.of([[1]]))

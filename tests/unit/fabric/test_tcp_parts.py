@@ -142,7 +142,7 @@ def test_channel_that_failed_is_forgotten() -> None:
 
 
 def test_what_outlasts_its_deadline_is_interrupted() -> None:
-    """The interrupt comes from another thread, and release says that it came."""
+    """The interrupt comes from another thread, and release reports that it came."""
     watchdog = Watchdog(time.monotonic)
     interrupted = threading.Event()
     later = watchdog.watch(lambda: None, time.monotonic() + TIMEOUT_S)
@@ -405,7 +405,7 @@ def test_opening_of_anything_else_is_refused(raw: bytes) -> None:
 @given(raw=st.binary(min_size=wire.ANSWER_BYTES, max_size=wire.ANSWER_BYTES))
 @example(raw=struct.pack("<4sI", b"PCta", len(wire.REASONS)))
 def test_answer_of_anything_else_is_an_error_of_the_peer(raw: bytes) -> None:
-    """A client that reached some other service says so, whatever that service sends."""
+    """A client that reached some other service reports it, whatever that service sends."""
     with pytest.raises(RemoteProtocolError):
         wire.decode_answer(raw)
 

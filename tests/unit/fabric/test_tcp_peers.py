@@ -36,7 +36,7 @@ def test_address_without_a_server_is_unreachable_at_once(fabric: TcpFabric) -> N
     "data", ["", "nonsense", "host:", ":::1:2", "127.0.0.1:0", "1.2.3.4:99999"]
 )
 def test_address_that_is_none_is_unreachable(fabric: TcpFabric, data: str) -> None:
-    """What a member says of itself may be anything; a read of it ends as a miss."""
+    """What a member reports of itself may be anything; a read of it ends as a miss."""
     got = read(fabric, member_of(INCARNATION, data=data), Destination.of([[1]]))
 
     assert got.failure == PEER_UNREACHABLE

@@ -421,7 +421,7 @@ def test_stranger_gets_zeros_for_what_no_record_names(
 def test_page_of_a_later_portion_is_looked_at_as_any(
     memory: PlainMemory, server: PageServer
 ) -> None:
-    """That a page of the portion before was shown says nothing of the one in its place."""
+    """That a page of the portion before was shown does not count for the one in its place."""
     owner = Owner(memory)
     owner.store(0, b"\x01", 2)
     owner.store(GRANULE, b"\x02", 4)
@@ -459,7 +459,7 @@ def test_page_in_several_steps_is_looked_at_before_each(
 def test_process_of_this_host_reads_if_its_user_shares_the_host(
     memory: PlainMemory, shares: bool
 ) -> None:
-    """Without certificates, the kernel says whose process connects over loopback."""
+    """Without certificates, the kernel reports whose process connects over loopback."""
     uid = os.geteuid() if shares else os.geteuid() + 1
     sharing = Sharing(uid=uid, uids=frozenset({uid}))
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, sharing=sharing)

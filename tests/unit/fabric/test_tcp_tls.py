@@ -305,7 +305,7 @@ def test_open_channel_of_a_dropped_authority_is_closed(
 
 
 def test_plain_client_reads_nothing_from_a_tls_server(server: PageServer, cluster: Cluster) -> None:
-    """And the server says in its metrics what came."""
+    """And the server reports in its metrics what came."""
     got, page = read(server, None)
 
     assert got.failure == PEER_UNREACHABLE

@@ -31,7 +31,7 @@ WATCHED_S = FACTOR
 
 
 class Records:
-    """A client that has the records of what it says, to send them as it likes."""
+    """A client that has the records of what it sends, to send them as it likes."""
 
     def __init__(self, server: PageServer, settings: dict[str, str]) -> None:
         self.connection: socket.socket = connect(server)

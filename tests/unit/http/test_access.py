@@ -98,7 +98,7 @@ def test_hints_are_for_those_who_may_be_operators_without_a_certificate(path: st
 def test_far_client_reads_what_it_has_proved(
     certificates: Certificates, tmp_path: Path, kind: str, expected: str, http_open: bool
 ) -> None:
-    """Each refusal is counted by its reason, and says nothing of the node."""
+    """Each refusal is counted by its reason, and reveals nothing of the node."""
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
@@ -173,12 +173,12 @@ def test_process_of_another_uid_on_this_host_is_a_stranger(
 
 
 async def test_own_process_reads_everything_on_loopback() -> None:
-    """The kernel says whose connection it is."""
+    """The kernel reports whose connection it is."""
     async with served() as address:
         assert [(await ask(address, path))[0] for path in PAGES] == [200, 200, 200, 404]
 
 
-async def test_a_node_without_descriptors_says_so_and_admits_no_client() -> None:
+async def test_a_node_without_descriptors_reports_it_and_admits_no_client() -> None:
     """A 401 would send a person to look for rights that are not missing."""
     metrics = Metrics()
     async with served(metrics=metrics) as address:

@@ -1,4 +1,4 @@
-"""The dashboard and the JSON beside it: what they show, in which colours, and must not do."""
+"""The dashboard and the JSON next to it: what they show, in which colours, and must not do."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_what_needs_attention_comes_first() -> None:
     assert rows == ["no-answer", "degraded", "draining", "ok", "ok", "ok"]
 
 
-async def test_a_mean_says_over_what_it_is() -> None:
+async def test_a_mean_states_over_what_it_is() -> None:
     """A card averages over five minutes, and charts end now."""
     busy, idle = member(0, 1, step=400), member(0, 1, step=100)
     found = watching([busy], [with_status(idle, counters={})], *[[idle]] * 4)
@@ -638,6 +638,6 @@ def test_contrast_is_computed_as_wcag_does() -> None:
 
 
 def test_every_colour_is_of_the_palette() -> None:
-    """A colour beside the palette is the same in the dark."""
+    """A colour outside the palette is the same in the dark."""
     rest = re.sub(r":root \{[^}]+\}", "", CSS)
     assert re.findall(r"#[0-9a-fA-F]{3,8}\b", rest) == []

@@ -285,7 +285,7 @@ async def test_engines_are_listed() -> None:
     ]
 
 
-async def test_a_node_without_the_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_without_the_extra_names_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves everything else."""
     monkeypatch.delitem(sys.modules, "peercache.http.prefix")
     monkeypatch.setitem(sys.modules, "msgspec", None)
@@ -320,7 +320,7 @@ async def test_pages_route_the_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "body", "status", "says"),
+    ("lines", "body", "status", "expected"),
     [
         ("Content-Length: 3000000", b"x" * 3_000_000, 413, f"at most {LONG_BODIES[TOKENS]} bytes"),
         ("Transfer-Encoding: chunked", b"nonsense\r\n", 400, "chunk"),
@@ -328,7 +328,7 @@ async def test_pages_route_the_index() -> None:
     ids=["too long", "no chunks"],
 )
 async def test_a_body_that_is_refused_is_no_error_of_the_node(
-    lines: str, body: bytes, status: int, says: str
+    lines: str, body: bytes, status: int, expected: str
 ) -> None:
     """Starlette answers 500 to whatever the reading of a body raises; the gateway knows better."""
     head = f"POST {TOKENS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -345,7 +345,7 @@ async def test_a_body_that_is_refused_is_no_error_of_the_node(
                         answer += chunk
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-    assert says.encode() in answer
+    assert expected.encode() in answer
     assert not [line for line in logged if line["event"] == PAGE_FAILED]
 
 

@@ -55,7 +55,7 @@ async def test_healthz_is_200_only_while_serving() -> None:
     }
 
 
-async def test_degraded_node_serves_and_says_what_does_not_work() -> None:
+async def test_degraded_node_serves_and_reports_what_does_not_work() -> None:
     """A probe that restarts nodes leaves it alone; a person and an alert see the reason."""
     half = attrs.evolve(OK, degraded="the disk is full")
 
@@ -467,7 +467,7 @@ async def test_every_answer_forbids_foreign_content() -> None:
     ],
 )
 async def test_web_page_that_resolves_to_this_host_reads_nothing(named: str, status: int) -> None:
-    """A browser is a process of the user's; the name it was given says who sent it here."""
+    """A browser is a process of the user's; the name it was given states who sent it here."""
     async with served() as address:
         found, body = await ask(address, "/", named=named)
 

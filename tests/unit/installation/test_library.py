@@ -68,7 +68,7 @@ def test_library_that_fits_its_sources_is_used(
     assert load_tls()[0].peercache_tls_open is not None
 
 
-def test_installation_without_openssl_says_what_to_install(
+def test_installation_without_openssl_names_what_to_install(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything else works without it, so the sentence comes with the first use of TLS."""
@@ -128,7 +128,7 @@ def test_missing_source_is_reported(
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF of another machine"])
 def test_file_that_is_no_library_cannot_be_loaded(package: Path, content: bytes) -> None:
-    """What the loader of the system says comes along."""
+    """What the loader of the system reports comes along."""
     (package / LIBRARY).write_bytes(content)
 
     with pytest.raises(BrokenInstallation, match="cannot be loaded"):
@@ -181,7 +181,7 @@ def test_distribution_of_another_name_is_none_of_our_business(
 def test_metadata_of_our_own_old_build_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkout from before the new name keeps an egg-info folder beside the sources."""
+    """A checkout from before the new name keeps an egg-info folder next to the sources."""
     installed(tmp_path, "peercache", record=False, kind="egg-info")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -197,7 +197,7 @@ def test_metadata_of_our_own_old_build_is_not_refused(
     ],
 )
 def test_command_line_node_and_client_refuse_to_start(tmp_path: Path, start: list[str]) -> None:
-    """Nothing works half: the first thing that a process says is what is wrong."""
+    """Nothing works half: the first thing that a process prints is what is wrong."""
     installed(tmp_path, "peercache")
 
     done = subprocess.run(

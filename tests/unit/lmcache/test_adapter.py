@@ -215,7 +215,7 @@ def test_a_close_is_bounded_and_later_tasks_are_misses(
 
 
 def test_memory_is_registered_once_and_never_what_may_move(fake: FakeClient, adapter: Any) -> None:
-    """A lazy arena has a first part that stays; LMCache says how large it is."""
+    """A lazy arena has a first part that stays; LMCache reports how large it is."""
     arena = type("Arena", (), {"ptr": 4096, "size": 1 << 20, "stable_registration_size": 1 << 16})
     second = type(adapter)({}, l1_memory_desc=arena, client_factory=fake.open)
     assert fake.registered == [(4096, 1 << 16)]
@@ -228,7 +228,7 @@ def test_a_wrong_setting_is_named(adapter: Any, fake: FakeClient) -> None:
         type(adapter)({"hom": "x"}, client_factory=fake.open)
 
 
-def test_without_lmcache_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lmcache_the_import_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """One clear error in place of a stack of theirs."""
     monkeypatch.setitem(sys.modules, "lmcache", None)
     monkeypatch.setitem(sys.modules, "lmcache.lmcache_native", None)
@@ -237,7 +237,7 @@ def test_without_lmcache_the_import_says_what_to_install(monkeypatch: pytest.Mon
         importlib.import_module("peercache.lmcache")
 
 
-def test_the_status_says_that_the_home_node_is_lost(adapter: Any, fake: FakeClient) -> None:
+def test_the_status_shows_that_the_home_node_is_lost(adapter: Any, fake: FakeClient) -> None:
     """Which one, of which namespace, since when, and why."""
     lost = HomeState(
         is_lost=True, answered_s=time.monotonic() - 60, reason="no_answer", why="no answer"

@@ -205,7 +205,7 @@ def test_a_window_is_placed_behind_blocks_that_only_another_group_has(index: Gpu
     assert found(index, 1, 2, 3) == {"a": 0}
 
 
-def test_a_group_with_blocks_of_another_size_says_nothing_of_where_they_are() -> None:
+def test_a_group_with_blocks_of_another_size_reports_nothing_of_where_they_are() -> None:
     """A later one does, with blocks of the same size."""
     large = (BLOCK * 2, FULL)
     small = (BLOCK, WINDOW | {"window": BLOCK})

@@ -1,8 +1,8 @@
 """Writes a directory table at full speed, in a process of its own, until it is asked to end.
 
-Arguments: folder, incarnation, seed, and the user to become ("" for none). Says "ready", and at the
-end, when its input is closed, how many epochs there were. What a record says follows from its key
-and generation (`reported_of`), so that a mixture of two is noticed.
+Arguments: folder, incarnation, seed, and the user to become ("" for none). Prints "ready", and
+at the end, when its input is closed, how many epochs there were. What a record holds follows from
+its key and generation (`reported_of`), so that a mixture of two is noticed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_header_carries_the_page_size_and_takes_no_other() -> None:
             parse_header(pack_header(Header(NODE, 16384, 4 * HUGE_PAGE_BYTES, "0" * 36, wrong)))
 
 
-def test_segment_is_laid_out_as_its_header_says(tmp_path: Path) -> None:
+def test_segment_is_laid_out_as_its_header_states(tmp_path: Path) -> None:
     """With pages of 1 GiB the page memory begins a gibibyte into the file, not 2 MiB."""
     layout = Layout.of(GIB_PAGE_BYTES, 16384, GIB_PAGE_BYTES)
     path = tmp_path / segment_name(NODE)
@@ -92,7 +92,7 @@ def test_mounts_are_reported_by_their_page_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "configured", "mounts", "says"),
+    ("name", "configured", "mounts", "why"),
     [
         ("2M", "", "", "mount -t hugetlbfs -o pagesize=2M none /dev/hugepages"),
         ("2M", "/mnt/huge", MOUNTS, "no hugetlbfs of 2M pages"),
@@ -100,10 +100,10 @@ def test_mounts_are_reported_by_their_page_size() -> None:
     ],
 )
 def test_folder_that_has_no_such_pages_is_refused(
-    name: str, configured: str, mounts: str, says: str
+    name: str, configured: str, mounts: str, why: str
 ) -> None:
     """A pool would else are in another memory than the one that was asked for."""
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=why):
         folder_for(name, configured, mounts)
 
 

@@ -53,7 +53,7 @@ def segment(shm_dir: Path) -> Iterator[PublishedSegment]:
     segment.close()
 
 
-def test_created_segment_says_whose_it_is_and_is_private(
+def test_created_segment_states_whose_it_is_and_is_private(
     segment: PublishedSegment, shm_dir: Path
 ) -> None:
     """The file has the node's name, its full size, mode 0600 and a header that parses."""
@@ -88,7 +88,7 @@ def test_store_words_changes_the_named_words_and_no_others(segment: PublishedSeg
 
 
 def test_store_words_stores_what_the_seals_name_before_the_words(segment: PublishedSegment) -> None:
-    """Key, space and length of each slot stand beside its word; an odd word leaves them."""
+    """Key, space and length of each slot are stored with its word; an odd word leaves them."""
     named = np.zeros(2, SEAL)
     named["key"], named["space"], named["length"] = [b"k" * 16, b"l" * 16], [7, 2**64 - 1], [1, 2]
 
@@ -127,7 +127,7 @@ def test_pool_that_cannot_fit_is_refused_before_anything_is_made(shm_dir: Path) 
 def test_full_file_system_is_an_error_and_never_a_bus_error(
     small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
-    """Two pools that fit one by one: the second one's populate says so, and both live on.
+    """Two pools that fit one by one: the second one's populate reports it, and both live on.
 
     With an advice that no kernel knows, this one answers as those before 5.14 do.
     """

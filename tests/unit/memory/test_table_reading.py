@@ -185,7 +185,7 @@ def test_absent_is_final_with_authority_for_this_ring_and_a_young_tick(opened: S
 
 @pytest.mark.parametrize("late", ["grant", "tick", "both"])
 def test_authority_is_that_of_the_batchs_beginning(opened: Shelf, late: str) -> None:
-    """A grant or a tick in the middle of a batch says nothing of what was looked for before it."""
+    """A grant or a tick in the middle of a batch does not affect what was looked for before it."""
     table, _ = opened
     address, size = table.place
     reader = TableReader(address=address, file=-1, size_bytes=size, incarnation=NODE)

@@ -62,8 +62,8 @@ def test_a_prefix_may_end_where_every_pool_allows_it(
 
 
 @given(kv=MASKS, sides=SIDES)
-def test_each_pool_says_what_it_has_alone(kv: np.ndarray, sides: list[SidePages]) -> None:
-    """The longest prefix beside KV, whatever the other pools lack."""
+def test_each_pool_reports_what_it_has_alone(kv: np.ndarray, sides: list[SidePages]) -> None:
+    """The longest prefix next to KV, whatever the other pools lack."""
     found = prefix_of(kv, PAGES, sides)
 
     for side, pages in zip(sides, found.sides, strict=True):
@@ -84,7 +84,7 @@ def test_groups_cover_blocks_as_far_as_they_are_whole() -> None:
 
 
 def test_without_kv_bytes_a_pool_of_every_page_vouches() -> None:
-    """A pool of which only the end must be there says nothing about the pages before it."""
+    """A pool of which only the end must be there shows nothing about the pages before it."""
     present = np.array([True] * 5 + [False] * 2)
     every, last = SidePages(ALL_PAGES, present), SidePages(TRAILING_PAGES, present)
 

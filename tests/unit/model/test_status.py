@@ -1,4 +1,4 @@
-"""Status: what travels comes back, and what a node of another version says does no harm."""
+"""Status: what travels comes back, and what a node of another version reports does no harm."""
 
 from __future__ import annotations
 

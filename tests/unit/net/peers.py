@@ -62,7 +62,7 @@ def located(message: Message) -> Message | None:
 class Peer:
     """One control port.
 
-    answer: what it says to a message that is no Hello; None: nothing.
+    answer: what it answers to a message that is no Hello; None: nothing.
     received:  (pipe, message) of everything that came, in order.
     """
 

@@ -97,7 +97,7 @@ def test_looking_does_not_take_the_probe(breakers: Breakers) -> None:
 def test_end_of_a_probe_decides_whether_the_holder_is_read(
     breakers: Breakers, failure: str, is_open: bool
 ) -> None:
-    """A read that met its caller's deadline says nothing about the holder."""
+    """A read that met its caller's deadline does not count against the holder."""
     breakers.end_read(1, reasons.PEER_UNREACHABLE, 10.0)
     assert breakers.begin_read(1, 10.0 + BACKOFF_MIN_S)
 

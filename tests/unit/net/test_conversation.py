@@ -515,7 +515,7 @@ def test_a_greeting_ends_with_its_answer_its_deadline_or_its_connection(side: Si
 
 
 def test_the_connection_of_a_greeting_serves_whom_it_has_named(side: Side) -> None:
-    """Only where its caller says so: a client asks a member over one that knows its name."""
+    """Only where its caller requests it: a client asks a member over one that knows its name."""
     for keeps in (False, True):
         talk = side.talk(Breakers())
         number = talk.greet("there", side.now + 1.0)

@@ -144,7 +144,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_link_whose_peer_receives_nothing_dials_again(url: str, listener: Listener) -> None:
-    """The connection may be lost, though neither the kernel nor nng says so."""
+    """The connection may be lost, though neither the kernel nor nng reports it."""
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]
         listener.reply(pipe, b"welcome")
@@ -160,7 +160,7 @@ async def test_a_link_whose_peer_receives_nothing_dials_again(url: str, listener
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_link_whose_peer_answers_keeps_its_connection(url: str, listener: Listener) -> None:
-    """However little it says of its own, and however much it is sent."""
+    """However little it sends of its own, and however much it is sent."""
     async with linked(url) as ends:
         asked: list[int] = []
         with ends_within():
@@ -176,7 +176,7 @@ async def test_a_link_whose_peer_answers_keeps_its_connection(url: str, listener
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_link_without_anything_to_say_says_nothing(url: str, listener: Listener) -> None:
+async def test_a_link_without_anything_to_send_sends_nothing(url: str, listener: Listener) -> None:
     """In a cluster of thousands most links are idle."""
     async with linked(url) as ends:
         pipe, _ = (await take(listener, 1))[0]

@@ -381,7 +381,7 @@ def test_an_operator_without_certificates_is_a_trials_or_of_this_user(
 
 @pytest.mark.parametrize("role", list(CertificateRole))
 def test_with_certificates_only_an_operators_makes_an_operator(role: CertificateRole) -> None:
-    """What a Hello says of itself proves nothing there."""
+    """What a Hello states of itself proves nothing there."""
     gate = SimpleNamespace(identity=lambda _: Identity("c", role, "ann"))
     door = Admission(
         cluster="c", granule=16384, home="ipc:///none", local_secret=b"s",

@@ -48,7 +48,7 @@ def member(incarnation: int, state: int = ALIVE) -> Member:
 
 
 class Cluster:
-    """Members that answer as `replies` says, once they are asked."""
+    """Members that answer as `replies` specifies, once they are asked."""
 
     def __init__(self, *members: Member, replies: Callable[[int, RequestStatus], None]) -> None:
         self.asked: list[int] = []

@@ -63,7 +63,7 @@ class House:
 @pytest.mark.parametrize(
     ("alone_s", "count", "is_said"), [(0.0, 1, True), (TIMEOUT_S, 1, False), (0.0, 2, False)]
 )
-async def test_node_says_once_that_it_is_alone(
+async def test_node_logs_once_that_it_is_alone(
     autojump_clock: trio.testing.MockClock,
     monkeypatch: pytest.MonkeyPatch,
     alone_s: float,
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_is_reported_once_and_its_recovery_too() -> None:
     ]
 
 
-async def test_a_watcher_that_fails_begins_again_and_says_why(
+async def test_a_watcher_that_fails_begins_again_and_logs_why(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Also where tasks of its own have failed; the node's other tasks notice nothing."""

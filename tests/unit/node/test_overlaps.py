@@ -175,7 +175,7 @@ async def test_a_suspect_owner_is_not_waited_for() -> None:
 
 
 async def test_a_shard_that_is_behind_is_not_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks records of a member: another owner is asked, and where none is, it says so."""
+    """It lacks records of a member: another owner is asked, and where none is, it reports it."""
     world, alone = World(member(2)), World()
     keys = keys_of(10)
     monkeypatch.setattr(ShardAuthority, "is_behind", lambda self, now: True)

@@ -1,4 +1,4 @@
-"""Where a node is reached, by what it knows; and what it says when it is not."""
+"""Where a node is reached, by what it knows; and what it reports when it is not."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_node_that_is_welcomed_and_stays_alone_is_not_reached(reach: Reach, cl
     assert reach.problem("127.0.0.1:1") == "", "the peer has died since"
 
 
-def test_a_node_that_is_refused_says_by_which_peer_and_why(reach: Reach, clock: Clock) -> None:
+def test_a_node_that_is_refused_reports_by_which_peer_and_why(reach: Reach, clock: Clock) -> None:
     reach.refused("head:1", "cluster: 'red', ours is 'blue'")
 
     assert "head:1: cluster: 'red'" in reach.problem("10.5.0.1:1")

@@ -60,7 +60,7 @@ def test_answers_have_no_mailbox_at_a_node(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_the_actor_that_a_message_names_takes_it(kind: type[Message]) -> None:
-    """Its union of messages says so, with which mypy checks the actor."""
+    """Its union of messages shows it, with which mypy checks the actor."""
     taken = {
         "membership": MembershipMessage,
         "publisher": PublisherMessage,

@@ -170,7 +170,7 @@ async def test_positions_of_another_node_list_what_is_left_and_end() -> None:
 
 
 async def test_a_part_of_a_large_pool_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rare pages in much memory: an empty part says where to go on."""
+    """Rare pages in much memory: an empty part states where to go on."""
     monkeypatch.setattr(questions, "TURN_PAGES", 4)
     monkeypatch.setattr(questions, "SCAN_TURNS", 2)
     scanned = Scanned()

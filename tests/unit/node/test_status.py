@@ -30,7 +30,7 @@ from peercache.wire.messages.session import Counted
 
 
 def trouble_of(**disk: Any) -> str:
-    """Return what the health says of a disk."""
+    """Return what the health reports of a disk."""
     trouble = str(disk.pop("trouble", ""))
     parts: Any = SimpleNamespace()
     found: Any = SimpleNamespace(**disk) if disk else None
@@ -47,7 +47,7 @@ def workers() -> AttachedWorkers:
 
 
 @pytest.mark.parametrize(
-    ("disk", "says"),
+    ("disk", "expected"),
     [
         ({}, ""),
         ({"problem": "", "is_opening": False}, ""),
@@ -57,10 +57,10 @@ def workers() -> AttachedWorkers:
         ({"problem": "", "is_opening": False, "trouble": "it is full"}, "/data: it is full"),
     ],
 )
-def test_disk_that_takes_no_pages_is_named(disk: dict[str, Any], says: str) -> None:
+def test_disk_that_takes_no_pages_is_named(disk: dict[str, Any], expected: str) -> None:
     """A disk that is being opened is no trouble, unless there is no room for a folder."""
-    assert trouble_of(**disk).endswith(says)
-    assert bool(trouble_of(**disk)) is bool(says)
+    assert trouble_of(**disk).endswith(expected)
+    assert bool(trouble_of(**disk)) is bool(expected)
 
 
 def test_calls_of_all_tiers_are_one_histogram_of_their_operation() -> None:

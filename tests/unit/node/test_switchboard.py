@@ -297,7 +297,7 @@ async def test_an_actor_that_cannot_be_served_in_the_turn_is_woken(
 async def test_a_stranger_is_dropped_counted_and_asked_to_send_hello(
     tmp_path: Path, calling: Calling
 ) -> None:
-    """Whatever it says; after its Hello it is answered on the same connection."""
+    """Whatever it sends; after its Hello it is answered on the same connection."""
     async with running(tmp_path) as board:
         caller = calling(board)
         answer = await caller.ask(Lookup(1, bytes(16)))
@@ -455,7 +455,7 @@ def test_garbage_reaches_no_actor_and_raises_nothing(tmp_path: Path, data: st.Da
             dropped = sum(board.dropped(reason) for reason in REASONS) - before
             found = board.waiting()
             assert dropped or found
-            # What got through is what it says it is.
+            # What got through is what it claims to be.
             assert all(isinstance(message, Lookup) for _, _, message in found)
 
     trio.run(main)
@@ -527,7 +527,7 @@ async def test_a_hello_read_after_its_connection_has_ended_opens_no_session(
 
 
 async def test_nodes_talk_over_links_that_greet(tmp_path: Path) -> None:
-    """A member is dialled where its entry says, and answered over our own link to it."""
+    """A member is dialled where its entry states, and answered over our own link to it."""
     async with running(tmp_path) as here, running(tmp_path, 0x22) as there:
         here.members[0x22] = member(0x22, there.address)
         beat = Heartbeat(member(ME, here.address), b"digest")
@@ -615,7 +615,7 @@ async def test_flush_is_bounded(tmp_path: Path) -> None:
             await board.links.flush(0.05)
 
 
-async def test_a_ring_is_made_beside_the_loop(tmp_path: Path) -> None:
+async def test_a_ring_is_made_outside_the_loop(tmp_path: Path) -> None:
     """The switchboard makes it in a thread, and hands it to the ring actor."""
     threads: list[int] = []
 

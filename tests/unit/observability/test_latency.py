@@ -107,7 +107,7 @@ def exposition(fast: int, slow: int, *, tier: str = "home") -> str:
 
 
 def reported(text: str, name: str = "memory"):  # noqa: ANN201 - Reported
-    """Return what a scrape says of one objective."""
+    """Return what a scrape shows of one objective."""
     return next(each for each in judged(counts_of(text)) if each.objective.name == name)
 
 

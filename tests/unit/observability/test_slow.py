@@ -43,7 +43,7 @@ def test_a_report_has_the_slowest_calls_since_the_last_one() -> None:
 
 
 def test_a_call_reaches_the_home_node_with_its_reasons() -> None:
-    """What the label of the histogram says, the pages, and the reasons of this call only."""
+    """What the label of the histogram states, the pages, and the reasons of this call only."""
     client, node = Metrics(), Metrics()
     report = ClientReport(client)
     report.slowest.add(CallNote.of(GET, 0.25, 32, 7, {"": 27, ABSENT: 4, DEADLINE: 1}))

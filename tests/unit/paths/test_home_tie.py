@@ -113,7 +113,7 @@ def view_of(*incarnations: int) -> ShareView:
 
 
 def welcome_of(incarnation: int) -> Welcome:
-    """Return what a home node says to a Hello."""
+    """Return what a home node answers to a Hello."""
     return Welcome(0, WIRE_VERSION, member_of(incarnation), 0)
 
 
@@ -327,7 +327,7 @@ def test_view_comes_in_parts_each_after_the_one_before() -> None:
 
 @pytest.mark.parametrize("part", [ShareView(0, (), more=True), view_of(OTHER)])
 def test_view_that_never_ends_is_given_up(part: ShareView) -> None:
-    """Whatever a member says, a beat ends."""
+    """Whatever a member reports, a beat ends."""
     nodes = Nodes(greeting=welcome_of(HOME), views={HOME: attrs.evolve(part, more=True)})
     tie = nodes.tie()
     nodes.drive(tie.attach(11.0))

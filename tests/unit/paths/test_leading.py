@@ -110,7 +110,7 @@ def test_each_batch_has_its_own_missing_page(world: World) -> None:
 
 
 def test_only_an_absent_page_is_remembered(world: World) -> None:
-    """A page whose owners do not answer says nothing of the pages after it."""
+    """A page whose owners do not answer reveals nothing of the pages after it."""
     for node in world.nodes.values():
         node.mood = "away"
 

@@ -123,7 +123,7 @@ def test_owner_and_replica_silent_is_unreachable_or_deadline(world: World) -> No
 
 
 def test_the_time_of_a_call_is_never_exceeded_however_many_are_silent() -> None:
-    """Silence everywhere: the call ends in time, and says why."""
+    """Silence everywhere: the call ends in time, and reports why."""
     world = World(6)
     for node in world.nodes.values():
         node.mood = "silent"
@@ -150,7 +150,7 @@ def test_absent_is_the_last_word_outside_a_handover(world: World) -> None:
 
 
 def test_absent_at_an_owner_that_is_behind_needs_a_second_owner(world: World) -> None:
-    """The owner itself says that it lacks records; in a settled cluster none does."""
+    """The owner itself reports that it lacks records; in a settled cluster none does."""
     name, (owner, replica, former) = elsewhere(world)
     held_by(world, name, replica, former)
     owner.is_behind = True

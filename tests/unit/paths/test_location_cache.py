@@ -81,7 +81,7 @@ def test_find_knows_how_old_a_record_is() -> None:
 
 
 def test_a_key_that_is_repeated_is_found_at_each_place() -> None:
-    """Beside an unknown one, too, which has zeros."""
+    """Next to an unknown one, too, which has zeros."""
     cache = LocationCache(entries_max=3)
     cache.store(record("a"), 0.0)
 
@@ -107,7 +107,7 @@ def test_holders_are_named_once_if_all_pages_are_in_memory() -> None:
 
 
 def test_holders_may_have_to_be_notified() -> None:
-    """A record that is stored again says whether its holder was notified, and nothing of before."""
+    """A record that is stored again states if its holder was notified, and nothing of before."""
     cache = LocationCache(entries_max=100)
     reported = record("a", holder=7, flags=RESIDENT)
 

@@ -51,7 +51,7 @@ def asked_home(world: World, kind: type[Any]) -> list[Any]:
 
 
 def at_home(world: World, name: str) -> bytes:
-    """Return what a read of the copy at home brings, whatever its holder says."""
+    """Return what a read of the copy at home brings, whatever its holder reports."""
     world.nodes[3].data_mood = "refusing"
     return world.get(name).content()
 
@@ -91,7 +91,7 @@ def test_what_is_on_this_host_is_not_mirrored(world: World) -> None:
 
 
 def test_hot_is_the_second_read_within_a_minute() -> None:
-    """The first read alone says nothing about a third one."""
+    """The first read alone shows nothing about a third one."""
     world = far_world("hot")
     held(world, 3, "a", "b")
 

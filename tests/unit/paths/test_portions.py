@@ -282,7 +282,7 @@ def test_every_page_has_its_checksum_whatever_its_portion() -> None:
 
 
 def test_what_no_owner_acknowledged_is_counted_over_all_portions(world: World) -> None:
-    """Each Commit says how much of its own is published; the rest is known to home alone."""
+    """Each Commit reports how much of its own is published; the rest is known to home alone."""
     home = world.nodes[1]
 
     def unpublished(message: Message) -> Message | None:

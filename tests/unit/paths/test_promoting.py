@@ -72,7 +72,7 @@ def test_copy_in_memory_that_is_reported_later_wins_over_one_on_a_disk(world: Wo
 
 
 def test_copy_in_memory_is_not_given_up_for_one_on_a_nearer_disk() -> None:
-    """What a slower peer says of its disk changes nothing for a page that is in memory."""
+    """What a slower peer reports of its disk changes nothing for a page that is in memory."""
     world = World(4, remote=frozenset({3}))
     first, second = world.page_owned_by(2, 3), world.page_owned_by(3, 4)
     world.nodes[1].know(world.nodes[3].hold(first))
@@ -207,7 +207,7 @@ def test_holder_that_does_not_answer_is_given_up(world: World, mood: str) -> Non
     ],
 )
 def test_holder_that_answers_nonsense_is_not_asked_forever(world: World, answer: Message) -> None:
-    """Whatever it says, the call ends, and soon."""
+    """Whatever it returns, the call ends, and soon."""
     name = world.page_owned_by(1, 3)
     world.nodes[1].know(world.nodes[2].keep(name))
     world.nodes[2].script.extend([lambda _: answer] * 50)

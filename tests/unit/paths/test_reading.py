@@ -109,7 +109,7 @@ def test_an_evict_between_exists_and_get_is_a_miss(world: World) -> None:
 
 
 def test_a_stale_cached_record_is_replaced_by_the_directorys(world: World) -> None:
-    """The cache may be old: the word says so, the directory knows better, the get is a hit."""
+    """The cache may be old: the word shows it, the directory knows better, the get is a hit."""
     old = held(world, 2, "a")
     assert world.get("a").hits == [True]
     world.nodes[2].evict(old, content_of("b"))
@@ -239,7 +239,7 @@ def test_what_the_cache_knows_is_not_asked_twice_in_one_call(
 @pytest.mark.parametrize(
     ("data_mood", "reason"), [("away", reasons.PEER_UNREACHABLE), ("refusing", reasons.REFUSED)]
 )
-def test_a_page_whose_only_holder_cannot_be_read_says_why(
+def test_a_page_whose_only_holder_cannot_be_read_reports_why(
     world: World, data_mood: str, reason: str
 ) -> None:
     """The directory's fresh record of the same holder is no reason to ask it again."""
@@ -320,7 +320,7 @@ def test_an_empty_batch_asks_no_node(world: World) -> None:
 
 
 def test_pages_finished_at_the_deadline_are_a_leading_run(world: World) -> None:
-    """What is in place and verified counts; the rest says that time was up."""
+    """What is in place and verified counts; the rest reports that time was up."""
     names = [f"p{i}" for i in range(10)]
     for name in names:
         held(world, 2, name)
@@ -554,7 +554,7 @@ def test_owner_that_leaves_a_checksum_out_does_not_hide_the_page() -> None:
     assert got.content() == content_of("a").tobytes()
 
 
-def test_record_whose_word_vouches_for_another_page_says_so(world: World) -> None:
+def test_record_whose_word_vouches_for_another_page_reports_it(world: World) -> None:
     """The word fits and the key does not: no eviction does that, the record is forged."""
     record = world.nodes[2].hold("b")
     record["key"] = named("a")

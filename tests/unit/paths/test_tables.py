@@ -174,7 +174,7 @@ def test_a_page_of_which_no_table_is_an_owner_is_asked_for() -> None:
 
 
 def test_pages_found_in_tables_are_touched_in_the_order_of_the_batch(world: World) -> None:
-    """The record says which holder keeps them."""
+    """The record states which holder keeps them."""
     world.nodes[1].table = world.nodes[2].table = "final"
     foreign = page_of(world, owners={2}, others={1})
     stored(world, foreign, world.nodes[2])
@@ -202,7 +202,7 @@ def test_a_page_that_is_only_on_disk_is_wished_for(world: World) -> None:
 
 
 def test_a_page_whose_holder_cannot_be_read_does_not_exist(world: World) -> None:
-    """A record in a table says nothing of the way to the holder."""
+    """A record in a table states nothing of the way to the holder."""
     world.nodes[1].table = "final"
     stored(world, "a", world.nodes[1])
     world.nodes[4].data_mood = "away"

@@ -89,7 +89,7 @@ def test_every_record_has_a_seal_of_its_own() -> None:
 
 
 def test_sampling_chooses_by_key_one_in_sixty_four() -> None:
-    """Any two processes choose the same, about as many as the name says."""
+    """Any two processes choose the same, about as many as the name states."""
     keys = named(*[f"p{i}" for i in range(6400)])
 
     sampled = wants_checksum(keys, "sampled")
@@ -110,7 +110,7 @@ def owed(records: Records, hits: npt.NDArray[np.bool_], mode: str) -> tuple[list
 
 
 def test_a_record_without_a_checksum_agrees_where_not_every_page_must_have_one() -> None:
-    """Its flag says whether there is one; a checksum of 0 with the flag is one."""
+    """Its flag shows whether there is one; a checksum of 0 with the flag is one."""
     records = np.zeros(3, RECORD)
     records["checksum"] = [5, 5, 0]
     records["flags"] = [0, HAS_CHECKSUM, HAS_CHECKSUM]

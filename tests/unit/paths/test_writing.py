@@ -87,7 +87,7 @@ def test_a_page_that_is_here_is_not_copied(world: World) -> None:
 
 
 @pytest.mark.parametrize("published", [0, 1, 2])
-def test_pages_that_are_here_count_as_unpublished_until_the_home_node_says_otherwise(
+def test_pages_that_are_here_count_as_unpublished_until_the_home_node_reports_otherwise(
     world: World,
     published: int,
 ) -> None:
@@ -133,7 +133,7 @@ def test_repeated_commit_waits_for_owners_within_what_is_left_of_the_time(world:
 
 
 def test_only_pages_wholly_copied_in_time_are_committed(world: World) -> None:
-    """The rest is aborted by the same Commit, and says that time was up."""
+    """The rest is aborted by the same Commit, and reports that time was up."""
     names = [f"p{i}" for i in range(10)]
     world.page_s = 0.3
 
@@ -455,7 +455,7 @@ def test_checksums_are_those_of_the_source() -> None:
 
 
 def test_a_set_after_its_deadline_asks_no_node(world: World) -> None:
-    """And says that time was up."""
+    """And reports that time was up."""
     outcome = world.set(["a"], timeout_s=0.0)
 
     assert outcome.reasons == [reasons.DEADLINE]
@@ -518,7 +518,7 @@ def test_no_checksum_is_made_of_a_page_that_was_not_copied() -> None:
     assert made == outcome.stored.sum()
 
 
-def test_page_that_is_here_stays_so_whatever_a_commit_says(world: World) -> None:
+def test_page_that_is_here_stays_so_whatever_a_commit_reports(world: World) -> None:
     """The Commit is about the slots that were given, and about nothing else."""
     home = world.nodes[1]
 

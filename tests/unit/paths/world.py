@@ -73,9 +73,9 @@ Result = TypeVar("Result")
 class Node:
     """One node: published memory, a directory shard, and how it behaves.
 
-    mood: "up"; "silent", which accepts and says nothing; "away", which refuses connections.
+    mood: "up"; "silent", which accepts and sends nothing; "away", which refuses connections.
     data_mood: the same of the data port, or "refusing", which will not serve us.
-    is_behind: it says that its shard lacks records.
+    is_behind: it reports that its shard lacks records.
     is_at_work: its table shows that it was active recently.
     table:     "" is one that clients cannot open, "lost" one that they cannot read any more; "hint"
                lacks authority, "final" has it.
@@ -153,7 +153,7 @@ class Node:
         self.shard.pop(named(name).tobytes(), None)
 
     def answer(self, message: Message) -> Message | None:
-        """Return what this node says to a message; None: nothing."""
+        """Return what this node answers to a message; None: nothing."""
         self.received.append(message)
         return self.script.popleft()(message) if self.script else self.serve(message)
 
@@ -163,7 +163,7 @@ class Node:
         return b"".join(record for records in known for record in records)
 
     def serve(self, message: Message) -> Message | None:
-        """Return what a correct node says."""
+        """Return what a correct node answers."""
         match message:
             case Lookup(request, keys):
                 return Located(request, self.send_report(keys), self.is_behind)
@@ -190,7 +190,7 @@ class Node:
     loaded: dict[bytes, bytes] = attrs.field(factory=dict)
 
     def keep(self, name: str, *, content: Page | None = None) -> Records:
-        """Have a page on disk; return the record that says so."""
+        """Have a page on disk; return its record."""
         content = content_of(name) if content is None else content
         self.disk[named(name).tobytes()] = (name, content)
         self.sequence += 2
@@ -222,7 +222,7 @@ class Node:
     """Slots ahead that the answer to the next Commit names."""
 
     def grant(self, reserve: Reserve, states: Sequence[int] | None = None) -> Granted:
-        """Grant a Reserve, page by page as `states` says; the same again to a repeated one."""
+        """Grant a Reserve, page by page as `states` specifies; the same again to a repeated one."""
         if reserve.sequence not in self.reserved:
             count = len(reserve.lengths) // 8
             states = [RESERVED] * count if states is None else states

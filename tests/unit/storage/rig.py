@@ -74,7 +74,7 @@ class Pool:
         return offsets
 
     def commit(self, keys: list[bytes], lengths: list[int]) -> np.ndarray:
-        """Write what `content` says for each key; return RESIDENT records."""
+        """Write what `content` specifies for each key; return RESIDENT records."""
         records = np.zeros(len(keys), RECORD)
         offsets = self.slots(lengths)
         for index, (key, length, offset) in enumerate(zip(keys, lengths, offsets, strict=True)):

@@ -107,7 +107,7 @@ def test_lost_index_is_made_again(filled: Path, capsys: pytest.CaptureFixture[st
 def test_evicted_page_stays_out_of_a_whole_index(
     filled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its slot still says what it held, and that is no reason to bring it back."""
+    """Its slot still shows what it held, and that is no reason to bring it back."""
     with Rig(filled) as rig:
         rig.forget([3, 4])
 
@@ -120,7 +120,7 @@ def test_evicted_page_stays_out_of_a_whole_index(
 def test_folder_of_a_running_node_is_not_checked_but_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A check says so and exits with 2; stats read beside the node."""
+    """A check reports it and exits with 2; stats read while the node runs."""
     with Rig(tmp_path) as rig:
         rig.write([1, 2, 3])
         rig.forget([3])  # reports when the rows are in the index

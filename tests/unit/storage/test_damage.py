@@ -24,7 +24,7 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 0x10]))
 
 
-# Where a bit may flip, from the slot's beginning, and what the log says of it.
+# Where a bit may flip, from the slot's beginning, and what is logged of it.
 FLIPS = {
     "magic": (0, "no header of ours"),
     "version": (8, "no header of ours"),
@@ -181,7 +181,7 @@ def test_rebuilt_index_has_the_newest_page_of_a_key(tmp_path: Path) -> None:
         assert again.load([1, 2]) == ["right"] * 2
 
 
-def test_old_index_beside_newer_slots_gives_no_wrong_page(tmp_path: Path) -> None:
+def test_old_index_with_newer_slots_gives_no_wrong_page(tmp_path: Path) -> None:
     """An index from before (a restored copy) names places that have other pages now."""
     with Rig(tmp_path) as rig:
         rig.write([1, 2, 3])
@@ -245,7 +245,7 @@ def test_a_slab_that_is_a_link_or_a_pipe_is_not_read_and_not_written_through(
     ids=["cut", "nested", "no text", "infinite", "lists", "a number", "pipe"],
 )
 def test_lost_superblock_loses_no_page(tmp_path: Path, garbage: bytes | None) -> None:
-    """Every slab says how large slabs are."""
+    """Every slab states how large slabs are."""
     with Rig(tmp_path, size_bytes=64 * MIB) as rig:
         rig.write([1, 2])
         size = rig.opened.slab_bytes

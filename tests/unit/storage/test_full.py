@@ -112,7 +112,7 @@ def test_a_file_system_smaller_than_the_store_is_reported(
 def test_new_folder_on_a_full_file_system_is_opened_when_there_is_room(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tier is not off: it waits, says so once, and needs no restart."""
+    """The tier is not off: it waits, logs it once, and needs no restart."""
     monkeypatch.setattr("peercache.storage.store.ROOM_S", 0.05)
     others = fill(small)
 

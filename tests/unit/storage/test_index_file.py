@@ -46,7 +46,7 @@ def rows_in(folder: Path) -> np.ndarray:
 
 
 def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    """Put, drop and put again of one place leaves the last; what was used says when."""
+    """Put, drop and put again of one place leaves the last; what was used records when."""
     index = IndexWriter(open_index(tmp_path, bytes_max=BYTES_MAX), failed=print, log=Log())
 
     index.put(entries_of([1, 2, 3]))
@@ -65,7 +65,7 @@ def test_rows_are_kept_in_the_order_of_the_calls(tmp_path: Path) -> None:
 def test_index_that_is_behind_has_no_room_until_it_has_caught_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so once; what goes is kept all the same, and what was used is left out."""
+    """It logs it once; what goes is kept all the same, and what was used is left out."""
     monkeypatch.setattr("peercache.storage.index_file.BACKLOG_ROWS_MAX", 4)
     log = Log()
     index = IndexWriter(open_index(tmp_path, bytes_max=2**30), failed=print, log=log)

@@ -183,7 +183,7 @@ def test_page_that_was_answered_for_is_not_overwritten_later(rig: Rig) -> None:
 
 
 class Failing(Files):
-    """Slab files whose writes raise what `errors` says, one after the other, then succeed."""
+    """Slab files whose writes raise what `errors` specifies, one after the other, then succeed."""
 
     def __init__(self, *errors: int) -> None:
         super().__init__()

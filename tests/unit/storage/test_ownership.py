@@ -1,4 +1,4 @@
-"""Whose a folder on disk is: its lock, its cluster, its user, and what it says of itself."""
+"""Whose a folder on disk is: its lock, its cluster, its user, and what it records of itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_folder_without_pages_is_free_for_every_cluster(tmp_path: Path) -> Non
 
 
 def test_the_folder_of_an_earlier_version_is_adopted_once(tmp_path: Path) -> None:
-    """It names no cluster: the first that finds it keeps its pages, and says so."""
+    """It names no cluster: the first that finds it keeps its pages, and logs it."""
     with zipfile.ZipFile(FOLDER / f"disk-{FORMAT_VERSION}.zip") as packed:
         packed.extractall(tmp_path)
     disk = tmp_path / "disk"

@@ -190,7 +190,7 @@ def test_a_short_slab_that_cannot_be_made_whole_is_not_written(
     assert (folder.path / slab_name(0)).stat().st_size == folder.slab_bytes
 
 
-def test_a_slab_says_its_slot_size_before_it_has_slots(
+def test_a_slab_states_its_slot_size_before_it_has_slots(
     files: SlabFiles, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that fails, its slot size is not known until it is said."""
@@ -245,7 +245,7 @@ def _writes_directly(path: Path) -> bool:
 def test_direct_io_is_used_where_it_works(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is read must be what was written; else, and where it is refused, a line says so."""
+    """What is read must be what was written; else, and where it is refused, a line is logged."""
     works = _writes_directly(tmp_path)
     log = Log()
     assert files_of(folder, log).is_direct == works

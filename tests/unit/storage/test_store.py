@@ -278,7 +278,7 @@ def test_jobs_beyond_the_bound_are_refused_at_once(
 def test_file_system_without_direct_io_is_used_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says so once, and everything else is the same."""
+    """It is logged once, and everything else is the same."""
     opened = os.open
 
     def refuse_direct(path: object, flags: int, *more: int, **rest: int) -> int:

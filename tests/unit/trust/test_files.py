@@ -71,7 +71,7 @@ def test_without_tls_no_file_is_read() -> None:
 
 
 def test_files_say_who_the_process_is(certificates: Certificates) -> None:
-    """The cluster's name follows from the certificate where no setting says it."""
+    """The cluster's name follows from the certificate where no setting sets it."""
     settings = certificates.node("a")
     files = _load(settings)
 
@@ -171,7 +171,7 @@ def test_key_of_another_certificate_is_refused(certificates: Certificates) -> No
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o606, 0o644])
 def test_key_that_others_can_read_is_refused(certificates: Certificates, mode: int) -> None:
-    """The error says the command that fixes it."""
+    """The error names the command that fixes it."""
     settings = certificates.node("a")
     Path(settings["tls_key"]).chmod(mode)
     error = _problem(settings)
@@ -307,7 +307,7 @@ def _names(settings: dict[str, str]) -> tuple[str, list[str]]:
 
 
 def test_revoked_peer_is_refused_and_others_are_not(certificates: Certificates) -> None:
-    """The list is read from beside tls_ca, within one look after it came."""
+    """The list is read from the folder of tls_ca, within one look after it came."""
     live = _live(certificates.node("a"), Log())
     bad, good = _names(certificates.client("bad")), _names(certificates.client("good"))
     assert live.admit(*bad).name == "bad"
@@ -471,7 +471,7 @@ def test_list_of_the_replaced_authority_stops_no_start(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_list_is_taken_beside_one_of_an_unknown_authority(
+def test_list_is_taken_together_with_one_of_an_unknown_authority(
     certificates: Certificates, tmp_path: Path, *, is_first: bool
 ) -> None:
     """A node that trusts two authorities reports both lists to one that trusts one of them."""
@@ -546,7 +546,7 @@ def test_revoked_process_does_not_start(certificates: Certificates) -> None:
 def test_process_knows_that_every_peer_refuses_it(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its health says so: it serves no other host any more."""
+    """Its health shows it: it serves no other host any more."""
     live = _live(certificates.node("a"), Log())
     assert live.own_problem == ""
     certificates.authority.revoke("node-a")

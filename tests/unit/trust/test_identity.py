@@ -28,7 +28,7 @@ def _identities() -> st.SearchStrategy[Identity]:
     return st.one_of(restricted, operators)
 
 
-def test_uris_look_as_the_documentation_says() -> None:
+def test_uris_look_as_the_documentation_specifies() -> None:
     """Other tools issue certificates with such names."""
     node = Identity("prod", CertificateRole.NODE, "gpu-7")
     client = Identity("prod", CertificateRole.CLIENT, "team a", ("llama/8b", "ü"))
@@ -95,7 +95,7 @@ def test_a_second_spelling_of_an_identity_is_refused(uri: str) -> None:
 
 
 def test_certificate_has_one_identity_among_its_names() -> None:
-    """Host names and foreign URIs beside it do not matter."""
+    """Host names and foreign URIs next to it do not matter."""
     found = identity_among(["peercache", "gpu-7", "spiffe://x/y", "peercache://prod/node/gpu-7"])
 
     assert found == Identity("prod", CertificateRole.NODE, "gpu-7")

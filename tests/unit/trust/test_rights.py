@@ -135,7 +135,7 @@ def own(kind: type[Message]) -> Message:
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("role", Role)
-def test_each_role_may_send_what_the_table_says(role: Role, kind: type[Message]) -> None:
+def test_each_role_may_send_what_the_table_allows(role: Role, kind: type[Message]) -> None:
     """Every message of the wire has a row; a message without one is refused."""
     is_allowed = TABLE[kind.__name__][COLUMNS.index(role)]
 
@@ -216,7 +216,7 @@ def test_an_operator_lists_the_namespaces_of_its_certificate() -> None:
         assert refusal(session(Role.OPERATOR), RequestKeys(1, tag, 0, 0, 0, 1)) == ""
 
 
-def test_a_nodes_certificate_says_what_it_may_clear() -> None:
+def test_a_nodes_certificate_states_what_it_may_clear() -> None:
     """By default all of its cluster: a weight update must empty every host."""
     everything = Identity("c", CertificateRole.NODE, "a")
     ours_only = attrs.evolve(everything, namespaces=("ours",))

@@ -294,7 +294,7 @@ def test_a_wrong_setting_is_named(tier: Any, fake: FakeClient, rows: Any) -> Non
         make(fake, rows, hom="x")
 
 
-def test_without_vllm_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_import_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """One clear error in place of a stack of theirs."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     fake_vllm.forget()
@@ -364,7 +364,7 @@ def test_chunks_that_were_stored_before_count_for_vllms_back_pressure(tier: Any)
     assert [done[number].transfer_bytes for number in (1, 2)] == [ROW_BYTES, 2 * ROW_BYTES]
 
 
-def test_the_log_says_once_that_vllm_shuts_the_tier_out(
+def test_the_log_reports_once_that_vllm_shuts_the_tier_out(
     fake: FakeClient, rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what to do, and that it is over; vLLM's metrics show it, too."""

@@ -1,6 +1,6 @@
 """In place of the CPU build of sgl_kernel, which is not on PyPI: every name is there, none works.
 
-What runs instead are SGLang's own fallbacks in plain torch; a kernel that is really needed says so.
+What runs instead are SGLang's own fallbacks in plain torch; one that is really needed reports it.
 """
 
 from collections.abc import Callable

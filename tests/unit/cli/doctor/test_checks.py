@@ -90,7 +90,7 @@ def worst(facts: Facts) -> list[Finding]:
     return [finding for finding in judge(facts) if finding.level != GOOD]
 
 
-def test_good_host_has_no_problem_and_says_what_it_would_use() -> None:
+def test_good_host_has_no_problem_and_shows_what_it_would_use() -> None:
     """Every topic gets its line, and none a fix."""
     findings = judge(HOST)
 
@@ -112,7 +112,7 @@ def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "says", "fix"),
+    ("facts", "level", "text", "fix"),
     [
         (
             with_memory(shm_free=10 * GIB),
@@ -175,13 +175,13 @@ def test_host_without_rdma_is_well_unless_rdma_is_asked_for() -> None:
     ],
 )
 def test_what_is_wrong_is_said_once_with_the_line_that_fixes_it(
-    facts: Facts, level: str, says: str, fix: str
+    facts: Facts, level: str, text: str, fix: str
 ) -> None:
     """One cause, one finding."""
     (finding,) = worst(facts)
 
     assert finding.level == level
-    assert says in finding.text
+    assert text in finding.text
     assert fix in finding.fix
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says of addresses, the disk, the cgroup, compiled parts and certificates."""
+"""What the doctor reports of addresses, the disk, the cgroup, compiled parts and certificates."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "topic", "says"),
+    ("changes", "level", "topic", "text"),
     [
         # A node would start without its disk, and report it in its log only.
         ({"disk": disk(problem="/data is no folder", room=0)}, PROBLEM, "disk", "is no folder"),
@@ -87,13 +87,13 @@ def test_disk_that_has_room_is_good_and_no_disk_no_line() -> None:
     ],
 )
 def test_what_a_node_cannot_use_is_reported_with_a_fix(
-    changes: dict[str, Any], level: str, topic: str, says: str
+    changes: dict[str, Any], level: str, topic: str, text: str
 ) -> None:
     """Each alone on a host where all else is good."""
     (finding,) = worst(attrs.evolve(HOST, **changes))
 
     assert (finding.level, finding.topic) == (level, topic)
-    assert says in finding.text
+    assert text in finding.text
     assert finding.fix
 
 
@@ -270,7 +270,7 @@ def test_missing_compiled_part_is_a_problem_where_it_is_needed(
     assert all(each["fix"] == "pip install it" for each in missing)
 
 
-def test_notes_are_counted_beside_problems() -> None:
+def test_notes_are_counted_next_to_problems() -> None:
     """`no problems` alone would hide them."""
     facts = attrs.evolve(HOST, disk=disk(room=50 * GIB))
 
@@ -335,7 +335,7 @@ def _live(settings: dict[str, str]) -> LiveTls:
     return live
 
 
-async def test_node_to_join_says_who_it_is(certificates: Certificates) -> None:
+async def test_node_to_join_announces_who_it_is(certificates: Certificates) -> None:
     """Or why it and this host refuse each other."""
     settings, theirs = certificates.node("a"), certificates.node("b")
 
