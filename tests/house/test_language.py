@@ -1,8 +1,8 @@
 """The rules of language that a machine can check; each is shown to fail on a small offender.
 
 `DIALECT` is checked in the documentation that is written by hand. Of it, code and commit subjects
-are checked for `IN_CODE`, and what is not a test for `IN_PRODUCT` too: the other words are still in
-many docstrings, and these in names of tests.
+are checked for `IN_CODE`, what is not a test for `IN_PRODUCT` too, and tests for `IN_TESTS`: the
+other words are still in many docstrings.
 """
 
 from __future__ import annotations
@@ -54,17 +54,24 @@ DIALECT = {
 IN_CODE = (
     r"patience", r"anew", r"liars?", r"mend(?:s|ed|ing)?",
     r"stands? still|standing still|stood still", r"is sure of|are sure of", r"to be had",
-    r"for ever",
+    r"for ever", r"beside",
 )  # fmt: skip
 """Those of `DIALECT` that no line of code, comment or text has any more, nor a commit subject."""
 
-IN_PRODUCT = (r"told|tells?|telling", r"hears?|heard", r"beside")
+IN_PRODUCT = (*IN_CODE, r"told|tells?|telling", r"hears?|heard")
 """Those that no line of `PRODUCT` has any more."""
+
+IN_TESTS = (r"says",)
+"""Those that no line of a test has any more, beyond `IN_CODE`."""
 
 PRODUCT = ("src", "sims", "benchmarks", "examples", "deploy", ".ci")
 
-OF_OTHERS = (r"docs/adr/\S+", r"\bfp\.tell\(\)")
-"""Names that stay: decisions keep their file names, and a file of Python has a position."""
+OF_OTHERS = (
+    r"docs/adr/\S+", r"\bfp\.tell\(\)",
+    r"the view says dead", r"behind commits, says",
+)  # fmt: skip
+"""What stays: decisions keep their file names, a file of Python has a position, and tests expect
+the lines of the dashboard as it shows them."""
 
 SUBJECTS_SINCE = "e9b753ca605e03f115fd1cdf0ff58218e77f0cc5"
 """The commit after which subjects are checked."""
@@ -278,14 +285,19 @@ def forbidden_in(text: str, forbidden: Iterable[str] = IN_CODE) -> Iterator[str]
                 yield f"{number}: {found!r}, write: {DIALECT[words]}: {line.strip()}"
 
 
-def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
-    """Neither a name nor a comment, a docstring, an event or an error."""
-    files = [
+def sources_in(*folders: str) -> list[Path]:
+    """Return the files of Python and C in these folders, but for this one, which has the words."""
+    return [
         path
-        for folder in ("src", "sims", "tests", "benchmarks", "examples")
+        for folder in folders
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in {".py", ".c", ".h"} and path != Path(__file__)
     ]
+
+
+def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
+    """Neither a name nor a comment, a docstring, an event or an error."""
+    files = sources_in("src", "sims", "tests", "benchmarks", "examples")
     found = [
         f"{path.relative_to(ROOT)}:{problem}"
         for path in files
@@ -293,6 +305,19 @@ def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
     ]
 
     assert len(files) > 500
+    assert not found, "\n".join(found)
+
+
+def test_tests_have_none_of_the_words_that_are_gone_from_them() -> None:
+    """Neither in a name nor in a docstring or a comment."""
+    files = sources_in("tests")
+    found = [
+        f"{path.relative_to(ROOT)}:{problem}"
+        for path in files
+        for problem in forbidden_in(path.read_text(), IN_TESTS)
+    ]
+
+    assert len(files) > 300
     assert not found, "\n".join(found)
 
 
@@ -348,6 +373,22 @@ def test_a_part_of_a_name_is_a_word(text: str) -> None:
 def test_names_of_others_and_parts_of_words_pass(text: str) -> None:
     """The rule looks at whole words of names."""
     assert not list(forbidden_in(text, IN_PRODUCT))
+
+
+@pytest.mark.parametrize(
+    "text", ["def test_it_says_so() -> None: ...", '"""What it says."""', "# Says so.", "SAYS = 1"]
+)
+def test_a_word_that_is_gone_from_tests_is_found(text: str) -> None:
+    """In a name, a docstring and a comment."""
+    assert list(forbidden_in(text, IN_TESTS))
+
+
+def test_lines_that_tests_expect_of_the_dashboard_pass() -> None:
+    """They are output of the product; the same word next to them is found."""
+    line = 'assert "b gives no answer; the view says dead" in shown'
+
+    assert not list(forbidden_in(line, IN_TESTS))
+    assert list(forbidden_in(f"{line}  # it says so", IN_TESTS))
 
 
 def test_log_events_are_named_after_their_component() -> None:
