@@ -37,7 +37,7 @@ SAMPLE_MAX: Final = 5120
 SHRUNK_MAX: Final = 4096
 """Pages that are left when the threshold falls, so that it falls rarely."""
 
-SHORT_USES: Final = 256
+SHORT_USES: Final = 128
 """Memory of fewer pages is not estimated."""
 
 PICK_EVERY: Final = 61

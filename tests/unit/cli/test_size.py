@@ -122,14 +122,14 @@ def test_curve_of_a_trace_ends_where_all_of_it_fits(
     found = reported(capsys, "--trace", str(trace), *LLAMA_8B, "--hosts", "2")
 
     sizes = found["sizes"]
-    assert [each["blocks"] for each in sizes] == [500, 1_000, 2_000]
+    assert [each["blocks"] for each in sizes] == [250, 500, 1_000, 2_000]
     assert sizes[-1]["hit_rate"] == pytest.approx(0.5, abs=0.02)
     assert [each["hit_rate"] for each in sizes] == sorted(each["hit_rate"] for each in sizes)
-    assert sizes[0]["times"] == 0.25
-    assert sizes[0]["tokens"] == 500 * 512
-    assert sizes[0]["bytes"] == 2 * sizes[0]["bytes_a_host"] == 500 * 512 * found["bytes_a_token"]
+    assert sizes[0]["times"] == 0.125
+    assert sizes[0]["tokens"] == 250 * 512
+    assert sizes[0]["bytes"] == 2 * sizes[0]["bytes_a_host"] == 250 * 512 * found["bytes_a_token"]
     small = reported(capsys, "--trace", str(trace), "--page-size", "64")
-    assert (small["sizes"][0]["tokens"], small["sizes"][0]["bytes"]) == (500 * 64, None)
+    assert (small["sizes"][0]["tokens"], small["sizes"][0]["bytes"]) == (250 * 64, None)
 
 
 def test_small_trace_has_one_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
