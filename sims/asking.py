@@ -34,7 +34,7 @@ class Connection:
         self.fd = fd
         self.is_broken = False
         self.is_fresh = True
-        self.is_redial = self.is_probed = False
+        self.is_redial = False
         self.inbox: deque[bytes] = deque()
         self.wake: Callable[[], None] = _no_waiter
         self._url = url
@@ -59,11 +59,8 @@ class Connection:
         return self.inbox.popleft() if self.inbox else None
 
     def is_refused(self, _timeout_s: float, /) -> bool:
-        """Return whether no peer is connected."""
-        if self._pipe is not None or self.is_probed:
-            return False
-        self.is_probed = True
-        return self._network.is_refused(self._url)
+        """Return whether no process listens there, unless it is connected."""
+        return self._pipe is None and self._network.is_refused(self._url)
 
     def close(self) -> None:
         """Close the connection."""

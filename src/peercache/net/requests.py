@@ -71,6 +71,11 @@ REDIAL_S = 0.001
 """The same for one that was dialled because another one had broken: the peer may have been killed.
 A node that is there accepts in less."""
 
+REPROBE_FACTOR = 4
+"""How many times longer it waits before each further probe: the address of a process that is being
+killed may still accept, because the kernel closes its connections before its listeners. The six
+probes of a hung peer in 2 s block the caller for 30 ms."""
+
 BURST_MESSAGES = 64
 """Messages read from one connection before the others get a turn: a peer may send without end."""
 
@@ -82,14 +87,12 @@ class Connection(Protocol):
     is_broken: it has ended, or must not be used again.
     is_fresh:  this lease is its first.
     is_redial: it was dialled because another one to the same peer had broken.
-    is_probed: this lease has probed the address already.
     """
 
     fd: int
     is_broken: bool
     is_fresh: bool
     is_redial: bool
-    is_probed: bool
 
     def send(self, raw: bytes, /) -> bool:
         """Send a message; it may never arrive."""
@@ -98,7 +101,7 @@ class Connection(Protocol):
         """Return the next message that has arrived, or None."""
 
     def is_refused(self, timeout_s: float, /) -> bool:
-        """Probe whether the address refuses: once per lease, and only until it is connected."""
+        """Probe whether the address refuses, unless it is connected."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -196,7 +199,7 @@ class Connections(Generic[Kind]):
         with self._lock:
             while not fresh and (connection := self._take(peer)) is not None:
                 if not connection.is_broken:
-                    connection.is_fresh = connection.is_redial = connection.is_probed = False
+                    connection.is_fresh = connection.is_redial = False
                     return connection
                 connection.close()
                 is_redial = True
@@ -284,7 +287,7 @@ class Dialled:
         self._is_broken = False
         self._valid_until = float("inf")
         self.is_fresh = True
-        self.is_redial = self.is_probed = False
+        self.is_redial = False
         self.wake: Callable[[], None] = _no_waiter
         """Called when it breaks, on a thread of nng."""
         self._dialer = Dialer(
@@ -324,11 +327,8 @@ class Dialled:
         self.wake()
 
     def is_refused(self, timeout_s: float) -> bool:
-        """Probe whether the address refuses: once per lease, and only until it is connected."""
-        if self.is_connected or self.is_probed:
-            return False
-        self.is_probed = True
-        return reached(self.url, timeout_s) is False
+        """Probe whether the address refuses, unless it is connected."""
+        return not self.is_connected and reached(self.url, timeout_s) is False
 
 
 def _no_waiter() -> None:
@@ -364,12 +364,15 @@ class Lease(Generic[Kind]):
     is_kept:     it is kept until the conversation ends, for more requests; else until its answer
                  has arrived.
     pending:     by number, in the order of sending: each request, and when it was sent.
+    probe_at:    when to probe whether the address refuses; a redial again, `probe_s` later.
     answered_at: when the last answer to one of them arrived.
     """
 
     peer: int
     connection: Kind
     is_kept: bool
+    probe_at: float
+    probe_s: float
     pending: dict[int, tuple[Message, float]] = attrs.field(factory=dict)
     answered_at: float = float("-inf")
 
@@ -500,13 +503,9 @@ class Conversation(Generic[Kind]):
         left_s = self._until - now
         # One more turn then: if this thread was paused, the answers have arrived.
         self._is_last = left_s <= 0
-        is_probed = all(
-            lease.connection.is_probed
-            for lease in self._leases.values()
-            if lease.connection.is_redial
-        )
-        slice_s = self._connections.slice_s if is_probed else REDIAL_S
-        return min(max(min(left_s, self._hedge_at - now), 0.0), slice_s)
+        probes_at = (each.probe_at for each in self._leases.values() if each.connection.is_redial)
+        next_at = min(self._hedge_at, min(probes_at, default=float("inf")))
+        return min(max(min(left_s, next_at - now), 0.0), self._connections.slice_s)
 
     def turn(self, readable: Iterable[tuple[int, int]]) -> None:
         """Read from the connections that a poll returned, then check every connection."""
@@ -588,10 +587,13 @@ class Conversation(Generic[Kind]):
 
     def _lease(self, peer: int, connection: Kind | None, *, is_kept: bool) -> Lease[Kind] | None:
         """Lease a connection to a peer; None means that the peer has failed."""
+        now = self._connections.clock()
         if connection is None:
-            self._breakers.failed(peer, self._connections.clock())
+            self._breakers.failed(peer, now)
             return None
-        lease = self._leases[connection.fd] = Lease(peer, connection, is_kept)
+        probe_s = REDIAL_S if connection.is_redial else SLICE_S
+        lease = Lease(peer, connection, is_kept, now + probe_s, probe_s)
+        self._leases[connection.fd] = lease
         if is_kept:
             self._kept[peer] = lease
         self._watch(connection)
@@ -664,10 +666,12 @@ class Conversation(Generic[Kind]):
             if self._leases.get(connection.fd) is lease:
                 self._broke(lease)
             return
-        asked_at = next(iter(lease.pending.values()))[1] if lease.pending else now
-        slow_s, probe_s = (REDIAL_S, HEDGE_MIN_S) if connection.is_redial else (SLICE_S, SLICE_S)
-        is_slow = now - asked_at >= slow_s and now < self._until
-        if is_slow and connection.is_refused(min(probe_s, self._until - now)):
+        if now < lease.probe_at or now >= self._until:
+            return
+        lease.probe_s *= REPROBE_FACTOR
+        lease.probe_at = now + lease.probe_s if connection.is_redial else float("inf")
+        timeout_s = HEDGE_MIN_S if connection.is_redial else SLICE_S
+        if connection.is_refused(min(timeout_s, self._until - now)):
             self._broke(lease)
 
     def _broke(self, lease: Lease[Kind]) -> None:

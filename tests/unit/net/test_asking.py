@@ -166,6 +166,37 @@ def test_a_peer_that_ended_between_two_calls_is_found_out_at_once(tmp_path: Path
             assert client.breakers.is_open(7)
 
 
+def test_an_address_that_accepts_until_its_process_has_ended_is_probed_again(
+    tmp_path: Path,
+) -> None:
+    """The kernel ends the connections of a killed process first: on a busy machine, long before."""
+    peer = Peer("ipc", tmp_path)
+    with Asking({7: peer.url}) as client, ThreadPoolExecutor(1) as threads:
+        assert isinstance(client.ask(7)[0], Located)
+        peer.end()
+        path = peer.url.removeprefix("ipc://")
+        Path(path).unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            answers = threads.submit(client.ask, 7, timeout_s=TIMEOUT_S)
+            # Those of nng and of the first probe, which has ended without an answer.
+            accepted = [listener.accept()[0] for _ in range(2)]
+            wait_until(lambda: any(has_ended(each) for each in accepted), "the end of a probe")
+            ended = time.monotonic()
+        for each in accepted:
+            each.close()
+
+        assert answers.result(2 * TIMEOUT_S) == [None]
+        assert_within(time.monotonic() - ended, PROMPT_S)
+        assert client.breakers.is_open(7)
+
+
+def has_ended(accepted: socket.socket) -> bool:
+    """Read what has come; return whether the other side has closed."""
+    return bool(select.select([accepted], [], [], 0)[0]) and not accepted.recv(64)
+
+
 def test_a_second_peer_is_asked_when_the_first_is_slow(tmp_path: Path) -> None:
     """The answer to it follows, and ends the call if it is enough."""
     with (

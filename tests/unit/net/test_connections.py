@@ -29,7 +29,6 @@ class Line:
     is_broken: bool = False
     is_fresh: bool = True
     is_redial: bool = False
-    is_probed: bool = False
 
     def close(self) -> None:
         """Hang up."""
