@@ -32,7 +32,7 @@ from peercache.cli.terminal import print_json, show_progress
 from peercache.client.client import Client
 from peercache.errors import ConfigError
 from peercache.storage.folder import open_folder
-from peercache.storage.index_file import load_entries, open_index, store_entries
+from peercache.storage.index_file import load_entries, open_index
 from peercache.storage.slab_files import SlabFiles, consistent
 
 POOL_PAGES: Final = 64
@@ -149,9 +149,7 @@ def measure_index(entries: int, folder: Path) -> dict[str, float]:
     rows["place"] = number // a_slab * slab_bytes + (number % a_slab * blocks + 1) * BLOCK_BYTES
     rows["length"], rows["sequence"] = length, number
     # Without an effective cap: the index of a real store has a share of the tier's cap.
-    connection = open_index(folder, bytes_max=2**40)
-    store_entries(connection, rows)
-    connection.close()
+    open_index(folder, bytes_max=2**40, entries=rows).close()
     opened = open_folder(folder, None)
     try:
         files = SlabFiles(opened, free_floor=0.0, log=_Silent(), read_only=True)

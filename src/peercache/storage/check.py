@@ -11,6 +11,7 @@ import mmap
 import sqlite3
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from peercache.errors import ConfigError
 from peercache.model.keys import parts_of
 from peercache.storage.folder import FolderBusyError, open_folder, slab_files
 from peercache.storage.index_file import (
+    MISSING,
     load_entries,
     open_index,
     read_index,
     remove_index,
-    store_entries,
 )
 from peercache.storage.layout import (
     INDEX_NAME,
@@ -124,7 +125,7 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
     started = time.monotonic()
     opened = open_folder(folder, None)
     try:
-        problem, indexed = _entries_of_index(folder, _open_index)
+        problem, indexed = _entries_of_index(folder, partial(read_index, locked=True))
         files = SlabFiles(opened, free_floor=0.0, log=log, read_only=False)
         good: list[Entries] = []
         wrong: list[int] = []
@@ -146,6 +147,9 @@ def check(folder: Path, progress: Callable[[str], None], log: Any) -> StoreCheck
         slots = np.concatenate(good) if good else np.empty(0, DISK_ENTRY)
         kept, extra = _held_against(indexed, slots, trusts_rows=not problem)
         kept = consistent(kept, files, opened.slab_count)
+        if problem == MISSING and not (len(kept) or wrong or unreadable):
+            # A node that was killed, or stopped, before it had stored a page.
+            problem = ""
         _replace_index(folder, kept, is_damaged=bool(problem))
     finally:
         opened.close()
@@ -214,13 +218,7 @@ def _held_against(indexed: Entries, slots: Entries, *, trusts_rows: bool) -> tup
 def _replace_index(folder: Path, entries: Entries, *, is_damaged: bool) -> None:
     if is_damaged:
         remove_index(folder)
-    connection = _open_index(folder)
-    store_entries(connection, entries)
-    connection.close()
-
-
-def _open_index(folder: Path) -> sqlite3.Connection:
-    return open_index(folder, bytes_max=PLENTY_BYTES)
+    open_index(folder, bytes_max=PLENTY_BYTES, entries=entries).close()
 
 
 def _entries_of_index(
@@ -229,7 +227,7 @@ def _entries_of_index(
     """Return the problem of the index, or "", and its rows."""
     empty = np.empty(0, DISK_ENTRY)
     if not (folder / INDEX_NAME).exists():
-        return "missing", empty
+        return MISSING, empty
     try:
         connection = opening(folder)
         try:

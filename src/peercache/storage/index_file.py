@@ -40,6 +40,9 @@ each page on disk."""
 
 SQLITE_PAGE_BYTES: Final = 4096
 
+MISSING: Final = "missing"
+"""The problem of an index that was not created, or not entirely: its node was killed."""
+
 Entries: TypeAlias = npt.NDArray[np.void]
 Operation: TypeAlias = tuple[str, list[tuple[Any, ...]], Callable[[], None] | None]
 
@@ -48,8 +51,14 @@ DROP: Final = "DELETE FROM slots WHERE place = ?"
 USE: Final = "UPDATE slots SET used = ? WHERE place = ?"
 
 
-def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
-    """Open or create the index; raise sqlite3.Error if it is damaged or not ours."""
+def open_index(
+    folder: Path, *, bytes_max: int, entries: Entries | None = None
+) -> sqlite3.Connection:
+    """Open or create the index; raise sqlite3.Error if it is damaged or not ours.
+
+    entries: replace all rows, in the transaction that creates the table: an index that a kill has
+    left must not be valid and lack rows.
+    """
     connection = sqlite3.connect(folder / INDEX_NAME, check_same_thread=False, isolation_level=None)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -61,12 +70,17 @@ def open_index(folder: Path, *, bytes_max: int) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 4194304")
         connection.execute(f"PRAGMA max_page_count = {bytes_max // SQLITE_PAGE_BYTES}")
-        connection.execute(
-            "CREATE TABLE IF NOT EXISTS slots"
-            " (place INTEGER PRIMARY KEY, entry BLOB NOT NULL, used INTEGER NOT NULL)"
-        )
+        connection.execute("BEGIN")
         if version != FORMAT_VERSION:
+            connection.execute(
+                "CREATE TABLE slots"
+                " (place INTEGER PRIMARY KEY, entry BLOB NOT NULL, used INTEGER NOT NULL)"
+            )
             connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+        if entries is not None:
+            connection.execute("DELETE FROM slots")
+            connection.executemany(PUT, _rows_of(entries))
+        connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
@@ -85,8 +99,9 @@ def read_index(folder: Path, *, locked: bool = False) -> sqlite3.Connection:
     connection = sqlite3.connect(f"file:{path}?mode=ro{immutable}", uri=True)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version != FORMAT_VERSION:
-            raise sqlite3.DatabaseError(f"format {version}")
+            raise sqlite3.DatabaseError(f"format {version}" if tables else MISSING)
     except BaseException:
         connection.close()
         raise
@@ -124,14 +139,6 @@ def load_entries(connection: sqlite3.Connection) -> Entries:
         # SQLite accepts any value in any column, and a damaged file may still be a valid table.
         raise sqlite3.DatabaseError(f"rows that are not ours: {error}") from error
     return entries
-
-
-def store_entries(connection: sqlite3.Connection, entries: Entries) -> None:
-    """Replace the whole table."""
-    connection.execute("BEGIN")
-    connection.execute("DELETE FROM slots")
-    connection.executemany(PUT, _rows_of(entries))
-    connection.execute("COMMIT")
 
 
 def _rows_of(entries: Entries) -> list[tuple[int, bytes, int]]:
@@ -308,13 +315,8 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
         return None, entries
     for _ in range(2):
         try:
-            connection = open_index(folder.path, bytes_max=folder.index_bytes)
-            try:
-                if not is_unchanged:
-                    store_entries(connection, entries)
-            except sqlite3.Error:
-                connection.close()
-                raise
+            rows = None if is_unchanged else entries
+            connection = open_index(folder.path, bytes_max=folder.index_bytes, entries=rows)
             return connection, entries
         except sqlite3.Error as error:
             log.warning("disk.index_failed", error=str(error))
@@ -327,7 +329,7 @@ def load_index(files: SlabFiles, log: Any) -> tuple[sqlite3.Connection | None, E
 def _indexed_entries(files: SlabFiles, log: Any) -> tuple[Entries, bool]:
     """Return the existing entries, and whether they are exactly those of the index."""
     folder = files.folder
-    problem = "" if folder.fresh else "missing"
+    problem = "" if folder.fresh else MISSING
     if (folder.path / INDEX_NAME).exists():
         try:
             if has_log(folder.path) and not _has_room(files):

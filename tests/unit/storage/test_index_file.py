@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 
 from peercache.actors.disk.index import DiskIndex
 from peercache.actors.ports import DISK_ENTRY, DISK_UNTRIED
-from peercache.storage.index_file import IndexWriter, load_entries, open_index, store_entries
+from peercache.storage.check import check
+from peercache.storage.index_file import IndexWriter, load_entries, open_index, remove_index
 from tests.pace import TIMEOUT_S
 from tests.unit.storage.rig import Log, Rig
 
@@ -159,13 +163,70 @@ def test_rows_that_are_not_ours_are_damage(tmp_path: Path, entry: object, used: 
 
 def test_whole_table_is_replaced(tmp_path: Path) -> None:
     """After a rebuild nothing of before is there."""
-    connection = open_index(tmp_path, bytes_max=BYTES_MAX)
-    store_entries(connection, entries_of([1, 2, 3]))
+    open_index(tmp_path, bytes_max=BYTES_MAX, entries=entries_of([1, 2, 3])).close()
 
-    store_entries(connection, entries_of([7]))
+    open_index(tmp_path, bytes_max=BYTES_MAX, entries=entries_of([7])).close()
 
-    assert load_entries(connection)["place"].tolist() == [7]
-    connection.close()
+    assert rows_in(tmp_path)["place"].tolist() == [7]
+
+
+KILLED = """
+import itertools, os, shutil, sqlite3, sys
+from pathlib import Path
+from tests.unit.storage.rig import Rig
+
+real = sqlite3.connect
+
+def opened(folder, statements):
+    class Killed(sqlite3.Connection):
+        left = statements
+        def execute(self, *arguments):
+            Killed.left -= 1
+            if Killed.left < 0:
+                os._exit(9)
+            return super().execute(*arguments)
+    sqlite3.connect = lambda *a, **k: real(*a, factory=Killed, **k)
+    Rig(Path(folder))
+    os._exit(0)
+
+for statements in itertools.count():
+    folder = f"{sys.argv[1]}-{statements}"
+    shutil.copytree(sys.argv[1], folder)
+    child = os.fork()
+    if not child:
+        opened(folder, statements)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        break
+    print(folder)
+"""
+
+
+@pytest.mark.parametrize("pages", [0, 5])
+def test_a_kill_while_the_index_is_created_loses_no_page_and_is_no_damage(
+    tmp_path: Path, pages: int
+) -> None:
+    """Before each of its statements: what is left is an index with all rows, or none."""
+    folder = tmp_path / "store"
+    with Rig(folder) as rig:
+        if pages:
+            rig.write(list(range(pages)))
+    remove_index(folder / "0")
+
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, folder],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    left = done.stdout.split()
+    assert len(left) > 8
+    for killed in left:
+        copy = f"{killed}-checked"
+        shutil.copytree(killed, copy)
+        result = check(Path(copy) / "0", lambda _: None, Log())
+        assert (result.pages, result.damaged, result.unreadable) == (pages, (), ())
+        assert result.is_whole or (pages and result.index == "missing"), killed
+        with Rig(Path(killed)) as rig:
+            assert rig.load(list(range(pages))) == ["right"] * pages, killed
 
 
 SLAB = 64 * 1024
