@@ -24,12 +24,14 @@ from sims.play import Outcome, play
 from sims.replay import Replay, whole_blocks
 from sims.spilling import SEEDS_OF_ALL, spilled
 from sims.start import Start
-from sims.swarm import GRANULE, draw, smaller
+from sims.swarm import GRANULE, draw, smaller, with_large_batches
 
 LINES_SHOWN = 40
 """Lines of the trace that are shown for a failure."""
 
 PLANT = "plant this bug first; docs/explanation/simulation.md lists them"
+
+LARGE = "batches of up to 512 pages, as engines make them"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,20 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--trace", action="store_true", help="show every line as it happens")
     names = [canary.name for canary in CANARIES]
     run.add_argument("--canary", default="", choices=names, metavar="NAME", help=PLANT)
-    run.add_argument("--small", action="store_true", help="at most five nodes, ten seconds")
+    size = run.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="at most five nodes, ten seconds")
+    size.add_argument("--large-batches", action="store_true", help=LARGE)
     run.add_argument("--digest", action="store_true", help="print the digest of the trace only")
-    many = commands.add_parser("sweep", help="run many seeds on all cores")
-    many.add_argument("--seeds", type=int, help="how many")
-    many.add_argument("--minutes", type=float, help="for how long")
-    which = many.add_mutually_exclusive_group()
-    which.add_argument("--first", type=int, help="the first seed; fresh ones if not given")
-    which.add_argument(
-        "--derived", action="store_true", help="seeds that follow from the code, as CI runs them"
-    )
-    many.add_argument("--kept", action="store_true", help="the seeds that once failed, first")
-    many.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    many.add_argument("--jobs", type=int, help="processes; all cores if not given")
-    many.add_argument("--sum", type=Path, metavar="FILE", help="add the counts to this file")
+    _add_sweep(commands.add_parser("sweep", help="run many seeds on all cores"))
     canaries = commands.add_parser("canaries", help="plant each bug, and see that it is found")
     canaries.add_argument("--only", default="", choices=names, metavar="NAME", help="this one")
     canaries.add_argument("--jobs", type=int, help="processes; all cores if not given")
@@ -103,6 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "replay": _replay,
     }
     return does[args.command](args)
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--minutes", type=float, help="for how long")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--first", type=int, help="the first seed; fresh ones if not given")
+    which.add_argument(
+        "--derived", action="store_true", help="seeds that follow from the code, as CI runs them"
+    )
+    parser.add_argument("--kept", action="store_true", help="the seeds that once failed, first")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--jobs", type=int, help="processes; all cores if not given")
+    parser.add_argument("--large-batches", action="store_true", help=LARGE)
+    parser.add_argument("--sum", type=Path, metavar="FILE", help="add the counts to this file")
 
 
 def _placement(args: argparse.Namespace) -> int:
@@ -203,20 +211,21 @@ def _spills(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     show = _print if args.trace else None
+    change = smaller if args.small else with_large_batches if args.large_batches else None
     if not args.digest:
         _print(f"seed {args.seed}")
         drawn = draw(stream(args.seed, "swarm"), args.seed)
-        for line in (smaller(drawn) if args.small else drawn).lines():
+        for line in (change(drawn) if change else drawn).lines():
             _print(line)
     with planted_canary(args.canary):
-        outcome = play(args.seed, show=show, change=smaller if args.small else None)
+        outcome = play(args.seed, show=show, change=change)
     if args.digest:
         _print(outcome.digest)
         return 0
     if not outcome.ok and not args.trace:
         for line in outcome.last_lines[-LINES_SHOWN:]:
             _print(line)
-    _show(outcome)
+    _show(outcome, has_large_batches=args.large_batches)
     return 0 if outcome.ok else 1
 
 
@@ -232,9 +241,15 @@ def _sweep(args: argparse.Namespace) -> int:
 
     def show_outcome(outcome: Outcome) -> None:
         if not outcome.ok and not args.json:
-            _show(outcome)
+            _show(outcome, has_large_batches=args.large_batches)
 
-    tally = sweep.sweep(chosen, minutes=args.minutes, jobs=args.jobs, report=show_outcome)
+    tally = sweep.sweep(
+        chosen,
+        minutes=args.minutes,
+        jobs=args.jobs,
+        has_large_batches=args.large_batches,
+        report=show_outcome,
+    )
     if args.sum:
         day = dt.datetime.now(dt.timezone.utc).date().isoformat()
         swept.add(swept.row_of(tally, day), args.sum)
@@ -246,14 +261,14 @@ def _canaries(args: argparse.Namespace) -> int:
     return hunt_all(only=args.only, jobs=args.jobs, say=_print)
 
 
-def _show(outcome: Outcome) -> None:
+def _show(outcome: Outcome, *, has_large_batches: bool) -> None:
     _print(
         f"seed {outcome.seed}: {outcome.checker or 'nothing found'} {outcome.detail}\n"
         f"  {outcome.messages} messages, {outcome.virtual_s:.1f} s of virtual time in "
         f"{outcome.wall_s:.1f} s, healed after {outcome.healed_s:.1f} s, digest {outcome.digest}"
     )
     if not outcome.ok:
-        _print(sweep.reproduce_line(outcome.seed))
+        _print(sweep.reproduce_line(outcome.seed, has_large_batches=has_large_batches))
 
 
 def _print(line: str) -> None:

@@ -88,7 +88,7 @@ class Answers:
         """Record which breakers are open, just after the path has chosen the peers."""
         self.closed.update(member for member in self.members if breakers.is_open(member))
 
-    def following(self, step: Ask) -> tuple[Ask, list[tuple[int, Message]]]:
+    def following(self, step: Ask, breakers: Breakers) -> tuple[Ask, list[tuple[int, Message]]]:
         """Return a step like this one, and its requests: a list that grows with further ones."""
         asked = list(step.questions)
         if step.hedge is None:
@@ -97,6 +97,7 @@ class Answers:
 
         def hedge(answers: Sequence[Message | None]) -> tuple[Questions, float]:
             more, again_at = right(answers)
+            self.look(breakers)
             asked.extend(more)
             return more, again_at
 
@@ -290,7 +291,7 @@ class SimClient:
                     record.look(self.breakers)
                 asked: list[tuple[int, Message]] = []
                 if record is not None and isinstance(step, Ask):
-                    step, asked = record.following(step)
+                    step, asked = record.following(step, self.breakers)
                 if isinstance(step, Submit):
                     answer = talk.send(step.peer, step.message)
                 elif isinstance(step, Collect):

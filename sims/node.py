@@ -405,8 +405,10 @@ class SimNode:
     def _has_reserved(self, client: int, index: int) -> bool:
         """Return whether a client may write to a slot; a dead owner allows all."""
         known = self.crew.pool._reservations._clients.get(client)
-        slots = [s for r in known.open.values() for s in r.slots] if known is not None else []
-        is_reserved = any(slot is not None and slot.first == index for slot in slots)
+        batches = () if known is None else reversed(known.open.values())
+        is_reserved = any(
+            slot is not None and slot.first == index for batch in batches for slot in batch.slots
+        )
         return is_reserved or not self.place.alive
 
     def _pipe_ended(self, pipe: int) -> None:

@@ -137,6 +137,29 @@ def smaller(options: Options) -> Options:
     )
 
 
+LARGER = 32
+"""How many times larger the batches of `with_large_batches` are: up to 512 pages."""
+
+
+def with_large_batches(options: Options) -> Options:
+    """Return the same run with batches as engines make them: all that counts pages grows with them.
+
+    A message of hundreds of records fits into the real bound of an outbox only.
+    """
+    return attrs.evolve(
+        options,
+        batch_max=LARGER * options.batch_max,
+        keys=LARGER * options.keys,
+        pool_granules=LARGER * options.pool_granules,
+        uncommitted_granules=LARGER * options.uncommitted_granules,
+        portion_pages=LARGER * options.portion_pages,
+        cache_entries=LARGER * options.cache_entries,
+        republish_rate=LARGER * options.republish_rate,
+        disk_queue_bytes=LARGER * options.disk_queue_bytes,
+        outbox_bytes=OUTBOX_BYTES_MAX,
+    )
+
+
 def draining(options: Options) -> Options:
     """Return a small run in which nodes with free room are drained all the time, and read slowly.
 

@@ -11,11 +11,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
 
 from sims.play import Outcome, play
+from sims.swarm import with_large_batches
 
 KEPT_SEEDS = Path(__file__).parent / "seeds.txt"
 """Seeds that once failed, one per line, each followed by the reason."""
@@ -38,6 +40,7 @@ class Tally:
     hits: int = 0
     misses: int = 0
     seeds: list[int] = attrs.field(factory=list)
+    has_large_batches: bool = False
     failures: list[Outcome] = attrs.field(factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -82,9 +85,10 @@ class Tally:
         )
 
 
-def reproduce_line(seed: int) -> str:
+def reproduce_line(seed: int, *, has_large_batches: bool = False) -> str:
     """Return the line that runs a seed again."""
-    return f"reproduce: python -m sims run --seed {seed} (commit {commit()})"
+    flag = " --large-batches" if has_large_batches else ""
+    return f"reproduce: python -m sims run --seed {seed}{flag} (commit {commit()})"
 
 
 def commit() -> str:
@@ -134,10 +138,12 @@ def sweep(
     *,
     minutes: float | None = None,
     jobs: int | None = None,
+    has_large_batches: bool = False,
     report: Callable[[Outcome], None],
 ) -> Tally:
     """Run seeds until there are no more, or the time is up; call `report` with each outcome."""
-    tally = Tally()
+    tally = Tally(has_large_batches=has_large_batches)
+    run = partial(play, change=with_large_batches if has_large_batches else None)
     started = time.monotonic()
     until = started + 60.0 * minutes if minutes is not None else float("inf")
     context = multiprocessing.get_context("spawn")
@@ -146,7 +152,7 @@ def sweep(
     room = threading.Semaphore(2 * jobs)
     # A worker is replaced from time to time, so that leftovers of runs do not accumulate.
     with context.Pool(jobs, maxtasksperchild=50) as pool:
-        for outcome in pool.imap_unordered(play, _until(seeds, until, room)):
+        for outcome in pool.imap_unordered(run, _until(seeds, until, room)):
             room.release()
             tally.add(outcome)
             report(outcome)

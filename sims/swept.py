@@ -2,8 +2,8 @@
 
     python -m sims sweep --minutes 60 --sum sims/swept.tsv
 
-A row names the seeds, so each of its runs can be repeated at its commit. Sweeps of one day and one
-code are added up in one row.
+A row names the seeds, so each of its runs can be repeated at its commit. Sweeps of one day, one
+code and one size of batches are added up in one row.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from sims.sweep import Tally, commit, digest_of_sources
 SWEPT = Path(__file__).parent / "swept.tsv"
 GOAL = 10**9
 """Checked reads that the sum is to come to."""
+SMALL, LARGE = BATCHES = ("small", "large")
 
 
 @attrs.frozen
 class Row:
-    """Sweeps of one day and one code.
+    """Sweeps of one day, one code and one size of batches.
 
-    sources: digest of the code. seeds: as `first-last,first-last`.
+    sources: digest of the code. batches: "small", or "large" for `--large-batches`.
+    seeds: as `first-last,first-last`.
     hits: pages read, every byte checked. misses: pages that a get did not return.
     """
 
     day: str
     sources: str
     commit: str
+    batches: str
     runs: int
     hits: int
     misses: int
@@ -54,7 +57,7 @@ class Row:
 
 
 NAMES = tuple(field.name for field in attrs.fields(Row))
-TEXTS = ("day", "sources", "commit", "seeds")
+TEXTS = ("day", "sources", "commit", "batches", "seeds")
 
 
 def row_of(tally: Tally, day: str) -> Row:
@@ -63,6 +66,7 @@ def row_of(tally: Tally, day: str) -> Row:
         day=day,
         sources=digest_of_sources().hex()[:12],
         commit=commit(),
+        batches=LARGE if tally.has_large_batches else SMALL,
         runs=tally.runs,
         hits=tally.hits,
         misses=tally.misses,
@@ -99,20 +103,24 @@ def rows_of(path: Path = SWEPT) -> list[Row]:
 
 
 def add(row: Row, path: Path = SWEPT) -> None:
-    """Add a row to a file, or to its row of the same day and code; all of it or nothing."""
+    """Add a row to a file, or to its row of the same kind; all of it or nothing."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         # Sweeps that end at the same time wait for each other.
         fcntl.flock(folder, fcntl.LOCK_EX)
-        rows = {(each.day, each.sources): each for each in rows_of(path)}
-        same = rows.get((row.day, row.sources))
-        rows[row.day, row.sources] = row if same is None else same.plus(row)
+        rows = {_kind(each): each for each in rows_of(path)}
+        same = rows.get(_kind(row))
+        rows[_kind(row)] = row if same is None else same.plus(row)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write("".join(line + "\n" for line in _lines(list(rows.values()))))
         Path(file.name).chmod(0o644)
         Path(file.name).replace(path)
     finally:
         os.close(folder)
+
+
+def _kind(row: Row) -> tuple[str, str, str]:
+    return row.day, row.sources, row.batches
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -131,14 +139,32 @@ def total(rows: Sequence[Row]) -> Row:
 
 def shown(rows: Sequence[Row] | None = None) -> str:
     """Return what the documentation shows of the sum, as Markdown."""
-    summed = total(rows if rows is not None else rows_of())
-    rate = summed.hits / summed.wall_s
-    hours = (GOAL - summed.hits) / rate / 3600
+    rows = rows if rows is not None else rows_of()
+    sums = [
+        total(of_kind)
+        for batches in BATCHES
+        if (of_kind := [row for row in rows if row.batches == batches])
+    ]
+    hits = sum(each.hits for each in sums)
+    fastest = max(sums, key=lambda each: each.hits / each.wall_s)
+    rate = fastest.hits / fastest.wall_s
+    remains = (
+        f"The aim is {GOAL:,} checked hits. That is {100 * hits / GOAL:.3g} % of it, and at the "
+        f"{rate:,.0f} hits a second of the sweeps with {fastest.batches} batches another "
+        f"{(GOAL - hits) / rate / 3600:,.0f} hours remain."
+    )
+    lines = [
+        "| batches | seeds | failed | hits checked | misses | messages | virtual hours | hours |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: |",
+        *map(_shown, sums),
+        "",
+        remains,
+    ]
+    return "\n".join(lines)
+
+
+def _shown(row: Row) -> str:
     return (
-        f"| seeds | failed | hits checked | misses | messages | virtual hours | hours of work |\n"
-        f"| --: | --: | --: | --: | --: | --: | --: |\n"
-        f"| {summed.runs:,} | {summed.failures} | {summed.hits:,} | {summed.misses:,} "
-        f"| {summed.messages:,} | {summed.virtual_s / 3600:.1f} | {summed.wall_s / 3600:.1f} |\n\n"
-        f"The aim is {GOAL:,} checked hits. That is {100 * summed.hits / GOAL:.3g} % of it, and at "
-        f"the {rate:,.0f} hits a second of these sweeps another {hours:,.0f} hours remain."
+        f"| {row.batches} | {row.runs:,} | {row.failures} | {row.hits:,} | {row.misses:,} "
+        f"| {row.messages:,} | {row.virtual_s / 3600:.1f} | {row.wall_s / 3600:.1f} |"
     )

@@ -11,20 +11,20 @@ import pytest
 from sims.__main__ import main
 from sims.swept import GOAL, Row, add, ranges, rows_of, shown, total
 
-ROW = Row("2026-11-26", "abc", "1234567", 10, 8000, 2000, 90000, 300, 100, 0, "5-14")
+ROW = Row("2026-11-26", "abc", "1234567", "small", 10, 8000, 2000, 90000, 300, 100, 0, "5-14")
 
 
 def test_a_sweep_adds_a_row_with_its_seeds_and_counts(tmp_path: Path) -> None:
-    """The second sweep of the same day and code is added to the first one's row."""
+    """The second sweep of the same day, code and size is added to the first one's row."""
     path = tmp_path / "swept.tsv"
-    for first in (100, 101):
+    for first, flags in ((100, []), (101, []), (700, ["--large-batches"])):
         argv = ["sweep", "--first", str(first), "--seeds", "1", "--jobs", "1", "--sum", str(path)]
-        assert main(argv) == 0
+        assert main([*argv, *flags]) == 0
 
-    (row,) = rows_of(path)
-    assert (row.runs, row.failures, row.seeds) == (2, 0, "100-100,101-101")
-    assert row.hits > 0
-    assert row.misses > 0
+    small, large = rows_of(path)
+    assert (small.runs, small.failures, small.seeds) == (2, 0, "100-100,101-101")
+    assert (large.batches, large.runs, large.seeds) == ("large", 1, "700-700")
+    assert min(small.hits, small.misses, large.hits) > 0
 
 
 def test_other_code_and_another_day_are_other_rows(tmp_path: Path) -> None:
@@ -58,11 +58,15 @@ def test_seeds_are_named_as_ranges(seeds: list[int], text: str) -> None:
     assert ranges(seeds) == text
 
 
-def test_what_remains_follows_from_the_rate_of_the_sweeps() -> None:
-    """80 hits a second: the rest of the aim takes about 3,472 hours."""
-    text = shown([ROW])
+def test_what_remains_follows_from_the_fastest_kind_of_sweep() -> None:
+    """80 hits a second: the rest of the aim takes about 3,472 hours; at 800, 347."""
+    large = attrs.evolve(ROW, batches="large", hits=80_000)
+    text, both = shown([ROW]), shown([ROW, large])
 
     assert f"{GOAL:,}" in text
     assert "0.0008 %" in text
-    assert "80 hits a second" in text
+    assert "80 hits a second of the sweeps with small batches" in text
     assert "3,472 hours" in text
+    assert "0.0088 %" in both
+    assert "800 hits a second of the sweeps with large batches" in both
+    assert "347 hours" in both
