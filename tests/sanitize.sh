@@ -20,7 +20,8 @@ CFLAGS="$flags -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" L
     tests/unit/actors/test_directory_table_machine.py tests/unit/actors/test_pool.py \
     tests/unit/actors/test_pool_pages.py tests/unit/actors/test_publisher.py \
     tests/unit/actors/test_publisher_losses.py tests/unit/actors/test_publisher_ring.py \
-    tests/unit/model/test_records.py tests/unit/model/test_reuse.py tests/unit/storage/test_slab_files.py tests/fuzz
+    tests/unit/model/test_records.py tests/unit/model/test_reuse.py \
+    tests/unit/storage/test_slab_files.py tests/unit/storage/test_ring.py tests/fuzz
 # Python itself is not instrumented: the runtimes come first, and leaks are not looked for.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so):$(gcc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:log_path="$folder/report" \

@@ -295,29 +295,25 @@ def sources_in(*folders: str) -> list[Path]:
     ]
 
 
-def test_code_has_no_word_of_the_dialect_that_is_gone() -> None:
+@pytest.mark.parametrize(
+    ("folders", "words", "least_files"),
+    [
+        pytest.param(("src", "sims", "tests", "benchmarks", "examples"), IN_CODE, 500, id="code"),
+        pytest.param(("tests",), IN_TESTS, 300, id="tests"),
+    ],
+)
+def test_sources_have_no_word_of_the_dialect_that_is_gone(
+    folders: tuple[str, ...], words: tuple[str, ...], least_files: int
+) -> None:
     """Neither a name nor a comment, a docstring, an event or an error."""
-    files = sources_in("src", "sims", "tests", "benchmarks", "examples")
+    files = sources_in(*folders)
     found = [
         f"{path.relative_to(ROOT)}:{problem}"
         for path in files
-        for problem in forbidden_in(path.read_text())
+        for problem in forbidden_in(path.read_text(), words)
     ]
 
-    assert len(files) > 500
-    assert not found, "\n".join(found)
-
-
-def test_tests_have_none_of_the_words_that_are_gone_from_them() -> None:
-    """Neither in a name nor in a docstring or a comment."""
-    files = sources_in("tests")
-    found = [
-        f"{path.relative_to(ROOT)}:{problem}"
-        for path in files
-        for problem in forbidden_in(path.read_text(), IN_TESTS)
-    ]
-
-    assert len(files) > 300
+    assert len(files) > least_files
     assert not found, "\n".join(found)
 
 

@@ -129,7 +129,7 @@ static void replace_since(struct sample *sample, int64_t begin)
     }
 }
 
-/* Move the rows that have a size to the begin. */
+/* Move the rows that have a size to the front. */
 void peercache_reuse_keep(struct sample *sample)
 {
     int64_t end = sample->end;

@@ -80,7 +80,7 @@ _REQUEST_MAGIC = b"PCtr"
 _RESPONSE_MAGIC = b"PCts"
 
 PAGES_FOLLOW = ANSWER.pack(_RESPONSE_MAGIC, 0)
-"""How a response begins that is no refusal."""
+"""The first bytes of a response with pages."""
 
 OPENING_BYTES = OPENING.size
 GREETING_REST_BYTES = REST.size
