@@ -10,6 +10,7 @@
 #   make faults    five hosts with bad networks, disks and clocks (SEED=7 MINUTES=1), as root
 #   make kill-points a node and a client killed before each system call that changes something
 #   make soak      an hour of kills and pauses in which no process may grow (MINUTES=60)
+#   make evictions a billion hits, compared while pages are evicted and a node is killed (HITS=1000000000)
 #   make fuzz      what reads bytes of others, guided by coverage (FUZZ="codec tcp" MINUTES=10 each)
 #   make test-rdma RDMA with real queue pairs, in a guest kernel that it makes
 #   make aarch64   unit tests with the C parts for aarch64, in qemu's user mode
@@ -45,7 +46,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fast test gate full test-rdma aarch64 sanitize lint format types types-oldest unit properties slow \
-	soak faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers peers-faults docs docs-site release-check wheels clean
+	soak evictions faults kill-points fuzz spec sims sglang sglang-engines lmcache vllm vllm-newer dynamo ttft peers peers-faults docs docs-site release-check wheels clean
 .DELETE_ON_ERROR:
 # The tests measure time, and two cores are soon full.
 .NOTPARALLEL:
@@ -116,6 +117,11 @@ spec: $(STAMP)
 soak: MINUTES ?= 60
 soak: $(STAMP)
 	@$(BIN)/python -m tests.system.endurance --minutes $(MINUTES) $(SOAK_FLAGS)
+
+# Reads at the speed of the machine, of pages that writers evict all the time: every byte is compared.
+evictions: HITS ?= 1000000000
+evictions: $(STAMP)
+	@$(BIN)/python -m tests.system.endurance.evictions --hits $(HITS) $(if $(SEED),--seed $(SEED))
 
 # Five hosts in network namespaces, with faults that follow from a seed, which it prints.
 faults fuzz: MINUTES ?= 1

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from tests.hostile.strangers import MIB
+from tests.system.endurance.load import EXISTS_TIMEOUT_S, OP_TIMEOUT_S
 from tests.system.endurance.samples import CLIENT, END, EVENT, MACHINE, NODE, Row
-from tests.system.endurance.worker import EXISTS_TIMEOUT_S, OP_TIMEOUT_S
 
 BUCKETS = 60
 FIRST, LAST = slice(10, 20), slice(50, 60)

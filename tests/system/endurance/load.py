@@ -1,144 +1,137 @@
-"""Load that goes on by itself: threads that write and read, and check every byte they get."""
+"""Processes that store and read pages without a pause, and compare every byte of every hit."""
 
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import attrs
 import numpy as np
+import numpy.typing as npt
 
 from peercache import Client
+from peercache.errors import PeerCacheError
+from peercache.model.runs import PageRuns
 from tests.system.nodes import Page, page_of
 
+OP_TIMEOUT_S, EXISTS_TIMEOUT_S = 2.0, 0.5
+READ_PAGES, SET_PAGES = 512, 32
+"""Pages of one get, and of one set."""
+SET_EVERY_S = 0.005
+"""Writers leave most of the processors to readers."""
+NO_HOME_S = 0.05
+REPORT_CALLS = 1000
+FIGURES = np.dtype(
+    [
+        ("position", "<i8"), ("calls", "<i8"), ("pages", "<i8"), ("done", "<i8"),
+        ("evicted", "<i8"), ("longest_us", "<i8"),
+    ]
+)  # fmt: skip
+"""What one process has done.
 
-@attrs.define
-class Counts:
-    """What one thread has done."""
-
-    batches: int = 0
-    pages: int = 0
-    hits: int = 0
-    longest_s: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Return hits over pages."""
-        return self.hits / self.pages if self.pages else 0.0
-
-
-class Load:
-    """Threads of one test. The first wrong byte, or any exception, ends it and fails the test."""
-
-    def __init__(self) -> None:
-        """Begin with no thread."""
-        self._threads: list[threading.Thread] = []
-        self._stop = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self, step: Callable[[], None]) -> None:
-        """Repeat a step in a thread of its own until the block ends."""
-
-        def repeat() -> None:
-            try:
-                while not self._stop.is_set():
-                    step()
-            except BaseException as error:
-                self.error = self.error or error
-                self._stop.set()
-
-        self._threads.append(threading.Thread(target=repeat))
-
-    def last(self, seconds: float) -> None:
-        """Let it go on for so long, or until something failed."""
-        self._stop.wait(seconds)
-
-    def __enter__(self) -> Load:
-        """Start every thread."""
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Stop every thread, and raise what one of them met."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        if error is None and self.error is not None:
-            raise self.error
+position: how many pages a writer has tried to store, one after the other
+calls:    of `batch_get_into` or `batch_set_from`, with as many pages
+done:     pages that were stored, or hits with the right bytes
+evicted:  pages that were evicted between their lookup and their read
+longest_us: the longest call in microseconds"""
 
 
 class Corpus:
     """Keys and the only right bytes of each, made once: making them costs more than reading."""
 
     def __init__(self, keys: Sequence[str], page_bytes: int) -> None:
-        """Make the pages of these keys."""
+        """Make the pages of these keys, one row each."""
         self.keys = list(keys)
         self.page_bytes = page_bytes
-        self.pages: list[Page] = [page_of(key, page_bytes) for key in keys]
+        self.pages: npt.NDArray[np.uint8] = np.stack([page_of(key, page_bytes) for key in keys])
 
     def __len__(self) -> int:
         """Return the number of keys."""
         return len(self.keys)
 
 
-class Reader:
-    """Reads batches with one client, and compares every byte of every hit."""
-
-    def __init__(self, client: Client, corpus: Corpus, batch: int) -> None:
-        """Read up to `batch` pages at once."""
-        self.client = client
-        self.counts = Counts()
-        self.corpus = corpus
-        self.buffers = [np.empty(corpus.page_bytes, np.uint8) for _ in range(batch)]
-
-    def read(self, indices: Sequence[int]) -> list[bool]:
-        """Read these pages of the corpus; return which were hits, all of them verified."""
-        buffers = self.buffers[: len(indices)]
-        for buffer in buffers:
-            buffer[:8] = buffer[-8:] = 0xA5  # A hit that wrote nothing is noticed.
-        keys = [self.corpus.keys[index] for index in indices]
-        started = time.monotonic()
-        hits = self.client.batch_get(keys, buffers)
-        self.counts.longest_s = max(self.counts.longest_s, time.monotonic() - started)
-        assert len(hits) == len(indices)
-        for index, buffer, hit in zip(indices, buffers, hits, strict=True):
-            assert not hit or np.array_equal(buffer, self.corpus.pages[index]), (
-                f"wrong bytes under {self.corpus.keys[index]}"
+def opened(cluster: str, home: str, fabric: str, **settings: Any) -> Client:
+    """Attach to a home node, which may be dead for now."""
+    while True:
+        try:
+            return Client.open(
+                cluster=cluster,
+                home=home,
+                fabric=fabric,
+                op_timeout_s=OP_TIMEOUT_S,
+                exists_timeout_s=EXISTS_TIMEOUT_S,
+                **settings,
             )
-        self.counts.batches += 1
-        self.counts.pages += len(hits)
-        self.counts.hits += sum(hits)
-        return hits
+        except PeerCacheError:  # noqa: PERF203 - each turn waits
+            time.sleep(0.2)
 
 
-class EdgeWriter:
-    """Writes a corpus round and round, so that a smaller pool evicts all the time."""
+def runs_of(pages: Page) -> PageRuns:
+    """Return the rows of a matrix as runs."""
+    count, size = pages.shape
+    addresses = pages.ctypes.data + size * np.arange(count, dtype=np.uint64)
+    return PageRuns.regular(addresses, np.full(count, size, np.uint64), count)
 
-    def __init__(self, client: Client, corpus: Corpus, batch: int) -> None:
-        """Write `batch` pages at once."""
-        self.client = client
-        self.position = 0
-        self.counts = Counts()
-        self.corpus = corpus
-        self._batch = batch
+
+class Caller:
+    """Calls of one client, and what came of them: a row of FIGURES that other processes see."""
+
+    def __init__(self, client: Client, corpus: Corpus, row: Any) -> None:
+        """Begin with no call; row: an item of FIGURES."""
+        self.client, self.corpus, self.row = client, corpus, row
+
+    def timed(self, call: Callable[[], list[bool]]) -> npt.NDArray[np.bool_]:
+        """Call, count it, and return for each page whether it was served."""
+        began = time.monotonic()
+        served = np.array(call(), np.bool_)
+        took_us = int((time.monotonic() - began) * 1e6)
+        self.row["longest_us"] = max(took_us, int(self.row["longest_us"]))
+        self.row["calls"] += 1
+        self.row["pages"] += len(served)
+        return served
+
+
+class EdgeWriter(Caller):
+    """Stores a corpus round and round, so that a smaller pool evicts all the time."""
 
     def step(self) -> None:
-        """Write the next batch."""
-        begin = self.position % len(self.corpus)
-        end = begin + self._batch
-        stored = self.client.batch_set(self.corpus.keys[begin:end], self.corpus.pages[begin:end])
-        self.counts.batches += 1
-        self.counts.pages += len(stored)
-        self.counts.hits += sum(stored)
-        self.position += self._batch
+        """Store the next pages; wait where there is no home node."""
+        begin = int(self.row["position"]) % len(self.corpus)
+        rows = slice(begin, begin + SET_PAGES)
+        runs = runs_of(self.corpus.pages[rows])
+        stored = self.timed(lambda: self.client.batch_set_from(self.corpus.keys[rows], runs))
+        self.row["done"] += stored.sum()
+        if stored.any():
+            self.row["position"] += len(stored)
+        time.sleep(SET_EVERY_S if stored.any() else NO_HOME_S)
 
 
-def follow(reader: Reader, writer: EdgeWriter, pool_pages: int, rng: random.Random) -> None:
-    """Read a batch somewhere between what is certainly there and what has just been evicted."""
-    count = len(reader.buffers)
-    back = rng.randrange(count, pool_pages + pool_pages // 2)
-    size = len(reader.corpus)
-    reader.read([(writer.position - back + i) % size for i in range(count)])
+class EdgeReader(Caller):
+    """Reads between what is certainly there and what has just been evicted."""
+
+    def __init__(self, client: Client, corpora: Sequence[Corpus], row: Any, room: int) -> None:
+        """Read the corpora of writers; room: pages of each that nodes have memory for."""
+        super().__init__(client, corpora[0], row)
+        self._corpora, self._room = corpora, room
+        self._destination = np.empty((READ_PAGES, corpora[0].page_bytes), np.uint8)
+        self._runs = runs_of(self._destination)
+
+    def step(self, writer: int, position: int, rng: random.Random) -> None:
+        """Read a batch of this writer, which is at this position of its corpus."""
+        corpus = self._corpora[writer]
+        back = rng.randrange(READ_PAGES, self._room // 2)
+        begin = min((position - back) % len(corpus), len(corpus) - READ_PAGES)
+        rows = slice(begin, begin + READ_PAGES)
+        self._destination[:, :8] = self._destination[:, -8:] = 0xA5  # A hit must write.
+        hits = self.timed(lambda: self.client.batch_get_into(corpus.keys[rows], self._runs))
+        right = (self._destination.view("<u8") == corpus.pages[rows].view("<u8")).all(axis=1)
+        wrong = np.flatnonzero(hits & ~right)
+        assert not len(wrong), f"wrong bytes under {corpus.keys[begin + wrong[0]]}"
+        self.row["done"] += hits.sum()
+        if self.row["calls"] % REPORT_CALLS == 0:
+            self.report()
+
+    def report(self) -> None:
+        """Count what only the client knows."""
+        self.row["evicted"] = self.client.stats().get("pages_missed_evicted", 0)

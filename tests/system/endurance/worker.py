@@ -22,14 +22,11 @@ from typing import Any
 import numpy as np
 
 from peercache import Client
-from peercache.errors import PeerCacheError
 from tests.faults.worker import Pauses
-from tests.system.endurance.load import Corpus
+from tests.system.endurance.load import EXISTS_TIMEOUT_S, Corpus, opened
 from tests.system.nodes import keys_of
 
 ENGINE, VISITOR = "engine", "visitor"
-OP_TIMEOUT_S = 2.0
-EXISTS_TIMEOUT_S = 0.5
 KEYS, PAGE_BYTES, BATCH = 1024, 32 * 1024, 16
 KINDS, WEIGHTS = ("get", "set", "exists", "remove"), (60, 25, 13, 2)
 FIGURES_S = 0.5
@@ -39,21 +36,6 @@ BETWEEN_S = (0.05, 0.25)
 """Between two calls: the soak is long, and others share the machine."""
 CALLS_OF_VISITOR = 8
 QUANTILES = (0.5, 0.95, 0.99)
-
-
-def opened(cluster: str, home: str, fabric: str) -> Client:
-    """Attach to a home node, which may be dead for now."""
-    while True:
-        try:
-            return Client.open(
-                cluster=cluster,
-                home=home,
-                fabric=fabric,
-                op_timeout_s=OP_TIMEOUT_S,
-                exists_timeout_s=EXISTS_TIMEOUT_S,
-            )
-        except PeerCacheError:  # noqa: PERF203 - each turn waits
-            time.sleep(0.2)
 
 
 class Latencies:
