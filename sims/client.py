@@ -361,12 +361,16 @@ class SimClient:
         lengths = step.runs.lengths
         for page in range(len(step.runs)):
             offset = int(step.offsets[page])
+            takes_time = self.fabrics.takes_time()
             for begin, end in chunks(int(lengths[page]), self.fabrics.options.steps_a_page):
                 if self.place.now() >= step.until:
                     if READS_SOURCE_LATE in planted:
                         self.nursery().start_soon(self._copy, step, page, begin, end, home)
                     return page
-                await self._copy(step, page, begin, end, home)
+                if takes_time:
+                    await self._copy(step, page, begin, end, home)
+                else:
+                    self._copy_now(step, page, begin, end, home)
             self._log.debug("page.placed", offset=offset)
         return len(step.runs)
 
@@ -379,6 +383,9 @@ class SimClient:
             self._log.info("copy.stopped")
             self.place.pause(trio.current_time(), self._rng.uniform(0.2, COPY_STOPPED_MAX_S))
         await self.place.awake()
+        self._copy_now(step, page, begin, end, home)
+
+    def _copy_now(self, step: PlaceStep, page: int, begin: int, end: int, home: NodeMemory) -> None:
         offset = int(step.offsets[page])
         at = 0
         for run in range(int(step.runs.starts[page]), int(step.runs.starts[page + 1])):

@@ -138,6 +138,10 @@ class Fabrics:
         left_s = max(0.0, until - trio.current_time()) + LATE_STEP_S
         return min(self.rng.expovariate(1 / self.options.step_s), left_s)
 
+    def takes_time(self) -> bool:
+        """Return whether the copy of the next page has steps with time between them."""
+        return self.options.paced == 1.0 or self.rng.random() < self.options.paced
+
     async def carried(self, holder: str, size: int) -> None:
         """Wait until the shared networks of both hosts have carried `size` bytes."""
         if not self.options.bandwidth:
@@ -163,11 +167,13 @@ class Fabrics:
                 seals[page] = seen[page]
                 done += 1
                 continue
+            takes_time = self.takes_time()
             for begin, end in chunks(int(read.lengths[page]), self.options.steps_a_page):
                 if trio.current_time() >= until:
                     break
-                await trio.sleep(self.step_s(until))
-                await self.place.awake()
+                if takes_time:
+                    await trio.sleep(self.step_s(until))
+                    await self.place.awake()
                 scatter(self.buffers, read, page, begin, memory.read(offset + begin, end - begin))
             else:
                 done += 1
@@ -278,18 +284,22 @@ class Transfer:
             self._went_on()
             return
         arriving: tuple[int, Page] | None = None
+        takes_time = fabrics.takes_time()
         for begin, end in chunks(int(read.lengths[page]), fabrics.options.steps_a_page):
-            await self._step()
+            if takes_time:
+                await self._step()
             if arriving is not None:
                 scatter(fabrics.buffers, read, page, *arriving)
             arriving = (begin, memory.read(offset + begin, end - begin))
             memory.sent_bytes += end - begin
             await fabrics.carried(read.member.boot_id, end - begin)
             self._went_on()
-        await self._step()
+        if takes_time:
+            await self._step()
         if WORD_BEFORE_BYTES not in planted:
             seal = memory.seals[offset // memory.granule].copy()
-        await self._step()
+        if takes_time:
+            await self._step()
         assert arriving is not None
         scatter(fabrics.buffers, read, page, *arriving)
         self.seals[page] = seal

@@ -114,6 +114,8 @@ class Options:
     pages of another one. Never drawn."""
     bandwidth: float = 0.0
     """Bytes a second that a host's network carries each way; 0: without bound. Never drawn."""
+    paced: float = 1.0
+    """The fraction of pages whose copy takes time; others are copied at once. Never drawn."""
 
     @property
     def tenants(self) -> int:
@@ -140,6 +142,9 @@ def smaller(options: Options) -> Options:
 LARGER = 32
 """How many times larger the batches of `with_large_batches` are: up to 512 pages."""
 
+PACED = 1 / 16
+"""The fraction of their pages whose copy takes time: a real copy of a page takes microseconds."""
+
 
 def with_large_batches(options: Options) -> Options:
     """Return the same run with batches as engines make them: all that counts pages grows with them.
@@ -157,6 +162,7 @@ def with_large_batches(options: Options) -> Options:
         republish_rate=LARGER * options.republish_rate,
         disk_queue_bytes=LARGER * options.disk_queue_bytes,
         outbox_bytes=OUTBOX_BYTES_MAX,
+        paced=PACED,
     )
 
 

@@ -15,7 +15,7 @@ from sims.__main__ import main
 from sims.canaries import planted_canary
 from sims.canary import Canary
 from sims.play import play
-from sims.swarm import Options, smaller
+from sims.swarm import Options, smaller, with_large_batches
 from sims.sweep import derived_seeds, kept_seeds, reproduce_line
 
 SEEDS = range(100, 108)
@@ -132,6 +132,22 @@ def test_a_client_with_a_clock_of_its_own_finds_who_waits_by_another() -> None:
 
     assert found.checker == "deadline", found.detail
     assert missed.ok, f"{missed.checker}: {missed.detail}"
+
+
+@pytest.mark.parametrize(
+    ("canary", "checker"),
+    [
+        ("generation-check-skipped", "wrong-bytes"),
+        ("returns-while-writing", "write-after-return"),
+        ("reads-source-late", "read-after-return"),
+    ],
+)
+def test_large_batches_find_planted_bugs(canary: str, checker: str) -> None:
+    """Although most of their pages are copied in no time."""
+    with planted_canary(canary):
+        outcome = play(720, change=with_large_batches)
+
+    assert outcome.checker == checker, outcome.detail
 
 
 @pytest.mark.slow
