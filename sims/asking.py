@@ -37,7 +37,7 @@ class Connection:
         self.is_redial = False
         self.inbox: deque[bytes] = deque()
         self.wake: Callable[[], None] = _no_waiter
-        self._url = url
+        self.url = url
         self._place = place
         self._network = network
         self._pipe: Pipe | None = None
@@ -60,7 +60,7 @@ class Connection:
 
     def is_refused(self, _timeout_s: float, /) -> bool:
         """Return whether no process listens there, unless it is connected."""
-        return self._pipe is None and self._network.is_refused(self._url)
+        return self._pipe is None and self._network.is_refused(self.url)
 
     def close(self) -> None:
         """Close the connection."""
@@ -73,7 +73,7 @@ class Connection:
         backoff_s = RECONNECT_MIN_MS / 1000
         while not self._is_closed:
             pipe = await self._network.connect(
-                self._place, self._url, DIAL_S, self._came, self._broke
+                self._place, self.url, DIAL_S, self._came, self._broke
             )
             if pipe is None:
                 await trio.sleep(backoff_s)
@@ -105,14 +105,14 @@ class SimAsker:
         identity: int,
         place: Place,
         network: Network,
-        hello_for: Callable[[int], Hello],
+        hello_for: Callable[[str], Hello],
         url_of: Callable[[int], str | None],
         breakers: Breakers,
         on_refused: Callable[[int, Refused], None],
         on_unasked: Callable[[int, Message], None],
         nursery: Callable[[], trio.Nursery],
     ) -> None:
-        """Send `hello_for(peer)` on a new connection to `url_of(peer)`."""
+        """Send `hello_for(url)` on a new connection to a peer, at the address `url_of(peer)`."""
         self.breakers = breakers
         self._place = place
         self._network = network

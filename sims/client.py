@@ -438,8 +438,8 @@ class SimClient:
         member = self.cluster.members.get(peer)
         return member.control if member is not None else None
 
-    def _hello(self, peer: int) -> Hello:
-        is_home = peer == 0 or self.tie.is_home(peer)
+    def _hello(self, url: str) -> Hello:
+        is_home = url == self.home
         return Hello(
             request=0,
             wire_oldest=WIRE_VERSION_OLDEST,

@@ -253,7 +253,6 @@ class ClientParts:
             # An embedded node uses the same metrics.
             report=self.report if self._node is None else None,
             on_view=self._view_changed,
-            on_home=self._attached,
             renew_lock=self.renew_lock,
             on_beat=self._on_beat,
             tls=self._control_tls,
@@ -370,9 +369,9 @@ class ClientParts:
         member = self.home.tie.cluster.members.get(peer)
         return None if member is None else member.name
 
-    def _hello(self, peer: int) -> Hello:
-        # 0 is the node at the home address, the only one that this client writes to.
-        is_home = peer == 0 or self.home.tie.is_home(peer)
+    def _hello(self, url: str) -> Hello:
+        # The client writes to the node at the home address only, and proves there that it may.
+        is_home = url == self.home.url
         return Hello(
             request=0,
             wire_oldest=WIRE_VERSION_OLDEST,
@@ -404,14 +403,6 @@ class ClientParts:
             reason=refusal.reason,
             detail=refusal.detail,
         )
-
-    def _attached(self, home: int) -> None:
-        """Close connections to a home node that were dialled as to any member.
-
-        Before it attached, the client has perhaps asked it at its control port, which it may not
-        write over.
-        """
-        self.asker.forget(self._alive - {home})
 
     def _view_changed(self, alive: set[int]) -> None:
         self.breakers.forget(alive)

@@ -96,7 +96,6 @@ class Home:
         touches: Touches,
         report: ClientReport | None,
         on_view: Callable[[set[int]], None],
-        on_home: Callable[[int], None],
         renew_lock: Callable[[], None],
         on_beat: Callable[[], None] = lambda: None,
         sharing: Sharing | None = None,
@@ -107,7 +106,6 @@ class Home:
     ) -> None:
         """Maintain the connection to the node at `url`; `on_view` gets the live incarnations.
 
-        on_home: called with the incarnation of a home node to which the client has attached.
         on_beat: called about once a second, in this thread.
         sharing: the users whose segments are mapped; None: this process's user and root.
         on_segment: called with the path of the home node's segment, once it is mapped.
@@ -116,7 +114,6 @@ class Home:
         self._tls = tls
         self._bridge = bridge
         self._on_view = on_view
-        self._on_home = on_home
         self._renew_lock = renew_lock
         self._on_beat = on_beat
         self._sharing = sharing
@@ -280,7 +277,6 @@ class Home:
         return opened
 
     def _came(self, attached: Attached, old: Attached | None) -> None:
-        self._on_home(attached.incarnation)
         populating = threading.Thread(
             target=self._populate, args=(attached.memory,), name=POPULATING, daemon=True
         )

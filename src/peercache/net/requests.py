@@ -83,12 +83,14 @@ BURST_MESSAGES = 64
 class Connection(Protocol):
     """One connection to one incarnation, dialled by us; it queues messages until it is connected.
 
+    url:       the address that was dialled.
     fd:        names it in a poll.
     is_broken: it has ended, or must not be used again.
     is_fresh:  this lease is its first.
     is_redial: it was dialled because another one to the same peer had broken.
     """
 
+    url: str
     fd: int
     is_broken: bool
     is_fresh: bool
@@ -115,7 +117,8 @@ Kind = TypeVar("Kind", bound=Connection)
 class Connections(Generic[Kind]):
     """The connections of one client, and its messages over them. Thread-safe.
 
-    hello_for: returns the Hello for a new connection to `url_of(peer)`; peer 0 means any listener.
+    hello_for: returns the Hello for a new connection to an address.
+    url_of:    returns the address at which to dial a peer now, None without one.
     connect:   dials an address to reach a peer, without waiting; None if that is impossible.
     unasked:   called with each message that answers no pending request.
     kept_max:  the most idle connections.
@@ -125,7 +128,7 @@ class Connections(Generic[Kind]):
 
     _identity: int
     _cluster: str
-    hello_for: Callable[[int], Hello]
+    hello_for: Callable[[str], Hello]
     _url_of: Callable[[int], str | None]
     _connect: Callable[[str, int], Kind | None]
     breakers: Breakers
@@ -195,19 +198,24 @@ class Connections(Generic[Kind]):
 
         Never waits: a new one is still connecting, and may never be connected. is_redial: another
         one to this peer has just broken.
+
+        The address of a peer changes when it becomes the home node: a client may have asked it
+        before, over a connection on which it must not write.
         """
+        url = self._url_of(peer)
+        if url is None:
+            return None
         with self._lock:
             while not fresh and (connection := self._take(peer)) is not None:
-                if not connection.is_broken:
+                if not connection.is_broken and connection.url == url:
                     connection.is_fresh = connection.is_redial = False
                     return connection
                 connection.close()
-                is_redial = True
-        url = self._url_of(peer)
-        made = None if url is None else self.dial(url, peer)
+                is_redial = is_redial or connection.is_broken
+        made = self.dial(url, peer)
         if made is not None:
             # A request may follow at once: a connection keeps the order.
-            made.send(self.encode(0, self.hello_for(peer)))
+            made.send(self.encode(0, self.hello_for(url)))
             made.is_redial = is_redial
         return made
 
@@ -453,7 +461,7 @@ class Conversation(Generic[Kind]):
         self._await((number,), until)
         lease = self._lease(0, self._connections.dial(url, 0), is_kept=True)
         if lease is not None:
-            self._send_now(lease, number, self._connections.hello_for(0))
+            self._send_now(lease, number, self._connections.hello_for(url))
         return number
 
     def keep_as(self, peer: int) -> None:
@@ -774,7 +782,7 @@ class Asker:
         *,
         identity: int,
         cluster: str,
-        hello_for: Callable[[int], Hello],
+        hello_for: Callable[[str], Hello],
         url_of: Callable[[int], str | None],
         breakers: Breakers,
         clock: Callable[[], float],
@@ -785,7 +793,7 @@ class Asker:
         tls: ControlTls | None = None,
         slice_s: float = SLICE_S,
     ) -> None:
-        """Send `hello_for(peer)` on a new connection to `url_of(peer)`; peer 0 means any listener.
+        """Send `hello_for(url)` on a new connection to a peer, at the address `url_of(peer)`.
 
         gate:         verifies that each process that answers is the node `name_of_peer(peer)`.
         name_of_peer: the name in a peer's certificate; None if it is not known yet.

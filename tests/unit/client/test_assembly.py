@@ -155,7 +155,6 @@ def home() -> Home:
         touches=Touches(),
         report=None,
         on_view=lambda _: None,
-        on_home=lambda _: None,
         renew_lock=lambda: None,
         metrics=Metrics(),
         log=get_logger(),

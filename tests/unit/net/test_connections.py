@@ -26,6 +26,7 @@ class Line:
 
     name: str
     closed: list[str]
+    url: str = "url"
     is_broken: bool = False
     is_fresh: bool = True
     is_redial: bool = False
@@ -47,9 +48,10 @@ class Kept:
         self.now = 100.0
         self.closed: list[str] = []
         self.lines: dict[str, Line] = {}
+        self.url: str | None = "url"
         self.connections: Connections[Any] = Connections(
             identity=1, cluster="test", breakers=Breakers(), clock=lambda: self.now,
-            hello_for=unused, url_of=lambda _: None, connect=unused, on_refused=unused,
+            hello_for=unused, url_of=lambda _: self.url, connect=lambda *_: None, on_refused=unused,
             on_unasked=unused, kept_max=most,
         )  # fmt: skip
 

@@ -90,6 +90,7 @@ class Side:
 
     def __init__(self, kept_max: int = 1024) -> None:
         self.now = 100.0
+        self.urls: dict[int, str] = {}
         self.lines: list[Line] = []
         self.watched: list[Line] = []
         self.refusals: list[tuple[int, Refused]] = []
@@ -104,8 +105,8 @@ class Side:
         self.connections: Connections[Line] = Connections(
             identity=77,
             cluster="c",
-            hello_for=lambda peer: Hello(peer, 2, 2, "c", False, 256, "", b"", "", "", "", b""),
-            url_of=lambda peer: f"url-{peer}",
+            hello_for=lambda url: Hello(0, 2, 2, "c", False, 256, "", b"", "", "", url, b""),
+            url_of=lambda peer: self.urls.get(peer, f"url-{peer}"),
             connect=connect,
             breakers=self.breakers,
             clock=lambda: self.now,
@@ -164,6 +165,27 @@ def number_of(line: Line) -> int:
 @pytest.fixture
 def side() -> Side:
     return Side()
+
+
+def test_a_peer_that_becomes_the_home_node_is_asked_at_its_home_address(side: Side) -> None:
+    """Over its own Hello, which alone proves that the client may write there; never over tcp."""
+    before = side.ask(7)
+    before_line = side.lines[0]
+    side.urls[7] = "home"
+    side.answer(before_line)
+    side.turn(before)
+    before.end()
+
+    after = side.ask(7)
+    side.answer(side.lines[1])
+    side.turn(after)
+    after.end()
+    again = side.ask(7)
+
+    assert [line.url for line in side.lines] == ["url-7", "home"]
+    assert [line.sent[0].lock for line in side.lines] == ["url-7", "home"]
+    assert (before_line.is_closed, len(before_line.sent)) == (True, 2)
+    again.end()
 
 
 def test_an_answer_ends_the_exchange_and_the_connection_is_kept(side: Side) -> None:
@@ -527,6 +549,7 @@ def test_the_connection_of_a_greeting_serves_whom_it_has_named(side: Side) -> No
         assert line.is_closed != keeps
         assert [type(message) for message in line.sent] == [Hello]
 
+    side.urls[7] = "there"
     assert side.connections.lease(7, fresh=False) is line
 
 
