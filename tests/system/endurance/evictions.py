@@ -4,8 +4,8 @@ python -m tests.system.endurance.evictions --hits 1000000000
 
 Two nodes with small pools, a writer at each that stores four times as much round and round, and
 three readers, each a process, that compare every byte of every hit. One node is killed or paused
-every few seconds. No simulation has the caches and store buffers of real processors, while memory
-is read that its owner reuses.
+every few seconds. It tests what no simulation has: the caches and store buffers of real processors,
+which read memory while its owner reuses it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import secrets
 import sys
@@ -69,18 +70,19 @@ ROLES = (
 
 
 def work(place: int, cluster: str, home: str, figures: Path, seed: int, stop: Event) -> None:
-    """Be one client until the run is over."""
+    """Be one client until the run is over, or its process has been killed."""
+    parent = os.getppid()
     rows = np.memmap(figures, FIGURES, "r+", shape=(len(ROLES),))
     role, rng = ROLES[place], random.Random(seed)
     corpora = [Corpus(keys_of(f"edge-{home}", CORPUS_PAGES), PAGE_BYTES) for home in range(NODES)]
     with opened(cluster, home, role.fabric or "auto", granule=GRANULE) as client:
         if not role.fabric:
             writer = EdgeWriter(client, corpora[role.home], rows[place])
-            while not stop.is_set():
+            while not stop.is_set() and os.getppid() == parent:
                 writer.step()
             return
         reader = EdgeReader(client, corpora, rows[place], POOL_PAGES)
-        while not stop.is_set():
+        while not stop.is_set() and os.getppid() == parent:
             chosen = rng.randrange(NODES)
             reader.step(chosen, int(rows["position"][chosen]), rng)
         reader.report()
