@@ -19,10 +19,12 @@ import socket
 import stat
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pynng
 import trio
@@ -200,6 +202,15 @@ RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 1000
 """nng redials a lost peer with this back-off, forever: partitions heal by themselves."""
 
+CLOSE_AFTER_S = 2.0
+"""How long a closed dialer keeps its socket: longer than nng pauses between two dials."""
+
+CLOSING_MAX = 128
+"""Sockets that wait for it, with 3 to 5 open files each; beyond that the eldest is closed."""
+
+NEVER_MS = 2**30 - 1
+"""Twelve days. nng doubles this number, and pauses for a random part of it."""
+
 _OWN_HOST = {"::": "::1", "0.0.0.0": "127.0.0.1"}  # noqa: S104 - where to reach what is bound
 
 TOUCH_S = 0.5
@@ -357,6 +368,55 @@ class Listener:
         self._socket.close()
 
 
+@final
+class _Closer:
+    """Closes sockets when they have stopped dialling, on a thread that ends after the last one.
+
+    nng 1.9 to 1.11 may free a dialer before the callback of its dial has run, if it is closed at
+    the moment in which the dial ends; then nng aborts the process (nng's issue 2208,
+    docs/adr/0046). A dialer is closed when its peer does not answer, so the two moments often
+    coincide.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[float, Any]] = deque()
+        self._is_running = False
+
+    def close_later(self, socket: Any) -> None:
+        """Close a socket that will not dial again, CLOSE_AFTER_S from now."""
+        eldest = None
+        with self._lock:
+            self._waiting.append((time.monotonic() + CLOSE_AFTER_S, socket))
+            if len(self._waiting) > CLOSING_MAX:
+                eldest = self._waiting.popleft()[1]
+            is_first, self._is_running = not self._is_running, True
+        if is_first:
+            self._start()
+        if eldest is not None:
+            eldest.close()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="peercache-close", daemon=True).start()
+        except RuntimeError:
+            # No thread can be started now; the next close tries again.
+            self._is_running = False
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                due, socket = self._waiting.popleft()
+            time.sleep(max(0.0, due - time.monotonic()))
+            socket.close()
+
+
+_closer = _Closer()
+
+
 class Dialer:
     """A PAIR1 socket that dials one address, and redials it when it is lost. Never blocks."""
 
@@ -370,7 +430,7 @@ class Dialer:
         accepts: Callable[[Peer], bool] | None = None,
         waits_to_send: bool = True,
     ) -> None:
-        """Start dialling; the callbacks are called on threads of nng.
+        """Start dialling; the callbacks are called on threads of nng, and not after `close`.
 
         tls:     for tls+tcp addresses.
         accepts: verifies the process that has answered, before anything is sent to it.
@@ -385,18 +445,18 @@ class Dialer:
         )
         if tls is not None:
             self._socket.tls_config = tls.client
-        if accepts is not None:
+        self._is_closed = False
 
-            def judge(pipe: Any) -> None:
-                peer = peer_of(pipe)
-                if peer is None or not accepts(peer):
-                    _end(pipe)
+        def judge(pipe: Any) -> None:
+            peer = None if self._is_closed else peer_of(pipe)
+            if peer is None or not (accepts is None or accepts(peer)):
+                _end(pipe)
 
-            self._socket.add_pre_pipe_connect_cb(judge)
+        self._socket.add_pre_pipe_connect_cb(judge)
         if on_connected is not None:
-            self._socket.add_post_pipe_connect_cb(lambda _: on_connected())
+            self._socket.add_post_pipe_connect_cb(self._unless_closed(on_connected))
         if on_removed is not None:
-            self._socket.add_post_pipe_remove_cb(lambda _: on_removed())
+            self._socket.add_post_pipe_remove_cb(self._unless_closed(on_removed))
         try:
             # nng opens each descriptor on its first use.
             self.receive_fd: int = self._socket.recv_fd
@@ -411,6 +471,13 @@ class Dialer:
             self._socket.close()
             raise UnusableAddress(f"{url}: {error}") from error
 
+    def _unless_closed(self, fact: Callable[[], None]) -> Callable[[Any], None]:
+        def report(_pipe: object) -> None:
+            if not self._is_closed:
+                fact()
+
+        return report
+
     def renew_tls(self, tls: ControlTls) -> None:
         """Use new certificates from the connection after the next on; the open one stays."""
         self._dialer.tls_config = tls.client
@@ -421,8 +488,15 @@ class Dialer:
             _end(pipe)
 
     def close(self) -> None:
-        """Stop dialling and close."""
-        self._socket.close()
+        """End the connection, and dial no more. Its descriptors are closed CLOSE_AFTER_S later."""
+        if self._is_closed or _state["is_forked"]:
+            return
+        self._is_closed = True
+        # A pause that has begun is shorter, but its dial is the last one.
+        self._dialer.reconnect_time_max = NEVER_MS
+        self._dialer.reconnect_time_min = NEVER_MS
+        self.disconnect()
+        _closer.close_later(self._socket)
 
 
 def _end(pipe: Any) -> None:

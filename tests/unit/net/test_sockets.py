@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,9 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from peercache.config.quantities import format_address
 from peercache.errors import AddressTaken, ConfigError
 from peercache.net.peers import Peer, Transport
 from peercache.net.sockets import (
+    CLOSE_AFTER_S,
+    PAIR1_GREETING,
     Dialer,
     Listener,
     UnusableAddress,
@@ -27,6 +33,8 @@ from peercache.trust.sharing import Sharing, uid_of_tcp_peer
 from tests.examples import examples
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, paced, wait_until
 from tests.unit.net.peers import files_open
+
+FAMILIES = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
 
 
 def listening(folder: Path) -> tuple[Listener, str, list[int]]:
@@ -216,7 +224,7 @@ def test_a_buffer_that_is_full_is_reported() -> None:
 
     assert taken_in > 0
     caller.close()
-    assert caller.send(b"after close") is True
+    caller.close()
     assert caller.receive() is None
 
 
@@ -374,19 +382,21 @@ def test_nothing_is_said_to_a_listener_of_another_uid(tmp_path: Path) -> None:
 
 
 def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
-    """No entry of pynng's, no descriptor and no thread is left of two hundred."""
+    """No entry of pynng's, no descriptor and no thread is left of two hundred.
+
+    nng loses a descriptor of a socket that is closed in the act of connecting.
+    """
     listener, url, ended = listening(tmp_path)
 
-    def come_and_go() -> None:
+    def come_and_go(seed: int) -> None:
+        rng = random.Random(seed)
         for _ in range(50):
-            connected = threading.Event()
-            caller = Dialer(url, on_connected=connected.set)
+            caller = Dialer(url)
             caller.send(b"x")
-            # nng itself loses a descriptor of a dialer that is closed in the act of connecting.
-            assert connected.wait(TIMEOUT_S)
+            time.sleep(rng.random() * rng.choice([0, 0.0001, 0.001]))
             caller.close()
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(4)]
     before = files_open()
     for thread in threads:
         thread.start()
@@ -402,3 +412,78 @@ def test_many_connections_come_and_go_at_once(tmp_path: Path) -> None:
     wait_until(lambda: len(listener.pipes()) == 0)
     assert len(ended) == len(set(ended))
     listener.close()
+
+
+def test_a_closed_dialer_ends_its_connection_and_dials_no_more(tmp_path: Path) -> None:
+    """Its peer learns of the end at once; its descriptors are closed later."""
+    listener, url, ended = listening(tmp_path)
+    facts: list[str] = []
+
+    def story(_pace_s: float) -> float:
+        ended.clear()
+        caller = Dialer(url, on_removed=lambda: facts.append("removed"))
+        caller.send(b"x")
+        taken(listener)
+        open_before = files_open()
+        caller.close()
+        took_s = wait_until(lambda: ended)
+        wait_until(lambda: files_open() < open_before - 2)
+        return took_s
+
+    assert paced(story, lambda took_s: took_s < CLOSE_AFTER_S / 2) < CLOSE_AFTER_S / 2
+    assert (len(ended), listener.pipes(), facts) == (1, [], [])
+    listener.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_that_is_made_after_the_close_is_ended(host: str) -> None:
+    """Without a callback: nng was still dialling when it was closed."""
+    facts: list[str] = []
+    with socket.create_server((host, 0), family=FAMILIES[host]) as server:
+        server.settimeout(TIMEOUT_S)
+        address = format_address(host, server.getsockname()[1])
+        caller = Dialer(
+            f"tcp://{address}",
+            on_connected=lambda: facts.append("connected"),
+            on_removed=lambda: facts.append("removed"),
+        )
+        caller.send(b"waits for the connection")
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(TIMEOUT_S)
+            caller.close()
+            connection.sendall(PAIR1_GREETING)
+            received = b"".join(iter(lambda: connection.recv(100), b""))
+
+    assert received == PAIR1_GREETING
+    assert facts == []
+
+
+STORM = """
+import random, sys, threading, time
+from peercache.net.sockets import Dialer
+
+def dial(seed):
+    rng = random.Random(seed)
+    until = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < until:
+        dialer = Dialer("tcp://127.0.0.1:9", waits_to_send=False)
+        time.sleep(rng.random() * rng.choice([0, 0.0001, 0.0004, 0.001, 0.1]))
+        dialer.close()
+
+threads = [threading.Thread(target=dial, args=(seed,)) for seed in range(6)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+@pytest.mark.slow
+def test_dialers_are_closed_at_any_moment_of_a_failing_dial() -> None:
+    """Freed before the last callback of its dial, a dialer would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, "60"], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
