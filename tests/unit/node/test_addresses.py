@@ -138,7 +138,7 @@ async def test_a_default_data_port_that_is_taken_gives_way_to_a_free_one_and_is_
 
 async def test_connections_for_pages_have_the_congestion_control_of_the_setting() -> None:
     """A client's connection inherits it."""
-    listeners = await listen_data("127.0.0.1", Config(tcp_congestion="reno"), None)
+    listeners = await listen_data("127.0.0.1", Config(data_port=0, tcp_congestion="reno"), None)
     try:
         with socket.create_connection(listeners[0].socket.getsockname()):
             accepted, _ = await listeners[0].socket.accept()
