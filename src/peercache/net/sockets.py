@@ -250,6 +250,10 @@ class Listener:
         self._tls = tls
         self._tcp_listeners: list[tuple[Any, str, int]] = []
         self._open_pipes: dict[int, Peer] = {}
+        # nng keeps a pipe that is closed between its first callback and its start in the list of
+        # the socket, and aborts the process when it finds it there after its memory was freed.
+        self._started_pipes: set[int] = set()
+        self._ending_pipes: set[int] = set()
         self._on_removed = on_removed
         # Before, not after: messages may arrive in between.
         self._socket.add_pre_pipe_connect_cb(self._pipe_added)
@@ -271,11 +275,17 @@ class Listener:
         if pipe.id not in self._open_pipes:
             # pynng may report a pipe after its end, and has just added it again, permanently.
             self._socket._pipes.pop(pipe.id, None)  # noqa: SLF001 - it has no public name
+            return
+        self._started_pipes.add(pipe.id)
+        if pipe.id in self._ending_pipes:
+            _end(pipe)
 
     def _pipe_removed(self, pipe: Any) -> None:
         number = pipe.id
         # This comes first, so that the end of a pipe that is found open is reported later.
         self._open_pipes.pop(number, None)
+        self._started_pipes.discard(number)
+        self._ending_pipes.discard(number)
         self._on_removed(number)
 
     def listen_tcp(self, name: str, host: str, port: int) -> int:
@@ -353,9 +363,13 @@ class Listener:
         return is_there and self._nonblocking.send_to(pipe, raw)
 
     def disconnect(self, pipe: int) -> None:
-        """End one pipe."""
+        """End one pipe, or let it end as soon as it has started."""
         found = self._socket._pipes.get(pipe)  # noqa: SLF001 - `pipes` copies them all
-        if found is not None:
+        if found is None:
+            return
+        # Either this thread or `_pipe_settled` finds the pipe in both sets.
+        self._ending_pipes.add(pipe)
+        if pipe in self._started_pipes:
             _end(found)
 
     def pipes(self) -> list[int]:

@@ -459,7 +459,7 @@ def test_a_connection_that_is_made_after_the_close_is_ended(host: str) -> None:
     assert facts == []
 
 
-STORM = """
+CLOSE_DIALERS = """
 import random, sys, threading, time
 from peercache.net.sockets import Dialer
 
@@ -478,12 +478,48 @@ for each in threads:
     each.join()
 """
 
+END_PIPES = """
+import random, socket, struct, sys, threading, time
+from contextlib import suppress
+from peercache.net.sockets import PAIR1_GREETING, Listener
+
+listener = Listener(on_removed=lambda pipe: None)
+port = listener.listen_tcp("listen", "127.0.0.1", 0)
+until = time.monotonic() + float(sys.argv[1])
+hops, body = 1, b"x" * 64
+message = struct.pack(">QI", 4 + len(body), hops) + body
+
+def send(seed):
+    rng = random.Random(seed)
+    while time.monotonic() < until:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2) as connection:
+            connection.sendall(PAIR1_GREETING)
+            connection.recv(len(PAIR1_GREETING))
+            while time.monotonic() < until:
+                connection.sendall(message * rng.randint(1, 20))
+                time.sleep(rng.random() * rng.choice([0, 0.001]))
+
+threads = [threading.Thread(target=send, args=(seed,)) for seed in range(8)]
+for each in threads:
+    each.start()
+rng = random.Random(8)
+while time.monotonic() < until:
+    for pipe in listener.pipes():
+        listener.disconnect(pipe)
+    while listener.receive_now() is not None:
+        pass
+    time.sleep(rng.choice([0, 0.00001, 0.0001]))
+for each in threads:
+    each.join()
+"""
+
 
 @pytest.mark.slow
-def test_dialers_are_closed_at_any_moment_of_a_failing_dial() -> None:
-    """Freed before the last callback of its dial, a dialer would abort the process."""
+@pytest.mark.parametrize("program", [CLOSE_DIALERS, END_PIPES], ids=["dialers", "pipes"])
+def test_connections_are_ended_at_any_moment_of_their_beginning(program: str) -> None:
+    """In some of these moments nng 1.11 would abort the process."""
     done = subprocess.run(
-        [sys.executable, "-c", STORM, "60"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, "60"], capture_output=True, text=True, check=False
     )
 
     assert (done.returncode, done.stderr) == (0, "")
