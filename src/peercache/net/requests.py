@@ -163,9 +163,13 @@ class Connections(Generic[Kind]):
                 self.give_back(peer, connection)
 
     def drain(self, peer: int) -> None:
-        """Handle the messages of a peer that answer no pending request."""
+        """Handle the messages of a peer, at today's address, that answer no pending request."""
+        url = self._url_of(peer)
+        if url is None:
+            return
         with self._lock:
-            connection = self._take(peer)
+            while (connection := self._take(peer)) is not None and connection.url != url:
+                connection.close()
         if connection is None:
             return
         for _ in range(BURST_MESSAGES):

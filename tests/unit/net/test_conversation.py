@@ -221,6 +221,24 @@ def test_unawaited_messages_are_received_between_two_questions(side: Side) -> No
     assert side.connections.lease(7, fresh=False) is line
 
 
+def test_messages_from_an_earlier_address_are_not_received(side: Side) -> None:
+    """They would be read in place of those of the home node, which wait in the next connection."""
+    before = side.connections.lease(7, fresh=True)
+    side.urls[7] = "home"
+    home = side.connections.lease(7, fresh=True)
+    assert before is not None
+    assert home is not None
+    before.comes(Located(0, b""))
+    home.comes(Located(0, bytes(56)))
+    side.connections.give_back(7, home)
+    side.connections.give_back(7, before)
+
+    side.connections.drain(7)
+
+    assert side.unasked == [(7, Located(0, bytes(56)))]
+    assert (before.is_closed, home.is_closed) == (True, False)
+
+
 @pytest.mark.parametrize("message", [HelloRequired(7), Refused(0, "stranger", "who are you?")])
 def test_a_connection_that_is_refused_meanwhile_is_not_used_again(
     side: Side, message: Message
