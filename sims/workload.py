@@ -341,17 +341,29 @@ def check_absent(
     for key, reason in zip(keys.tolist(), reasons, strict=True):
         if reason != ABSENT:
             continue
-        trusted = [_without_answer(cluster, key, answers) for cluster in clusters]
+        # Owners from before a view change count, too: the call may have asked them.
+        asked = set().union(*(_asked(each, key) for each in clusters))
+        if len(asked & answers.behind[key]) >= ANSWERS_MAX:
+            continue
+        trusted = [_without_answer(each, key, answers) for each in clusters]
         if all(trusted):
             detail = f"{key.hex()}: only owners that are behind said so, {trusted[0]} did not"
             raise Violation("absent-on-trust", detail)
 
 
+def _asked(cluster: Cluster, key: bytes) -> set[int]:
+    """Return the owners of a key in a view, those from before its last change included."""
+    members = cluster.ring.members
+    if not members:
+        return set()
+    (arc,) = cluster.ring.arcs(np.frombuffer(key, KEY))
+    return {members[at] for at in cluster.query_order[arc].tolist()}
+
+
 def _without_answer(cluster: Cluster, key: bytes, answers: Answers) -> int:
-    """Return how many owners have not answered, 0 if the answers of the others are enough."""
+    """Return how many owners have not answered, 0 if a complete one has."""
     owners = set(cluster.ring.owners(from_bytes(key))[0].tolist())
-    is_settled = len(owners & answers.behind[key]) >= ANSWERS_MAX or owners & answers.final[key]
-    return 0 if is_settled else len(owners - answers.behind[key] - answers.closed)
+    return 0 if owners & answers.final[key] else len(owners - answers.behind[key] - answers.closed)
 
 
 def _until(client: SimClient, timeout_s: float) -> float:
