@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.pace import wait_until
 
 SPARE = 16
 """Descriptors that are taken here: the others were taken before."""
@@ -35,6 +39,9 @@ def open_within(folder: str | Path) -> list[Path]:
 @contextmanager
 def no_descriptors(*, left: int = 0) -> Iterator[None]:
     """Let this process open no more than `left` files for the length of a block."""
+    # What earlier tests left or closed would give its descriptors back in the meantime.
+    gc.collect()
+    wait_until(lambda: all(each.name != "peercache-close" for each in threading.enumerate()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + SPARE, hard))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import socket
 import struct
@@ -26,6 +25,7 @@ from peercache.node.admission import STRANGER_S, Admission
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
 from peercache.wire.messages.membership import Join, ReportStatus, RequestStatus
+from tests.descriptors import no_descriptors
 from tests.hostile.garbage import hello
 from tests.hostile.strangers import (
     MIB,
@@ -174,24 +174,8 @@ def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
 
 def test_what_cannot_be_dialled_for_lack_of_descriptors_reports_it() -> None:
     """It is no fault of the address: the caller tries again, and nothing is left open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 16, hard))
-    # The limit is of numbers, and what others have closed left gaps among them.
-    taken: list[int] = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        with pytest.raises(OutOfDescriptors):
-            Dialer("tcp://127.0.0.1:1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in taken:
-            os.close(descriptor)
-
-    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
-    Dialer("tcp://127.0.0.1:1").close()
+    with no_descriptors(), pytest.raises(OutOfDescriptors):
+        Dialer("tcp://127.0.0.1:1")
 
 
 async def test_a_link_without_a_descriptor_is_dialled_later(
