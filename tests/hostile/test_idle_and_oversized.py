@@ -174,8 +174,12 @@ def test_a_message_longer_than_any_ends_its_own_connection_only() -> None:
 
 def test_what_cannot_be_dialled_for_lack_of_descriptors_reports_it() -> None:
     """It is no fault of the address: the caller tries again, and nothing is left open."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with no_descriptors(), pytest.raises(OutOfDescriptors):
         Dialer("tcp://127.0.0.1:1")
+
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+    Dialer("tcp://127.0.0.1:1").close()
 
 
 async def test_a_link_without_a_descriptor_is_dialled_later(
