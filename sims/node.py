@@ -173,7 +173,7 @@ class SimNode:
         self.memory.may_write = self._has_reserved
         for mailbox in self.crew.mailboxes.named().values():
             mailbox.messages_max = options.mailbox_messages
-        self.gate = Gate(Sharing(0, frozenset({0})), None)
+        self.gate = Gate(Sharing(0, frozenset({0}), insecure=True), None)
         self.admission = Admission(
             cluster=self.config.cluster,
             granule=GRANULE,

@@ -98,7 +98,7 @@ class ClientParts:
         rails = self._open_rails()
         self._node: EmbeddedNode | None = None
         self._lock: ClientLock | None = None
-        self._sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+        self._sharing = Sharing.of_config(config)
         if config.embedded:
             self._node = EmbeddedNode(config, metrics=self.metrics)
             self._url = self._node.ready.home
@@ -130,6 +130,7 @@ class ClientParts:
             cluster=config.cluster,
             granule=config.granule,
             tls=self.tls,
+            sharing=self._sharing,
             max_channels_per_peer=config.max_channels_per_peer,
             stall_s=self.breakers.stall_s,
         )

@@ -184,7 +184,7 @@ class Operator:
         self.cluster = config.cluster
         # Without certificates the cluster's name proves nothing, and the address identifies it.
         self._may_learn = self._tls is None and not target.has_cluster
-        self._sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+        self._sharing = Sharing.of_config(config)
         self._gate = Gate(self._sharing, live)
         self._identity = new_client_id(random.SystemRandom())
         self._url = ""

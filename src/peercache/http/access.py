@@ -29,7 +29,7 @@ from peercache.trust.files import (
     read_secret,
 )
 from peercache.trust.rights import Watcher, may_read, watcher_of
-from peercache.trust.sharing import NO_DESCRIPTORS, Sharing
+from peercache.trust.sharing import NO_DESCRIPTORS, Sharing, is_on_loopback
 
 TOKEN_CHARACTERS_MIN = 16
 """Shorter tokens can be guessed."""
@@ -125,10 +125,9 @@ class Access:
             _proof(self._of_certificate, client),
             _proof(self._of_token, client, authorization),
             _proof(self._of_process, client, host),
+            _proof(self._of_trial, client, host),
         )
         found = {proof for proof in proofs if isinstance(proof, Watcher)}
-        if self._is_trial:
-            found.add(Watcher.TRIAL)
         problems = [proof for proof in proofs if isinstance(proof, Rejected)]
         return frozenset(found), problems[0] if problems else None
 
@@ -151,23 +150,36 @@ class Access:
         return Watcher.TOKEN
 
     def _of_process(self, client: HttpClient, host: str) -> Watcher | None:
-        if not is_loopback(client.remote[0]):
+        if not is_on_loopback(client.local, client.remote):
             return None
-        if host and not _names_loopback(host):
-            # A browser is a process of the user's too: a web page whose name is made to resolve
-            # to this host would read what the user may read.
-            raise Rejected("host", "on this host ask at 127.0.0.1, [::1] or localhost")
+        _check_host(client, host)
         problem = self._sharing.tcp_peer_problem(client.local, client.remote)
         if problem:
             reason = NO_DESCRIPTORS_REASON if problem == NO_DESCRIPTORS else "owner"
             raise Rejected(reason, problem)
         return Watcher.SHARER
 
+    def _of_trial(self, client: HttpClient, host: str) -> Watcher | None:
+        if not self._is_trial:
+            return None
+        _check_host(client, host)
+        return Watcher.TRIAL
+
     def _renew(self, tls: LiveTls) -> None:
         try:
             self.ssl_context = context_of(tls.files)
         except ssl.SSLError as error:
             self._log.error("http.certificate_rejected", problem=str(error))
+
+
+def _check_host(client: HttpClient, host: str) -> None:
+    """Raise Rejected for a Host header that a web page of another site may have caused.
+
+    A browser is a process of the user's too: a web page whose name is made to resolve to this host
+    would read what the user may read (DNS rebinding).
+    """
+    if host and is_on_loopback(client.local, client.remote) and not _names_loopback(host):
+        raise Rejected("host", "on this host ask at 127.0.0.1, [::1] or localhost")
 
 
 def _names_loopback(host: str) -> bool:

@@ -114,8 +114,8 @@ class Peer:
 class Gate:
     """Checks the peer of a connection, whichever end dialled.
 
-    With TLS the peer is the owner of a certificate. Without TLS, a process of this host must belong
-    to a user that shares it; a process of another host has no user: only `insecure` accepts those.
+    With TLS the peer is the owner of a certificate. Without TLS, a process at this host's loopback
+    must belong to a user that shares the host; only `insecure` admits processes of other hosts.
     """
 
     def __init__(self, sharing: Sharing, certificates: LiveTls | None) -> None:

@@ -250,6 +250,7 @@ class Puller:
             cluster=config.cluster,
             granule=config.granule,
             tls=self._tls,
+            sharing=self._sharing,
             max_channels_per_peer=CHANNELS_MAX,
         )
         if config.fabric == "tcp":

@@ -145,7 +145,7 @@ class Node:
         self._name = "" if files is None else files.identity.name
         self.incarnation = incarnation_of(config.cluster, self._name, self._nonce)
         self._control_tls = None if files is None else ControlTls(files)
-        self.sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+        self.sharing = Sharing.of_config(config)
         self.log = get_logger(node=name_of(self.incarnation))
         self._stopping = trio.Event()
         self._cut_short = trio.Event()

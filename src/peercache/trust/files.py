@@ -456,7 +456,7 @@ def read_secret(name: str, path: str, config: Config) -> str:
     read it.
     """
     text, status = _read(name, path)
-    sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+    sharing = Sharing.of_config(config)
     is_open = status.st_mode & stat.S_IRWXO or (
         status.st_mode & stat.S_IRWXG and not (sharing.has_group and status.st_gid == sharing.gid)
     )

@@ -1,8 +1,10 @@
-"""Sharing: with which users of this host a node and its clients share files, sockets and memory.
+"""Sharing: with which processes a node and its clients share files, sockets and memory, if no
+certificate identifies them.
 
-Two settings define it, `share_uids` and `share_group`; without them it is this process's own uid
-and root, which cannot be excluded. Every check of a file, a folder, a socket or a local connection
-uses a `Sharing`, and each check examines open descriptors (fstat, SO_PEERCRED, the kernel's socket
+On this host two settings define it, `share_uids` and `share_group`; without them it is this
+process's own uid and root, which cannot be excluded. Processes of other hosts are admitted only
+with `insecure`. Every check of a file, a folder, a socket or a connection in clear text uses a
+`Sharing`, and each check examines open descriptors (fstat, SO_PEERCRED, the kernel's socket
 tables), never a path.
 """
 
@@ -24,6 +26,8 @@ from typing import TypeAlias
 
 import attrs
 
+from peercache.config.quantities import is_loopback
+from peercache.config.settings import WAYS_OUT, Config
 from peercache.errors import ConfigError, Rejected
 
 Address: TypeAlias = tuple[str, int]
@@ -46,6 +50,12 @@ NO_DESCRIPTORS = (
 )
 """Why a node without free descriptors refuses a connection on this host."""
 
+NOT_LOOPBACK = (
+    "this connection is not over loopback, so nothing proves whose process is at its other end; "
+    f"{WAYS_OUT}"
+)
+"""Why a node with neither certificates nor `insecure` refuses a connection."""
+
 _GROUP_UNSET = -1
 
 ROOT_UID = 0
@@ -54,20 +64,33 @@ ROOT_UID = 0
 
 @attrs.frozen
 class Sharing:
-    """Decides which uids share this host with this process.
+    """Decides which uids share this host with this process, and whether other hosts do.
 
     uid: that of this process.
     uids: every uid that shares the host, this one included.
     gid:  the group that may open files, -1 for none.
+    insecure: processes of other hosts are admitted, although nothing identifies them.
     """
 
     uid: int
     uids: frozenset[int]
     gid: int = _GROUP_UNSET
+    insecure: bool = False
 
     @classmethod
-    def of(cls, *, share_group: str = "", share_uids: Iterable[str] = ()) -> Sharing:
-        """Read the two settings; raise ConfigError for an unknown name.
+    def of_config(cls, config: Config) -> Sharing:
+        """Read the settings of a node or client; raise ConfigError for an unknown name."""
+        return cls.of(
+            share_group=config.share_group,
+            share_uids=config.share_uids,
+            insecure=config.insecure,
+        )
+
+    @classmethod
+    def of(
+        cls, *, share_group: str = "", share_uids: Iterable[str] = (), insecure: bool = False
+    ) -> Sharing:
+        """Read the three settings; raise ConfigError for an unknown name.
 
         share_group: a name or a number. Its members in the user database share the host, too; a
                      container has no such database, so it lists its uids in share_uids.
@@ -77,7 +100,7 @@ class Sharing:
         gid, members = _group(share_group) if share_group else (_GROUP_UNSET, ())
         named = {_uid(user) for user in share_uids}
         shared = frozenset({*named, *members} - {_overflow_uid()})
-        return cls(uid, shared | {uid, ROOT_UID}, gid)
+        return cls(uid, shared | {uid, ROOT_UID}, gid, insecure)
 
     @property
     def has_group(self) -> bool:
@@ -215,22 +238,35 @@ class Sharing:
         )
 
     def tcp_peer_problem(self, local: Address, remote: Address) -> str:
-        """Return why the process at the other end of a loopback connection is refused, or "".
+        """Return why the process at the other end of a connection in clear text is refused, or "".
 
-        local, remote: those of the accepted connection. A connection from another host is not
-                       checked here: it has no uid.
+        local, remote: the two ends as this process sees them, whichever of them dialled. The
+                       kernel does not know the ends of a connection that was reset: their hosts
+                       are "".
         """
-        if not plain_ip(remote[0]).is_loopback:
-            return ""
+        is_known = bool(local[0] and remote[0])
+        if is_known and not is_on_loopback(local, remote):
+            return "" if self.insecure else NOT_LOOPBACK
         try:
-            uid = uid_of_tcp_peer(local, remote)
+            uid = uid_of_tcp_peer(local, remote) if is_known else None
         except OSError:
             return NO_DESCRIPTORS
         if uid is None:
-            return (
-                "the process at the other end of this connection has gone, or cannot be identified"
-            )
-        return "" if self.allows_uid(uid) else self.sentence("the connecting process", uid)
+            return f"{_OTHER_END} has gone, or cannot be identified"
+        return "" if self.allows_uid(uid) else self.sentence(_OTHER_END, uid)
+
+
+_OTHER_END = "the process at the other end of this connection"
+
+
+def is_on_loopback(local: Address, remote: Address) -> bool:
+    """Return whether a connection is one of this host's loopback: whether either end is.
+
+    A process may connect to 127.0.0.1 from any address of its host, so one end is enough. With
+    route_localnet, or behind a rule that translates addresses, even another host may reach
+    127.0.0.1: then no process of this host has the other end, and no uid is found.
+    """
+    return is_loopback(local[0]) or is_loopback(remote[0])
 
 
 def _owner_above(path: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ from peercache.fabric.tcp.client import TcpChannel, TcpFabric
 from peercache.fabric.tcp.names import Address, Names
 from peercache.model.seal import ODD, SEAL_BYTES
 from peercache.observability.reasons import DEADLINE, PEER_UNREACHABLE, REFUSED
+from peercache.trust.sharing import Sharing
 from tests.contracts.fabric_suite import GRANULE, INCARNATION, Destination, member_of
 from tests.pace import PROMPT_S, TIMEOUT_S, assert_within
 from tests.unit.fabric.scripted_peer import accept, at, peer_that, read
@@ -64,6 +66,22 @@ def test_server_of_another_kind_refuses(server: PageServer, other: str) -> None:
 
     assert got.failure == REFUSED
     assert server.refusals(other) == 1
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_port_that_another_user_has_taken_is_not_read(server: PageServer, shares: bool) -> None:
+    """A member that has ended leaves its port to any process of the host. Each reader's request
+    tells that process what it needs for a page that looks right.
+    """
+    uid = os.geteuid() if shares else os.geteuid() + 1
+    fabric = fabric_for(GRANULE, sharing=Sharing(uid=uid, uids=frozenset({uid})))
+    into = Destination.of([[100]])
+
+    got = read(fabric, at(server), into)
+    fabric.close()
+
+    assert got.failure == ("" if shares else REFUSED)
+    assert (into.page(0) == bytes(100)) is shares
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"PCt"])

@@ -42,6 +42,12 @@ def _certificates(tmp_path: Path) -> Certificates:
     return Certificates(tmp_path / "ca")
 
 
+def every_client_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every connection for one beyond loopback."""
+    monkeypatch.setattr(access_module, "is_loopback", lambda _: False)
+    monkeypatch.setattr(access_module, "is_on_loopback", lambda *_: False)
+
+
 def _live(settings: dict[str, str]) -> LiveTls:
     live = LiveTls.open(Config.load(settings), is_node=True, log=get_logger())
     assert live is not None
@@ -172,6 +178,23 @@ def test_process_of_another_uid_on_this_host_is_a_stranger(
     assert refusal(insecure=True) == ""
 
 
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_web_page_whose_name_resolves_to_this_host_reads_nothing(insecure: bool) -> None:
+    """DNS rebinding: the browser is a process of a user who may read, and so is a trial's."""
+    config = Config.load({"insecure": insecure})
+    access = Access(
+        config, sharing=Sharing.of_config(config), tls=None, metrics=Metrics(), log=get_logger()
+    )
+    client = HttpClient(HERE, HERE)
+
+    for host in ("evil.example:31997", "evil.example", "127.0.0.1.evil.example"):
+        assert "127.0.0.1, [::1] or localhost" in access.refusal(client, "/metrics", host=host)
+    if insecure:
+        for host in ("", "127.0.0.1:31997", "localhost", "[::1]:31997"):
+            assert access.refusal(client, "/metrics", host=host) == ""
+        assert access.refusal(HttpClient(LOCAL, FAR), "/", host="node-a.example:31997") == ""
+
+
 async def test_own_process_reads_everything_on_loopback() -> None:
     """The kernel reports whose connection it is."""
     async with served() as address:
@@ -202,7 +225,7 @@ async def test_one_port_speaks_clear_text_and_tls(
 ) -> None:
     """A probe has no certificate, a person has one, a scraper has a token."""
     # Every client of this test comes from this host; the far ones are what it is about.
-    monkeypatch.setattr(access_module, "is_loopback", lambda _: False)
+    every_client_is_far(monkeypatch)
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -228,7 +251,7 @@ async def test_without_tls_a_far_client_reads_probes_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And without `http_open` nothing."""
-    monkeypatch.setattr(access_module, "is_loopback", lambda _: False)
+    every_client_is_far(monkeypatch)
 
     async with served() as closed, served(settings={"http_open": True}) as opened:
         assert [(await ask(closed, path))[0] for path in PAGES] == [401] * 4
@@ -275,7 +298,7 @@ async def test_renewed_and_revoked_certificates_count_at_once(certificates: Cert
     operator = _context(certificates.operator("ann"), settings["tls_ca"])
     live = _live(settings)
     asker_is_far = pytest.MonkeyPatch()
-    asker_is_far.setattr(access_module, "is_loopback", lambda _: False)
+    every_client_is_far(asker_is_far)
 
     async def serial(address: str) -> int:
         stream = trio.SSLStream(
@@ -334,7 +357,7 @@ async def test_changed_token_counts_soon_and_a_file_that_hangs_stops_nothing(
 ) -> None:
     """A file that becomes wrong keeps the old token."""
     monkeypatch.setattr(access_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(access_module, "is_loopback", lambda _: False)
+    every_client_is_far(monkeypatch)
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)

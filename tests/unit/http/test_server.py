@@ -390,7 +390,7 @@ async def test_access_is_asked_about_the_path_that_is_routed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No way of writing a path opens a page that is not open."""
-    monkeypatch.setattr("peercache.http.access.is_loopback", lambda _: False)
+    monkeypatch.setattr("peercache.http.access.is_on_loopback", lambda *_: False)
     closed = ("/%6detricsx", "//metrics", "/metrics/..", "/metrics%2f", "/metrics%00", "/./healthz")
 
     async with served(settings={"http_open": True}) as address:

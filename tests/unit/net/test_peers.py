@@ -84,7 +84,7 @@ def test_a_certificate_that_expires_admits_no_longer(gate: Gate) -> None:
 
 def test_without_certificates_the_user_decides() -> None:
     """Over ipc by the kernel's word; a process of another host has no user."""
-    gate = Gate(Sharing.of(), None)
+    gate = Gate(Sharing.of(insecure=True), None)
 
     assert gate.identity(Peer(Transport.IPC, uid=os.geteuid())) is None
     assert gate.identity(Peer(Transport.TCP, None, HERE, REMOTE)) is None
@@ -93,3 +93,13 @@ def test_without_certificates_the_user_decides() -> None:
     # No socket has these ends, so no user stands for them.
     ends = (("127.0.0.1", 1), ("127.0.0.1", 2))
     assert not gate.admits(Peer(Transport.TCP, None, *ends))
+
+
+def test_with_neither_certificates_nor_insecure_no_peer_is_beyond_loopback() -> None:
+    """Whichever end dialled: a member that names such an address is not believed either."""
+    gate = Gate(Sharing.of(), None)
+    peer = Peer(Transport.TCP, None, HERE, REMOTE)
+
+    assert not gate.admits(peer)
+    with pytest.raises(Rejected, match="insecure = true"):
+        gate.check_node(peer, None)

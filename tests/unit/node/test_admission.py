@@ -43,7 +43,7 @@ FITTING = Hello(
 )
 CLIENT = 0x77
 SECRET = b"a" * 32
-SHARING = Sharing.of()
+SHARING = Sharing.of(insecure=True)
 LOCAL = Peer(Transport.IPC, uid=SHARING.uid)
 OWN = Peer(Transport.INPROC)
 REMOTE = Peer(Transport.TCP, local=("192.0.2.1", 31998), remote=("192.0.2.2", 40000))
@@ -368,7 +368,7 @@ def test_an_operator_without_certificates_is_a_trials_or_of_this_user(
     tmp_path: Path, peer: Peer, role: Role
 ) -> None:
     """It names no granule; another user who shares the host only reads."""
-    sharing = attrs.evolve(Sharing.of(), uids=frozenset({0, 4711, os.getuid()}))
+    sharing = attrs.evolve(SHARING, uids=frozenset({0, 4711, os.getuid()}))
     door = Admission(
         cluster="c", granule=16384, home=f"ipc://{tmp_path}/home", local_secret=b"s",
         gate=Gate(sharing, None), probe=lambda home, name: LockProbe(home, name, sharing),

@@ -412,8 +412,31 @@ def test_no_connection_has_no_uid() -> None:
         assert uid_of_tcp_peer(("127.0.0.1", 9), ("127.0.0.1", port)) is None
 
 
-def test_a_connection_from_another_host_has_no_uid_to_judge() -> None:
-    assert Sharing.of().tcp_peer_problem(("10.0.0.1", 1), ("10.0.0.2", 2)) == ""
+def test_a_connection_from_another_host_is_for_trials_only() -> None:
+    """It has no uid to judge."""
+    ends = ("10.0.0.1", 1), ("10.0.0.2", 2)
+
+    assert "insecure = true" in Sharing.of().tcp_peer_problem(*ends)
+    assert Sharing.of(insecure=True).tcp_peer_problem(*ends) == ""
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (("127.0.0.1", 1), ("10.0.0.2", 2)),
+        (("10.0.0.1", 1), ("127.0.0.1", 2)),
+        (("::1", 1), ("fd00::2", 2)),
+        (("::ffff:127.0.0.1", 1), ("::ffff:10.0.0.2", 2)),
+        (("", 0), ("10.0.0.2", 2)),
+        (("10.0.0.1", 1), ("", 0)),
+    ],
+)
+def test_one_end_on_loopback_is_enough_to_want_a_user(
+    ends: tuple[tuple[str, int], tuple[str, int]], insecure: bool
+) -> None:
+    """No process of this host has such a connection, as one that route_localnet lets in."""
+    assert "gone" in Sharing.of(insecure=insecure).tcp_peer_problem(*ends)
 
 
 def test_loopback_is_known_in_every_spelling() -> None:

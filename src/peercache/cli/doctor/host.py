@@ -277,7 +277,7 @@ def look_at_home(config: Config) -> HomeFact:
     """Return whether a node, or a client of one, of this user can use the home address."""
     home = config.home or nearest_home()
     path = Path(home.removeprefix("ipc://"))
-    sharing = Sharing.of(share_group=config.share_group, share_uids=config.share_uids)
+    sharing = Sharing.of_config(config)
     try:
         sharing.check_listener(str(path))
         if path.is_socket():

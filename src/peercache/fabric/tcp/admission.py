@@ -21,7 +21,7 @@ class DataAdmission:
     """Decides which clients the data port admits: the only place that does.
 
     tls:     our certificates; None: serve in clear text.
-    sharing: the uids of this host that may read in clear text; None: all.
+    sharing: whose processes may read in clear text; None: any process's.
     """
 
     cluster: str
@@ -35,7 +35,7 @@ class DataAdmission:
         return None if self.tls is None else Contexts(self.tls, is_server=True)
 
     def check_address(self, local: Address, remote: Address) -> None:
-        """Raise Rejected for a process of this host whose uid does not share it.
+        """Raise Rejected for a process that may not read in clear text.
 
         With TLS the certificate is enough.
         """

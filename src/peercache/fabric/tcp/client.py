@@ -57,6 +57,7 @@ from peercache.observability.reasons import (
 )
 from peercache.trust.files import LiveTls
 from peercache.trust.identity import CertificateRole
+from peercache.trust.sharing import Sharing
 
 STALL_S = 0.25
 """Silence after which a peer counts as unreachable. A paused process is silent permanently; a busy
@@ -100,6 +101,7 @@ class TcpFabric:
         cluster: str,
         granule: int,
         tls: LiveTls | None = None,
+        sharing: Sharing | None = None,
         max_channels_per_peer: int,
         stall_s: float = STALL_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -107,10 +109,12 @@ class TcpFabric:
     ) -> None:
         """Open nothing yet. tls: our certificate; None: read in clear text.
 
+        sharing: whose processes serve us in clear text; None: any process's.
         clock: the clock of the deadlines, in seconds. Raises as `TlsContext` does.
         """
         self._cluster = cluster
         self._contexts = None if tls is None else Contexts(tls, is_server=False)
+        self._sharing = sharing if tls is None else None
         self._granule = granule
         self._stall_s = stall_s
         self._connect_timeout_s = connect_timeout_s
@@ -240,6 +244,9 @@ class TcpFabric:
             if self._contexts is not None:
                 failure = channel.secure(self._contexts, member, deadline)
             failure = failure or channel.greet(greeting, deadline)
+            if not failure and self._sharing is not None:
+                # After its answer: the kernel knows no process of a connection in the backlog.
+                failure = channel.check_owner(self._sharing)
         finally:
             in_time = self._watchdog.release(watched)
         return failure if in_time else DEADLINE
@@ -329,6 +336,18 @@ class TcpChannel:
         except RemoteProtocolError:
             return PEER_UNREACHABLE
         return REFUSED_BECAUSE + reason if reason else ""
+
+    def check_owner(self, sharing: Sharing) -> str:
+        """Return "" if a process that may serve us has answered in clear text, or the failure.
+
+        The member may have ended, and any process may have taken its port.
+        """
+        try:
+            ends = self._socket.getsockname()[:2], self._socket.getpeername()[:2]
+        except OSError:
+            return GONE
+        problem = sharing.tcp_peer_problem(*ends)
+        return f"{REFUSED_BECAUSE}{wire.OWNER}: {problem}" if problem else ""
 
     def fetch(self, read: PeerRead, seals: Seals, until: float) -> tuple[int, str]:
         """Receive pages and their seals; return how many leading ones are complete, and a failure.
