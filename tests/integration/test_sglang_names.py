@@ -188,15 +188,16 @@ def test_other_weights_under_one_name_share_nothing(
 
 
 def test_a_repository_is_the_commit_that_the_cache_holds(tmp_path: Path) -> None:
-    """`main` moves; a commit does not."""
+    """`main` moves; a commit does not. But files of a snapshot may be edited."""
     cache = tmp_path / "hub"
     snapshot = weights_in(cache / f"models--org--model/snapshots/{COMMIT}")
     refs = cache / "models--org--model/refs"
     refs.mkdir()
     (refs / "main").write_text(COMMIT)
 
-    assert weights_identity("org/model", None, str(cache)) == f"org/model@{COMMIT}"
-    assert weights_identity(str(snapshot)) == f"org/model@{COMMIT}"
+    identity = weights_identity("org/model", None, str(cache))
+    assert identity == f"org/model@{COMMIT} {content_digest(snapshot)}"
+    assert weights_identity(str(snapshot)) == identity
     (refs / "main").write_text("f" * 40)
     assert weights_identity("org/model", None, str(cache)) == "org/model"
     assert weights_identity("org/model", "v2", str(cache)) == "org/model@v2"

@@ -3,10 +3,11 @@
 A model's name is not enough: two teams may serve different fine-tunes as "chat", and a folder may
 get new weights. The identity comes from the weights themselves if this host can read them:
 
-* a snapshot of Hugging Face's cache: the repository and the commit, which never changes,
-* a folder or file: a digest of its configuration, of the names and sizes of its weight files, and
-  of samples of their bytes. The path is not part of it: hosts mount the same model at different
-  paths.
+* a folder or file: a digest of its configuration and code, of the names and sizes of its weight
+  files, and of samples of their bytes. The path is not part of it: hosts mount the same model at
+  different paths.
+* a snapshot of Hugging Face's cache: the repository, the commit, and this digest, because people
+  edit the configuration of a snapshot.
 * anything else (an object store): the path and the revision passed to the server.
 """
 
@@ -29,16 +30,26 @@ TEXT_BYTES_MAX = 64 << 20
 
 WEIGHT_SUFFIXES = frozenset({".bin", ".ckpt", ".gguf", ".npz", ".pt", ".pth", ".safetensors"})
 
-CONFIGURATIONS = frozenset(
+TEXT_SUFFIXES = frozenset({".json", ".py"})
+"""Files that say how weights and inputs are used: configurations of the model, of quantization and
+of preprocessors, the index of the weights, code of the model."""
+
+HARMLESS = frozenset(
     {
-        "adapter_config.json",
-        "config.json",
-        "hf_quant_config.json",
-        "params.json",
-        "quantization_config.json",
-        "quantize_config.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
     }
 )
+"""Files of these suffixes that change no page: page keys are of token ids, whatever text they came
+from, and how tokens are drawn does not change what is computed for them."""
+
+CONFIGURATIONS = ("config.json", "adapter_config.json", "params.json")
+"""Files by which a snapshot is found: each repository has one of them."""
 
 _SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40,64})$")
 
@@ -57,16 +68,18 @@ def weights_identity(path: str, revision: str | None = None, cache: str | None =
             return f"{path}@{revision}" if revision else path
         found = snapshot
     at_commit = _SNAPSHOT.search(str(found.absolute()))
+    named = f"{path}@{revision}" if revision else path
     if at_commit is not None:
-        return f"{at_commit['repository'].replace('--', '/')}@{at_commit['commit']}"
+        named = f"{at_commit['repository'].replace('--', '/')}@{at_commit['commit']}"
     try:
-        return content_digest(found)
+        digest = content_digest(found)
     except OSError:
-        return f"{path}@{revision}" if revision else path
+        return named
+    return digest if at_commit is None else f"{named} {digest}"
 
 
 def content_digest(place: Path) -> str:
-    """Return a digest of a folder's configuration and weights, or of one file of weights."""
+    """Return a digest of a folder's configuration, code and weights, or of one file of weights."""
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     files = [file for file in files if file.is_file()]
     texts = [file for file in files if _is_text(file.name)]
@@ -94,7 +107,7 @@ def content_digest(place: Path) -> str:
 
 
 def _is_text(name: str) -> bool:
-    return name in CONFIGURATIONS or name.endswith(".index.json")
+    return Path(name).suffix in TEXT_SUFFIXES and name not in HARMLESS
 
 
 def _samples(file: Path, size: int, spacing: int) -> Iterator[bytes]:
@@ -111,7 +124,7 @@ def _snapshot(repository: str, revision: str | None, cache: str | None) -> Path 
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - SGLang's, not ours
     except ImportError:
         return None
-    for name in sorted(CONFIGURATIONS):
+    for name in CONFIGURATIONS:
         try:
             file = try_to_load_from_cache(repository, name, cache_dir=cache, revision=revision)
         except ValueError:  # not the name of a repository
