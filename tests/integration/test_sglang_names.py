@@ -134,6 +134,29 @@ def test_the_setting_wins(cluster: FakeCluster, publish: Publish, tmp_path: Path
     assert third.batch_exists(KEYS) == 0
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn"}}'},
+        {"load_format": "dummy"},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_the_setting_replaces_no_option(
+    cluster: FakeCluster, publish: Publish, option: dict[str, Any]
+) -> None:
+    """Who sets it guarantees equal weights, not that servers compute the same with them."""
+    stores = []
+    for options in ({}, option):
+        publish(model_path="org/model", **options)
+        stores.append(open_store(cluster, extra_config={"namespace": "team-a/chat"}))
+
+    assert not shares(*stores)
+
+
 # --- weights ------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,9 @@ _BAGS = ("model", "serving", "lora", "spec")
 _FACTS = ("dtype", "kv_cache_dtype", "quantization", "modelopt_quant", "json_model_override_args")
 """Options that change what the model computes from the same weight files."""
 
+MODEL, DRAFT = "model", "draft"
+"""Facts that identify the weights: a namespace that is configured replaces these, and no others."""
+
 DEFAULT_VERSION = "default"
 """SGLang's weight version until a trainer names one."""
 
@@ -92,7 +95,7 @@ class Server:
             return {}
         cache = self._value("download_dir")
         facts: dict[str, object] = {
-            "model": weights_identity(self.model_path, self._value("revision"), cache)
+            MODEL: weights_identity(self.model_path, self._value("revision"), cache)
         }
         facts |= {name: self._value(name) for name in _FACTS}
         if self._value("load_format") == "dummy":
@@ -112,7 +115,7 @@ class Server:
             return {}
         revision = self._value("speculative_draft_model_revision")
         identity = weights_identity(str(path), revision, self._value("download_dir"))
-        facts = {"draft": identity}
+        facts = {DRAFT: identity}
         if quantized := self._value("speculative_draft_model_quantization"):
             facts["draft_quantization"] = str(quantized)
         return facts
@@ -408,15 +411,17 @@ class Registration:
         return spaces_of(self._storage_config, pool, page_bytes, name, weights, groups)
 
     def _weights(self, version: str) -> dict[str, str]:
-        """Return the facts of the weights; a configured name replaces all except the version."""
-        if self._config.namespace:
-            return version_facts(version)
-        return self._server.weights(version)
+        """Return the facts of the weights, without their identity if a namespace is configured."""
+        return self._named(self._server.weights(version))
 
     def _draft_weights(self, name: str) -> dict[str, str]:
         """Return the facts about the draft model's weights for a pool that it fills."""
-        is_draft = name.startswith(DRAFT_PREFIX) and not self._config.namespace
-        return self._server.draft_weights if is_draft else {}
+        return self._named(self._server.draft_weights) if name.startswith(DRAFT_PREFIX) else {}
+
+    def _named(self, facts: dict[str, str]) -> dict[str, str]:
+        if not self._config.namespace:
+            return facts
+        return {name: value for name, value in facts.items() if name not in (MODEL, DRAFT)}
 
     def _require_separate_requests(self) -> None:
         """Refuse to serve if page hashes do not distinguish LoRA adapters."""
