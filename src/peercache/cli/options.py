@@ -107,6 +107,11 @@ class SettingsCommand(click.Command):
             formatter.write_dl(shown)
 
 
+def alone(row: Setting) -> dict[str, Any]:
+    """Return arguments of click.option: for a switch, `--insecure` alone is `--insecure true`."""
+    return {"is_flag": False, "flag_value": "true"} if row.kind is SWITCH else {}
+
+
 _WHOLE = "peercache.help_all"
 
 
@@ -131,8 +136,6 @@ def settings_options(command: Callback) -> Callback:
         help="Show every setting, and exit.",
     )(command)
     for name, row in reversed(SETTINGS.items()):
-        # `--insecure` alone is `--insecure true`.
-        alone: dict[str, Any] = {"is_flag": False, "flag_value": "true"}
         command = click.option(
             name,
             row.flag,
@@ -140,7 +143,7 @@ def settings_options(command: Callback) -> Callback:
             type=_SettingType(row),
             metavar=row.kind.metavar,
             help=row.meaning,
-            **(alone if row.kind is SWITCH else {}),
+            **alone(row),
         )(command)
     return click.option(
         "--config",

@@ -340,8 +340,8 @@ class Config:
         "that it receives there. Default: revoked.crl in the folder of tls_ca.",
     )
     insecure: bool = switch(
-        "For trials: without certificates, listen for other hosts. Every process that can connect "
-        "reads every page.",
+        "For trials: without certificates, listen for other hosts, and trust those that answer. "
+        "Every process that can connect reads every page.",
     )
     share_group: str = setting(
         TEXT,

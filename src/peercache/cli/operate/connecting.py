@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from peercache.cli.options import Callback, DurationType
+from peercache.cli.options import Callback, DurationType, alone
 from peercache.client.operator import TIMEOUT_S, Operator, Target
 from peercache.config.contexts import AT, contexts_file, read_contexts
 from peercache.config.settings import SETTINGS
@@ -25,7 +25,7 @@ COMPLETE_S = 1.5
 CONTEXT_VARIABLE = "PEERCACHE_CONTEXT"
 """The environment variable of --context."""
 
-_FLAGS = ("cluster", "tls_ca", "tls_cert", "tls_key", "tls_crl", "home")
+_FLAGS = ("cluster", "insecure", "tls_ca", "tls_cert", "tls_key", "tls_crl", "home")
 """The settings for reaching a cluster, and for the identity used there."""
 
 
@@ -71,7 +71,10 @@ def target_options(command: Callback) -> Callback:
     """Add --at, --context, --timeout, --config and the settings by which a node is reached."""
     for name in reversed(_FLAGS):
         row = SETTINGS[name]
-        command = click.option(name, row.flag, metavar=row.kind.metavar, help=row.meaning)(command)
+        option = click.option(
+            name, row.flag, metavar=row.kind.metavar, help=row.meaning, **alone(row)
+        )
+        command = option(command)
     for option in (
         click.option("--config", metavar="FILE", help="TOML file with settings, such as a node's."),
         click.option(
