@@ -8,10 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from peercache.actors.placement.offers import Offers
 from peercache.actors.pool.copies import Copies
+from peercache.model.member import DEAD
 from sims import bugs_handover
 from sims.canary import Canary
 from sims.copying import copy, copy_while
+from sims.parting import part
 from sims.racing import race_copies
 
 
@@ -28,6 +31,16 @@ def _without_a_look_at_numbers(right: Any) -> Any:
         self._doubted.clear()
 
     return lost
+
+
+def _without_the_dead(right: Any) -> Any:
+    def note(self: Any, others: Any) -> None:
+        right(self, others)
+        for member in others:
+            if member.state == DEAD:
+                self._away.pop(member.incarnation, None)
+
+    return note
 
 
 CANARIES: tuple[Canary, ...] = (
@@ -58,5 +71,12 @@ CANARIES: tuple[Canary, ...] = (
         20,
         patches=bugs_handover.THOUGH_REMOVED,
         story=race_copies,
+    ),
+    Canary(
+        "suspicion-forgotten",
+        "a node forgets that a member was suspect as soon as it holds the member dead",
+        5,
+        patches=((Offers, "_note_returns", _without_the_dead),),
+        story=part,
     ),
 )

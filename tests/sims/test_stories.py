@@ -13,6 +13,7 @@ from sims.doubting import doubt
 from sims.expiring import expire
 from sims.following import follow
 from sims.outliving import outlive
+from sims.parting import part
 from sims.play import play
 from sims.queueing import queue
 from sims.racing import race, race_copies, race_drains, race_spills
@@ -44,6 +45,7 @@ def test_a_page_set_again_with_another_length_is_found_by_every_client() -> None
         turn,
         doubt,
         queue,
+        part,
         pytest.param(outlive, marks=pytest.mark.slow),
         pytest.param(race, marks=pytest.mark.slow),
         pytest.param(race_drains, marks=pytest.mark.slow),
@@ -72,6 +74,7 @@ def test_a_story_without_a_bug_is_simulated_to_its_end(story: Callable[[int], st
         pytest.param("copies-of-the-dead", {"liveness-copies"}, marks=pytest.mark.slow),
         pytest.param("copies-never-reported", {"liveness-copies"}, marks=pytest.mark.slow),
         pytest.param("copies-reported-once", {"liveness-copies"}, marks=pytest.mark.slow),
+        ("suspicion-forgotten", {"missed-removal"}),
         pytest.param("never-expires", {"expired"}, marks=pytest.mark.slow),
         pytest.param("never-expires-on-disk", {"expired"}, marks=pytest.mark.slow),
         pytest.param("expires-in-use", {"expired-in-use"}, marks=pytest.mark.slow),

@@ -21,10 +21,10 @@ PAGE = 4096
 RATE = 2**30
 
 
-def member(incarnation: int, state: int = ALIVE, host: str = "") -> Member:
+def member(incarnation: int, state: int = ALIVE, host: str = "", counter: int = 1) -> Member:
     """Return a member; each is on a host of its own unless one is named."""
     addresses = f"a:{incarnation}", f"b:{incarnation}"
-    return Member(incarnation, 1, state, 255, "h", *addresses, host or str(incarnation), "")
+    return Member(incarnation, counter, state, 255, "h", *addresses, host or str(incarnation), "")
 
 
 def records_of(

@@ -190,6 +190,18 @@ def test_a_copy_goes_to_another_host() -> None:
     assert [effect.to for effect in alone.name(1)] == [ONE]
 
 
+def test_a_node_of_the_own_host_that_was_suspect_may_have_removed_pages() -> None:
+    """No copy goes there, but its clients remove pages everywhere."""
+    host, story = str(ME), Story()
+    story.see(member(ONE, host=host), TWO)
+    story.see(member(ONE, SUSPECT, host), TWO)
+    story.wait(LOOK_S)
+
+    story.see(member(ONE, host=host, counter=2), TWO)
+
+    assert NotifyPool(RequestCopies(only_new=True)) in story.wait(LOOK_S)
+
+
 def test_spill_and_copies_have_one_rate() -> None:
     """What one offers, the other waits for."""
     story = Story(rate=10 * PAGE, spill_rate=10 * PAGE)

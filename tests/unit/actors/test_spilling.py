@@ -26,6 +26,7 @@ from peercache.actors.placement.actor import (
     Placement,
 )
 from peercache.actors.placement.offers import (
+    AWAY_MAX,
     HALT_S,
     LOOK_S,
     LOST_S,
@@ -39,7 +40,7 @@ from peercache.actors.placement.offers import (
     Offers,
 )
 from peercache.model.keys import tag_of
-from peercache.model.member import DEAD, SUSPECT
+from peercache.model.member import DEAD, SUSPECT, Member
 from peercache.wire.messages.membership import (
     OfferSpill,
     PagesTaken,
@@ -316,6 +317,68 @@ def test_nothing_is_offered_while_a_member_is_suspect() -> None:
     assert NotifyPool(RequestSpill(only_new=True)) in story.wait(LOOK_S)
     story.name()
     assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
+
+
+SUSPECT_ONE, DEAD_ONE = [member(ONE, SUSPECT)], [member(ONE, DEAD)]
+BACK = [member(ONE, counter=2)]
+"""It has refuted that it is suspect or dead."""
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        pytest.param([SUSPECT_ONE, BACK], id="suspect"),
+        pytest.param([DEAD_ONE, BACK], id="dead"),
+        pytest.param([SUSPECT_ONE, DEAD_ONE, BACK], id="suspect, then dead"),
+        pytest.param([SUSPECT_ONE, DEAD_ONE, [], BACK], id="dead, then forgotten"),
+    ],
+)
+def test_nothing_that_was_here_is_spilled_after_a_member_is_alive_again(
+    views: list[list[Member]],
+) -> None:
+    """A removal of its clients may have missed this node."""
+    story = begun()
+    effects: list[Any] = []
+
+    for view in views:
+        story.see(TWO, *view)
+        story.name()
+        effects += story.wait(LOOK_S)
+
+    assert effects.count(NotifyPool(RequestSpill(only_new=True))) == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param([ONE, TWO, member(THREE, counter=2)], id="joined"),
+        pytest.param([TWO], id="gone"),
+        pytest.param([member(ONE, counter=2), TWO], id="moved"),
+    ],
+)
+def test_what_is_here_is_spilled_after_other_changes_of_the_view(view: list[Any]) -> None:
+    """No member was out of reach."""
+    story = begun()
+    story.name()
+
+    story.see(*view)
+
+    assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
+
+
+def test_few_members_that_are_away_are_remembered() -> None:
+    """Those that were seen last; a killed node that is started again is another member."""
+    story = begun()
+    dead = [member(1000 + number, DEAD) for number in range(AWAY_MAX + 2)]
+    story.see(TWO, *dead)
+    story.see(TWO)
+    story.name()
+
+    story.see(TWO, member(1000, counter=2))
+    assert NotifyPool(RequestSpill(only_new=False)) in story.wait(LOOK_S)
+    story.name()
+    story.see(TWO, member(1000 + AWAY_MAX, counter=2))
+    assert NotifyPool(RequestSpill(only_new=True)) in story.wait(LOOK_S)
 
 
 def test_a_member_that_died_asks_for_nothing_any_more() -> None:

@@ -26,7 +26,7 @@ from peercache.actors.mailboxes import (
     RequestGive,
     RequestSpill,
 )
-from peercache.model.member import ALIVE, SUSPECT, Member
+from peercache.model.member import ALIVE, DEAD, SUSPECT, Member
 from peercache.model.records import DROP, Records
 from peercache.observability.reasons import (
     DRAINING,
@@ -384,6 +384,10 @@ SETTLE_S: Final = 1.0
 LOST_S: Final = 2.0
 """After such a pause removals may have been given up that this node has never seen."""
 
+AWAY_MAX: Final = 1024
+"""Members that are remembered as suspect or dead, also once they have left the view. Few come back:
+a node that is started again has a new incarnation."""
+
 SPILL_NUMBERS: Final = 2**32
 """Offers of spilled pages are numbered from here: those of a drain have smaller numbers."""
 
@@ -442,6 +446,8 @@ class Offers:
     not_moved: Callable[[str, int], None] = lambda _, __: None
     """Counts pages that were refused or failed, by reason."""
     _targets: tuple[int, ...] = ()
+    _away: dict[int, None] = attrs.field(factory=dict)
+    """Members that were suspect or dead when they were last in a view, the first ones first."""
     _suspects: frozenset[int] = frozenset()
     _silent_until: dict[int, float] = attrs.field(factory=dict)
     _queue: deque[tuple[int, Records, npt.NDArray[np.float64]]] = attrs.field(factory=deque)
@@ -478,8 +484,7 @@ class Offers:
             hosts = {m.boot_id for m in members if m.incarnation == own}
             alive = [m for m in alive if m.boot_id not in hosts] or alive
         self._targets = tuple(m.incarnation for m in alive)
-        # A member that is reachable again may have asked for removals that this node has not seen.
-        self._only_new |= not self._suspects.isdisjoint(self._targets)
+        self._note_returns(others)
         self._suspects = frozenset(m.incarnation for m in others if m.state == SUSPECT)
         for gone in self._silent_until.keys() - set(self._targets):
             del self._silent_until[gone]
@@ -571,7 +576,22 @@ class Offers:
         """Assert the bounds."""
         assert not (self._rooms and self._offered_to), "asks and offers at once"
         assert len(self._rooms) <= ASKED, f"{len(self._rooms)} nodes were asked"
+        assert len(self._away) <= AWAY_MAX, f"{len(self._away)} members that are away"
         assert len(self._silent_until) <= len(self._targets), "nodes that left are remembered"
+
+    def _note_returns(self, others: Sequence[Member]) -> None:
+        """Note whether a member is alive again that was suspect or dead.
+
+        Meanwhile it may have asked for removals that this node has not seen.
+        """
+        for member in others:
+            if member.state in (SUSPECT, DEAD):
+                self._away[member.incarnation] = None
+            elif member.incarnation in self._away:
+                del self._away[member.incarnation]
+                self._only_new |= member.state == ALIVE
+        for oldest in list(self._away)[:-AWAY_MAX]:
+            del self._away[oldest]
 
     def _avoid(self, node: int, now: float, seconds: float = SILENT_S) -> None:
         """Do not ask a node for a while; one that has left is not asked anyway."""
