@@ -35,7 +35,17 @@ from peercache.actors.pool.copies import (
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP
 from peercache.wire.messages.membership import CopiesEvicted
-from peercache.wire.messages.pool import RESERVED, Commit, Demote, Remove, Reserve, Retain, Touched
+from peercache.wire.messages.pool import (
+    OVER_QUOTA,
+    RESERVED,
+    RETAINED,
+    Commit,
+    Demote,
+    Remove,
+    Reserve,
+    Retain,
+    Touched,
+)
 from tests.examples import examples
 from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, Rig, key, taken
 
@@ -306,6 +316,31 @@ def test_a_mirrored_page_that_a_client_sets_is_named() -> None:
     assert rig.pool.copies.single_count == 1
 
 
+def test_a_mirrored_page_that_is_retained_is_named() -> None:
+    """It is a page like others from then on, also when it is retained no longer."""
+    rig = Copier()
+    rig.mirror(1, 2)
+
+    rig.retain(1, seconds=30.0)
+    rig.wait(rig.now + 31.0)
+
+    assert rig.named() == [1]
+    assert rig.pool.copies.single_count == 1
+
+
+def test_a_mirrored_page_that_is_over_the_quota_of_retained_ones_stays_one() -> None:
+    """Nothing has changed but the answer."""
+    rig = Copier()
+    rig.mirror(*range(4))
+
+    states = rig.retain(*range(4))
+
+    assert OVER_QUOTA in states
+    kept = [number for number, state in enumerate(states) if state == RETAINED]
+    assert sorted(rig.named()) == kept
+    assert rig.pool.copies.single_count == len(kept)
+
+
 def test_a_page_that_went_while_it_was_copied_is_reported() -> None:
     """Else the other node would rely on it."""
     rig = Copier(pages=2)
@@ -528,6 +563,11 @@ class Pair(RuleBasedStateMachine):
                 self.queues[self.NAMES[at]].append(report)
         self.rigs[at].sent.clear()
 
+    @rule(at=st.sampled_from([ONE, TWO]), page=st.integers(0, 9))
+    def mirror_and_retain(self, at: int, page: int) -> None:
+        self.rigs[at].mirror(page)
+        self.rigs[at].retain(page, seconds=REPEAT_S)
+
     @rule(seconds=st.sampled_from([0.0, REPORT_S, REPEAT_S, DOUBT_S]), is_lost=st.booleans())
     def pass_time(self, seconds: float, *, is_lost: bool) -> None:
         self._let_pass(seconds, is_lost=is_lost)
@@ -570,7 +610,9 @@ class Pair(RuleBasedStateMachine):
             named = {n for _ in range(8) for n in rig.named()}
             other = self.rigs[self.NAMES[at]]
             for number in range(10):
-                if rig.holds(number) == [True] and other.holds(number) == [False]:
+                page = rig.pool.pages.find(key(number))
+                is_its_own = page is not None and not page.slot.is_mirror
+                if is_its_own and other.holds(number) == [False]:
                     assert number in named, f"{number} is at {at} alone, and it does not know it"
 
 

@@ -728,7 +728,12 @@ class Pool:
         return effects
 
     def _retain(self, origin: Origin, asked: Retain, now: float) -> list[Effect]:
-        states = self._retention.retain(self._theirs(asked), asked.seconds, now)
+        pages = self._theirs(asked)
+        mirrors = [page for page in pages if page is not None and page.slot.is_mirror]
+        states = self._retention.retain(pages, asked.seconds, now)
+        for page in mirrors:
+            if not page.slot.is_mirror:
+                self._copies.adopted(page)
         return [Send(origin, Retained(asked.request, states))]
 
     def _demote(self, origin: Origin, asked: Demote) -> list[Effect]:
