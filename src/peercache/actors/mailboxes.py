@@ -268,11 +268,11 @@ class ClientGone:
 
 PROMOTER = Origin(0)
 """The promote actor as a client of its node's pool: messages between actors of this node come from
-0, and no message from the network does."""
+0. As of the next two, no message from the network has this sender: all are below FIRST_IDENTITY."""
 
 
 TAKER = Origin(1)
-"""The placement actor as a client of its node's pool; clients choose larger numbers by chance."""
+"""The placement actor as a client of its node's pool."""
 
 
 ITSELF = Origin(2)

@@ -13,10 +13,14 @@ import random
 from typing import Final, NewType
 
 Incarnation = NewType("Incarnation", int)
-"""A node's identity, 1 … 2**64 - 1."""
+"""A node's identity, FIRST_IDENTITY … 2**64 - 1."""
 
 ClientId = NewType("ClientId", int)
-"""A client's identity, 1 … 2**64 - 1, new for each `Client.open`."""
+"""A client's identity, FIRST_IDENTITY … 2**64 - 1, new for each `Client.open`."""
+
+FIRST_IDENTITY: Final = 4
+"""Smaller numbers are no identity of a node or a client: 0 stands for no one, and a node's own
+actors use its pool under the next ones (`actors.mailboxes`)."""
 
 NONCE_BYTES: Final = 16
 """Length of a nonce: no two starts of a node draw the same one."""
@@ -35,13 +39,13 @@ def incarnation_of(cluster: str, name: str, nonce: bytes) -> Incarnation:
     parts = (cluster.encode(), name.encode(), nonce)
     framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     digest = hashlib.blake2b(framed, digest_size=8, person=b"peercache.node").digest()
-    # 0 names no node.
-    return Incarnation(int.from_bytes(digest, "little") or 1)
+    number = int.from_bytes(digest, "little")
+    return Incarnation(number if number >= FIRST_IDENTITY else number + FIRST_IDENTITY)
 
 
 def new_client_id(rng: random.Random) -> ClientId:
     """Draw a client id; `rng` is `random.SystemRandom()` outside simulations."""
-    return ClientId(rng.randrange(1, 2**64))
+    return ClientId(rng.randrange(FIRST_IDENTITY, 2**64))
 
 
 def name_of(identity: int) -> str:

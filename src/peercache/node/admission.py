@@ -16,7 +16,7 @@ from typing import final
 
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, lock_name
-from peercache.model.ids import incarnation_of, name_of
+from peercache.model.ids import FIRST_IDENTITY, incarnation_of, name_of
 from peercache.model.keys import Namespace
 from peercache.model.process import OF_ONE_CERTIFICATE
 from peercache.net.peers import Gate, Peer, Transport
@@ -82,8 +82,8 @@ class Admission:
 
     def admit(self, pipe: int, peer: Peer, sender: int, hello: Hello) -> Session:
         """Open a session on a pipe, or raise Rejected with the reason."""
-        if sender == 0:
-            raise Rejected("identity", "0 names no node and no client")
+        if sender < FIRST_IDENTITY:
+            raise Rejected("identity", f"{sender} is the identity of no node and of no client")
         if hello.wire_newest < WIRE_VERSION_OLDEST or hello.wire_oldest > WIRE_VERSION:
             raise Rejected(
                 "wire_version",

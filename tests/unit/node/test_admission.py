@@ -14,8 +14,11 @@ from typing import Any, cast
 import attrs
 import pytest
 
+from peercache.actors.mailboxes import ITSELF, PROMOTER, TAKER
+from peercache.actors.origin import Origin
 from peercache.errors import Rejected
 from peercache.memory.client_lock import LockProbe, folder_of, lock_name
+from peercache.model.ids import FIRST_IDENTITY
 from peercache.model.keys import Namespace
 from peercache.net.peers import Gate, Peer, Transport
 from peercache.node import admission as admission_module
@@ -139,10 +142,14 @@ def test_secrets_are_never_reported(admission: Admission) -> None:
     assert "guess" not in repr(hello)
 
 
-def test_no_sender_is_called_zero(admission: Admission) -> None:
-    """Zero is the listener at an address, never a sender."""
+@pytest.mark.parametrize(("peer", "hello"), [(LOCAL, FITTING), (REMOTE, NODE)])
+@pytest.mark.parametrize("own", [PROMOTER, TAKER, ITSELF, Origin(FIRST_IDENTITY - 1)])
+def test_no_sender_has_an_identity_of_the_nodes_own_actors(
+    admission: Admission, own: Origin, peer: Peer, hello: Hello
+) -> None:
+    """It would share their reservations, or end them. Zero is also the listener at an address."""
     with pytest.raises(Rejected, match="identity"):
-        admission.admit(1, LOCAL, 0, FITTING)
+        admission.admit(1, peer, own.identity, hello)
 
 
 def test_a_range_of_wire_versions_that_has_ours_fits(admission: Admission) -> None:
@@ -321,12 +328,12 @@ def test_writing_clients_are_bounded(
 ) -> None:
     """Each is a descriptor, and a probe a second."""
     monkeypatch.setattr(admission_module, "CLIENTS_MAX", 1)
-    with lock_held(home, 1), lock_held(home, 2):
-        admission.admit(1, LOCAL, 1, _with_lock(home, 1))
+    with lock_held(home, 5), lock_held(home, 6):
+        admission.admit(1, LOCAL, 5, _with_lock(home, 5))
         with pytest.raises(Rejected, match="clients"):
-            admission.admit(2, LOCAL, 2, _with_lock(home, 2))
+            admission.admit(2, LOCAL, 6, _with_lock(home, 6))
         # An admitted client may have any number of connections.
-        admission.admit(3, LOCAL, 1, _with_lock(home, 1))
+        admission.admit(3, LOCAL, 5, _with_lock(home, 5))
 
 
 def test_closing_lets_clients_live(admission: Admission, home: str) -> None:
