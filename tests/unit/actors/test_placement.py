@@ -44,6 +44,7 @@ from peercache.actors.placement.takings import (
     PULL_MAX_S,
     TAKINGS_MAX,
 )
+from peercache.actors.pool.reservations import ENDED_MAX
 from peercache.model.keys import tag_of
 from peercache.model.records import HAS_CHECKSUM, ON_DISK, RECORD, RESIDENT
 from peercache.model.status import Draining
@@ -65,7 +66,16 @@ from peercache.wire.messages.pool import (
     Committed,
     Granted,
 )
-from tests.unit.actors.placement_story import ME, ONE, TWO, Placed, member, records_of
+from tests.unit.actors.placement_story import (
+    INSIDE,
+    ME,
+    ONE,
+    TWO,
+    Placed,
+    member,
+    records_of,
+)
+from tests.unit.actors.test_pool_mirrors import Rig
 
 
 class Story(Placed):
@@ -197,11 +207,11 @@ def test_what_is_taken_over_is_counted() -> None:
     story, metrics = Story(), Metrics()
     story.actor.show(metrics)
     story.see(ONE)
-    story.take(OfferPages(7, 1, records_of(1, 2).tobytes()), Origin(ONE))
-    story.take(drains(1), Origin(ONE))
-    story.take(Granted(0, 1, bytes((RESERVED, RESERVED)), bytes(16)))
-    story.take(PullDone(1, b"\1\0"))
-    story.take(Committed(0, 1, bytes((COMMITTED, ABORTED)), b"", 0))
+    (notified,) = offer(story, 1, 2)
+    number = notified.fact.reserve.sequence
+    story.take(Granted(0, number, bytes((RESERVED, RESERVED)), bytes(16)))
+    story.take(PullDone(number, b"\1\0"))
+    story.take(Committed(0, number, bytes((COMMITTED, ABORTED)), b"", 0))
 
     assert metrics.registry.get_sample_value("peercache_pages_taken_over_total") == 1
 
@@ -457,9 +467,9 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     story = Story()
     many = [30 + node for node in range(TAKINGS_MAX + 2)]
     story.see(*many)
-    begun = [notified for node in many for notified in offer(story, 1, by=node)]
+    begun = [notified for node in many for notified in offer(story, node, by=node)]
     assert len(begun) == TAKINGS_MAX
-    assert offer(story, 2, by=many[0]) == []
+    assert offer(story, 99, by=many[0]) == []
 
     arrived_at = story.now
     story.now += 5.0
@@ -468,10 +478,29 @@ def test_offers_beyond_the_places_wait_for_their_turn() -> None:
     for notified in begun[:3]:
         answer, then = finish(story, notified)
         assert isinstance(answer.message, PagesTaken)
-        order.append(then.fact.reserve.sequence)
+        order.append(then.fact.reserve.keys)
         assert then.fact.offered_at == arrived_at
 
-    assert order == [TAKINGS_MAX + 1, TAKINGS_MAX + 2, TAKINGS_MAX + 3]
+    assert order == [records_of(number)["key"].tobytes() for number in (*many[TAKINGS_MAX:], 99)]
+
+
+def test_an_offer_that_has_waited_for_many_others_is_taken() -> None:
+    """The pool remembers how the last ENDED_MAX of these reservations ended, not all."""
+    story, rig = Story(), Rig()
+    story.see(ONE, TWO)
+    question = ask(story, 1, by=ONE)
+    for number in range(ENDED_MAX + 2):
+        (notified,) = offer(story, 100 + number, by=TWO)
+        *_, granted = rig.say(notified.fact, INSIDE)
+        (pull,) = story.take(granted.fact)
+        (notified,) = story.take(PullDone(pull.job, bytes((0,))))
+        rig.say(notified.fact, INSIDE)
+        story.take(Committed(0, pull.job, bytes((ABORTED,)), b"", 0))
+
+    (notified,) = story.take(drains(question), Origin(ONE))
+    *_, granted = rig.say(notified.fact, INSIDE)
+
+    assert granted.fact.states == bytes((RESERVED,))
 
 
 def test_what_waits_is_turned_away_when_this_node_drains_and_forgotten_with_its_node() -> None:

@@ -178,7 +178,8 @@ class Taking:
 class Takings:
     """The offers that wait and those that are being taken; each has a number of this node's.
 
-    That number is also that of the question to its offerer, and of its reservation.
+    While it waits, that is the number of the question to its offerer. When it begins it gets a new
+    one, that of its reservation.
     """
 
     figures: PlacementFigures = attrs.field(factory=PlacementFigures)
@@ -311,10 +312,12 @@ class Takings:
                 break
             if taking.is_due and taking.origin.identity not in busy:
                 busy.add(taking.origin.identity)
-                self.begun[number] = self.waiting.pop(number)
+                # Its number may be so old by now that the pool takes it for one that has ended.
+                self._last += 1
+                self.begun[self._last] = self.waiting.pop(number)
                 keys = taking.records["key"].tobytes()
                 lengths = taking.records["length"].astype("<u8").tobytes()
-                reserve = Reserve(0, number, taking.namespace, keys, lengths)
+                reserve = Reserve(0, self._last, taking.namespace, keys, lengths)
                 spilled = None
                 if taking.ages is not None:
                     # Of a copy its node loses nothing, and what goes for it may have to be copied.
