@@ -207,7 +207,8 @@ class Spilled:
 
     moved, moved_bytes: another node took them. there: one had them. refused: no node that was asked
     had room or colder pages. failed: no answer, or the page changed meanwhile.
-    not_moved: those that were refused or failed, by reason.
+    not_moved: those that were refused or failed, by reason, also for a second copy; a page counts
+    each time.
     taken, taken_bytes: pages of other nodes that this one took, drained nodes included.
     not_taken: those that it did not take, by reason.
     peers: what moved between it and which node.

@@ -241,7 +241,8 @@ class Metrics:
     )
     placement_bytes = _gauge("Bytes of the pages that were moved to another node.")
     pages_not_moved = _counter(
-        "Pages that were offered to other nodes while this one serves, and refused or failed.",
+        "Pages that were offered to other nodes while this one serves, and refused or failed: they "
+        "stay here. A page counts each time.",
         "reason",
     )
     copies_pages = _gauge(

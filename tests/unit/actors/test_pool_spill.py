@@ -140,6 +140,21 @@ def test_pages_are_named_for_spilling_when_little_room_is_left() -> None:
     assert list(rig.cold()) == [5, 4, 7, 6], "four were evicted"
 
 
+def test_a_node_whose_clients_have_stopped_storing_names_no_page() -> None:
+    """Full as it is; what they stored within a second is forgotten bit by bit."""
+    rig = Spiller(pages=16)
+    rig.store_pairs(8)
+    rig.now += 30.0
+    assert rig.cold(), "the next page may come at any moment"
+
+    rig.now += 60.0
+    assert rig.cold() == {}
+
+    rig.store(20)
+    rig.now += 10.0
+    assert rig.cold(), "they store again"
+
+
 def test_what_no_page_can_use_is_no_room() -> None:
     """Two slots of four granules leave one of nine: a ninth of this pool holds no page."""
     rig = Spiller(pages=2304)

@@ -144,6 +144,7 @@ def test_pages_that_moved_are_shown_with_whose_they_are() -> None:
 
     for text in (drawn(taker, giver), output.getvalue()):
         shown = " ".join(text.partition("moved pages")[2].split())
+        assert "offered in vain" in shown
         assert f"{NODE.name} 10,000 [::4]:1 4,000 - its own: no_room 30, no_answer 2" in shown
         assert "4.0 MiB [::3]:1 3,000 [::2]:1 2,000" in shown
         assert "[::1]" not in shown

@@ -32,6 +32,10 @@ what they need beyond the free room evicts pages that no node was offered."""
 DEMAND_DECAY: Final = 0.97
 """What is left of a second's demand in the next one: half of it after 23 s."""
 
+DEMAND_LEAST: Final = 0.5
+"""Less of a granule is no demand: a node whose clients have stopped storing needs no room, and
+offers no pages."""
+
 ROOMY_DIVISOR: Final = 4
 """Where clients store, room is offered to others while 1/4 of the pool is free."""
 
@@ -100,7 +104,8 @@ class Demand:
             passed = min(now - self._second, 1000.0)
             self._peak = max(self._peak, self._sum) * DEMAND_DECAY**passed
             self._second, self._sum = now, 0
-        return ceil(max(self._peak, self._sum))
+        most = max(self._peak, self._sum)
+        return ceil(most) if most >= DEMAND_LEAST else 0
 
 
 @final

@@ -163,7 +163,7 @@ def moves(members: Sequence[MemberStatus]) -> list[Table]:
     if not used:
         return []
     used.sort(key=lambda status: -(status.spilled.given + status.spilled.taken))
-    heads = ["moved pages", "given", "to", "taken", "from", "refused or failed"]
+    heads = ["moved pages", "given", "to", "taken", "from", "offered in vain"]
     copies = [status for status in used if status.copied.copies > 1]
     shown = table(*heads, *(["without a copy"] if copies else []))
     for column in shown.columns:
