@@ -7,7 +7,8 @@ Sends   seals, loaded after the last byte of every page of the read. It does not
 Keeps   a page is copied only if its word was the record's generation before. No byte outside a
         peer's page memory is read, and no byte outside the destination is written. No seal is
         returned for an incomplete page.
-Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S.
+Limits  SEGMENTS_MAX mappings; FAILURES_MAX remembered failures, for RETRY_S, and addresses with a
+        failure in the log.
 
 The order "word, bytes, seal" is kept by fences in `memory/_seals.c`, on every processor.
 """
@@ -83,6 +84,9 @@ class ShmFabric:
         self._closed = False
         self._segments: OrderedDict[int, AttachedSegment] = OrderedDict()
         self._retry_at: OrderedDict[int, float] = OrderedDict()
+        # The addresses whose failure is in the log: a container with another /dev/shm fails for
+        # ever, under each incarnation of its node.
+        self._logged: OrderedDict[str, None] = OrderedDict()
 
     def reaches(self, member: Member) -> bool:
         """Return whether the member's segment is mapped here, or can be."""
@@ -190,11 +194,16 @@ class ShmFabric:
             self._retry_at.move_to_end(incarnation)
             if len(self._retry_at) > FAILURES_MAX:
                 self._retry_at.popitem(last=False)
-            get_logger().info(
-                "shm.attach_failed",
-                node=name_of(incarnation), at=member.control, reason=str(error),
-            )  # fmt: skip
+            if member.control not in self._logged:
+                self._logged[member.control] = None
+                if len(self._logged) > FAILURES_MAX:
+                    self._logged.popitem(last=False)
+                get_logger().info(
+                    "shm.attach_failed",
+                    node=name_of(incarnation), at=member.control, reason=str(error),
+                )  # fmt: skip
             return None
+        self._logged.pop(member.control, None)
         get_logger().info(
             "shm.attached",
             node=name_of(incarnation), at=member.control, bytes=found.page_bytes,

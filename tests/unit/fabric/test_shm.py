@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -19,8 +21,10 @@ from peercache.model.member import Member
 from peercache.model.reads import PeerRead
 from peercache.model.runs import U64, PageRuns
 from peercache.model.seal import ODD
+from peercache.observability.log import LOGGER
 from peercache.observability.reasons import INTERNAL, PEER_UNREACHABLE, REFUSED
 from tests.descriptors import open_files
+from tests.system.nodes import capture_logs
 
 GRANULE = 16384
 NODE = Incarnation(9)
@@ -352,3 +356,41 @@ def test_threads_that_read_and_forget_at_once_get_whole_answers(owner: Published
 def mappings(path: Path) -> int:
     """Return how many mappings of the file this process has."""
     return Path("/proc/self/maps").read_text().count(str(path))
+
+
+def events_of(lines: list[str]) -> list[str]:
+    """Return which lines are about attached segments."""
+    events = ("shm.attach_failed", "shm.attached")
+    return [event for line in lines for event in events if event in line]
+
+
+def test_a_node_whose_memory_is_not_here_is_logged_once(
+    shm_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container of this kernel with another /dev/shm: each restart is a new incarnation."""
+    clock = Clock()
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    with closing(fabric(clock=clock)) as shm, capture_logs() as lines:
+        for incarnation in range(20, 25):
+            other = attrs.evolve(
+                member(shm_dir / segment_name(Incarnation(incarnation)), incarnation),
+                control="127.0.0.1:7000",
+            )
+            for _ in range(3):
+                assert not shm.reaches(other)
+                clock.now += RETRY_S
+
+        assert events_of(lines) == ["shm.attach_failed"]
+
+        owner = publish(shm_dir, 30)
+        there = attrs.evolve(member(owner.path, 30), control="127.0.0.1:7000")
+        assert shm.reaches(there)
+        owner.close()
+        shm.forget(30)
+        assert not shm.reaches(there)
+
+    assert events_of(lines) == [
+        "shm.attach_failed",
+        "shm.attached",
+        "shm.attach_failed",
+    ]
