@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from peercache.actors.mailboxes import TAKER
 from peercache.memory.client_lock import ClientLock, folder_of
 from peercache.model.keys import Namespace
 from peercache.trust.sharing import Sharing
@@ -60,6 +61,20 @@ def test_a_process_of_this_host_needs_the_secret_of_the_client_that_it_claims_to
                 assert refused.reason == "secret"
             claim = hello(cluster.name, lock=lock.name, secret=lock.secret)
             assert isinstance(attacker.ask(claim, sender=4711), Welcome)
+        lock.release()
+
+
+def test_a_process_of_this_host_is_none_of_the_nodes_own_actors() -> None:
+    """It would end the reservations into which a thread of the node reads pages of others."""
+    with one_node() as (cluster, node):
+        lock = ClientLock(node.ready["home"], TAKER.identity, Sharing.of())
+        with Caller.at(node, "home") as attacker:
+            claim = hello(cluster.name, lock=lock.name, secret=lock.secret)
+            refused = attacker.ask(claim, sender=TAKER.identity)
+            assert isinstance(refused, Refused)
+            assert refused.reason == "identity"
+            answer = attacker.ask(LiveReservations(2**63, ()), sender=TAKER.identity)
+            assert isinstance(answer, HelloRequired)
         lock.release()
 
 

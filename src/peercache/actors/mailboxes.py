@@ -268,7 +268,7 @@ class ClientGone:
 
 PROMOTER = Origin(0)
 """The promote actor as a client of its node's pool: messages between actors of this node come from
-0. As of the next two, no message from the network has this sender: all are below FIRST_IDENTITY."""
+0. No peer has this identity, or one of the next two: those of peers begin at FIRST_IDENTITY."""
 
 
 TAKER = Origin(1)
