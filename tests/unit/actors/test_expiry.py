@@ -112,9 +112,11 @@ def test_mirrored_and_moved_pages_expire_too() -> None:
     assert mirror is not None
     rig.slots.hold([mirror])
 
+    rig.slots.pass_time(125.0)
     first = rig.slots.expired(125.0, 10)
     for slot in first:
         rig.slots.release(slot)
+    rig.slots.pass_time(165.0)
     then = rig.slots.expired(165.0, 10)
 
     assert first == [moved]

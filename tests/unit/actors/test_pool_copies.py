@@ -21,6 +21,7 @@ from peercache.actors.mailboxes import (
     PagesWritten,
     RequestCopies,
     RequestSpill,
+    ReserveAhead,
     SpilledPages,
     TakenOver,
     TakeOver,
@@ -32,6 +33,7 @@ from peercache.actors.pool.copies import (
     REPORT_KEYS,
     REPORT_S,
 )
+from peercache.actors.pool.reservations import AHEAD_DIVISOR
 from peercache.model.keys import split_keys
 from peercache.model.records import DROP
 from peercache.wire.messages.membership import CopiesEvicted
@@ -47,7 +49,7 @@ from peercache.wire.messages.pool import (
     Touched,
 )
 from tests.examples import examples
-from tests.unit.actors.test_pool_mirrors import GRANULE, INSIDE, Rig, key, taken
+from tests.unit.actors.test_pool_mirrors import CLIENT, GRANULE, INSIDE, Rig, key, taken
 
 ONE, TWO = 21, 22
 
@@ -198,6 +200,23 @@ def test_the_node_with_the_copy_learns_what_is_evicted() -> None:
     assert rig.reports() == {ONE: (1, [1, 2]), TWO: (1, [3])}
     assert rig.pool.copies.counts() == {}
     assert rig.pool.copies.single_count == 4
+
+
+@pytest.mark.parametrize("late_s", [0.0, REPORT_S, 0.3])
+def test_what_a_late_tick_evicts_is_reported_after_it(late_s: float) -> None:
+    """Slots that a Commit has asked for ahead are reserved late where the node's loop stalls."""
+    rig = Copier(pages=AHEAD_DIVISOR)
+    rig.store(*range(AHEAD_DIVISOR))
+    rig.copied(0)
+    rig.now += 10.0
+    ahead = Reserve(0, rig.sequence + 1, 1, b"", np.full(1, GRANULE, "<u8").tobytes())
+    rig.say(ReserveAhead(CLIENT, ahead), INSIDE)
+
+    rig.now = rig.pool.deadline() + late_s
+    rig.pool.on_tick(rig.now)
+
+    assert rig.pool.deadline() == pytest.approx(rig.now + REPORT_S)
+    assert rig.reports() == {ONE: (1, [0])}
 
 
 def test_what_is_removed_is_not_reported() -> None:

@@ -301,6 +301,8 @@ class Pool:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Reserve what was asked for ahead; let pages go that are retained or kept no longer."""
+        # First, as what it evicts is reported some time after `self._slots.now`.
+        self._slots.pass_time(now)
         self._retention.lapse(now)
         effects = [*self._expire(now), *self._copies.on_tick(now)]
         asked, self._asked_ahead, self._due = self._asked_ahead, [], inf

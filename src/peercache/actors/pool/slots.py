@@ -383,7 +383,6 @@ class SlotAllocator:
 
     def expired(self, now: float, most: int) -> list[Slot]:
         """Return up to so many slots whose tenant's time to live is over; free all of them."""
-        self.pass_time(now)
         found: list[Slot] = []
         for size_class in self._classes.values():
             if size_class.tenant.ttl_s and len(found) < most:
