@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, cast
 
 import attrs
@@ -306,7 +307,8 @@ class SimNode:
         nursery.start_soon(inbound.run)
         for watched in self.watched.values():
             busy = BusyMailbox(watched.mailbox, self._options.busy, self._network, rng)
-            nursery.start_soon(run_actor, watched, cast("Mailbox[Any]", busy), self.perform)
+            report = partial(self.crew.tick_in_past, envelopes.log, watched.name)
+            nursery.start_soon(run_actor, watched, cast("Mailbox[Any]", busy), self.perform, report)
         for effect in self.crew.membership.start(self.place.local(trio.current_time())):
             self.perform(effect)
         nursery.start_soon(self._populate)

@@ -23,9 +23,9 @@ NotifyRing(ClientGone(1))  # refused: the ring does not hear it
 NotifyPublisher(Lookup(1, b""))  # refused: a question for the directory
 
 async def pair(boxes: NodeMailboxes, pool: Pool, ring: RingActor) -> None:
-    await run_actor(ring, boxes.ring, print)
-    await run_actor(pool, boxes.pool, print)
-    await run_actor(ring, boxes.pool, print)  # refused: the ring at the pool's mailbox
+    await run_actor(ring, boxes.ring, print, print)
+    await run_actor(pool, boxes.pool, print, print)
+    await run_actor(ring, boxes.pool, print, print)  # refused: the ring at the pool's mailbox
 """
 
 NO_RECEIVER = '''

@@ -259,6 +259,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               ((f"process_open_fds{{{ON}}} / process_max_fds{{{ON}}}", "{{instance}}"),)),
         Panel("Up since", "s",
               ((f"time() - process_start_time_seconds{{{ON}}}", "{{instance}}"),)),
+        Panel("Ticks asked for in the past, a bug", "ops",
+              ((rate("ticks_in_past_total", "actor", unborn=True), "{{actor}}"),)),
     ),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, Generic, TypeVar, final
 
 import attrs
@@ -26,6 +27,10 @@ MAILBOX_BYTES_MAX = 16 * 2**20
 
 TURN_MESSAGES = 16
 """Messages handled before other tasks get a turn: about a millisecond."""
+
+TICK_AGAIN_S = 0.1
+"""Pause after a tick that leaves another one due, which is a bug: ten log lines a second, if it
+stays so, and no timeout of the actor is late by more."""
 
 SELF = Origin(0)
 """The sender of messages from other actors of this node."""
@@ -146,22 +151,31 @@ class NamedActor(Generic[MessageT]):
 
 
 async def run_actor(
-    actor: StateActor[MessageT], mailbox: Mailbox[MessageT], perform: Callable[[Effect], None]
+    actor: StateActor[MessageT],
+    mailbox: Mailbox[MessageT],
+    perform: Callable[[Effect], None],
+    tick_in_past: Callable[[float], None],
 ) -> None:
     """Hand the actor one message, or one tick, at a time until cancelled.
 
     Nothing else takes messages from the mailbox: this task does, or the `Turn` of another task by
     `handle`, while this one sleeps. `perform` never blocks: outboxes are bounded, and a drop is
-    counted.
+    counted. `tick_in_past` reports a bug of the actor: after a tick it asks for another one, due so
+    many seconds ago.
     """
     is_at_work = False
+    rests_until = -inf
 
     def step() -> bool:
+        nonlocal rests_until
         now = trio.current_time()
-        if actor.deadline() <= now:
+        if actor.deadline() <= now and rests_until <= now:
             effects = actor.on_tick(now)
-            # Otherwise virtual time would stop here, and real time would spin.
-            assert actor.deadline() > now, f"{type(actor).__name__} ticks without end"
+            if (due := actor.deadline()) <= now:
+                # Without a pause virtual time would stop here, and real time would spin. The node
+                # goes on: its pages are worth more than one timeout.
+                rests_until = now + TICK_AGAIN_S
+                tick_in_past(now - due)
         elif (received := mailbox.take()) is not None:
             effects = actor.on_message(*received, now)
         else:
@@ -181,12 +195,12 @@ async def run_actor(
             handled = step()
         finally:
             is_at_work = False
-        if (deadline := actor.deadline()) != sleep.deadline:
+        if (deadline := max(actor.deadline(), rests_until)) != sleep.deadline:
             sleep.deadline = deadline
         return handled
 
     while True:
-        with trio.CancelScope(deadline=actor.deadline()) as sleep:
+        with trio.CancelScope(deadline=max(actor.deadline(), rests_until)) as sleep:
             await mailbox.wait(handle)
         for _ in range(TURN_MESSAGES):
             if not step():

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import trio
@@ -59,6 +60,7 @@ class NodeActors:
         table_file: descriptor of the file for the directory's table; -1 for private memory.
         spaces: those that the node's certificate allows now; None: all.
         """
+        self._metrics = metrics
         self.membership = Membership(
             me=me,
             discovery_addr=heads_of(config.discovery_addr),
@@ -109,12 +111,18 @@ class NodeActors:
             ]
         )
 
-    def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None]) -> None:
+    def start(self, nursery: trio.Nursery, perform: Callable[[Effect], None], log: Any) -> None:
         """Run each actor in a task of its own, and start membership."""
         for named in self.actors:
-            nursery.start_soon(run_actor, named.actor, named.mailbox, perform)
+            report = partial(self.tick_in_past, log, named.name)
+            nursery.start_soon(run_actor, named.actor, named.mailbox, perform, report)
         for effect in self.membership.start(trio.current_time()):
             perform(effect)
+
+    def tick_in_past(self, log: Any, name: str, by_s: float) -> None:
+        """Count and log a bug: after a tick, this actor has asked for another one in the past."""
+        self._metrics.ticks_in_past.labels(name).inc()
+        log.error("node.tick_in_past", actor=name, by_s=round(by_s, 3))
 
 
 def _placement(

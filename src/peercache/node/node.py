@@ -269,7 +269,7 @@ class Node:
         self._draining = self._drainer(crew, nursery)
         self._watch(crew, housekeeping, reach, admission, nursery)
         nursery.start_soon(self._inbound.run)
-        crew.start(nursery, self._switchboard.perform)
+        crew.start(nursery, self._switchboard.perform, self.log)
         await self._serve_rdma(nursery)
         http = await self._serve_http(nursery)
         await nursery.start(populate, segment, self._pool_grew, self.log)

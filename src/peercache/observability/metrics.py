@@ -260,6 +260,9 @@ class Metrics:
     messages_refused = _counter(
         "Control messages that their senders may not send.", "reason", "message"
     )
+    ticks_in_past = _counter(
+        "Times that an actor asked for a tick in the past: a bug, logged as an error.", "actor"
+    )
     insecure = _gauge("1 while this node serves other hosts without certificates.")
     certificate_days = _gauge("Days until this process's certificate expires; NaN without TLS.")
     http_refused = _counter("HTTP requests and handshakes refused.", "reason")

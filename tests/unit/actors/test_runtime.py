@@ -60,11 +60,16 @@ class Diary:
         return [entry for entry in self.written if entry != "check"]
 
 
+def fails(by_s: float) -> None:
+    """Accept no tick in the past."""
+    raise AssertionError(f"a tick was due {by_s} s ago")
+
+
 @asynccontextmanager
 async def running(diary: Diary) -> AsyncIterator[tuple[Mailbox[str], list[Effect]]]:
     mailbox, performed = Mailbox[str](), list[Effect]()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, diary, mailbox, performed.append)
+        nursery.start_soon(run_actor, diary, mailbox, performed.append, fails)
         yield mailbox, performed
         nursery.cancel_scope.cancel()
 
@@ -123,7 +128,7 @@ async def test_a_tick_that_is_due_goes_before_what_waits(
         mailbox.put(SELF, i)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
+        nursery.start_soon(run_actor, diary, mailbox, lambda _: None, fails)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
@@ -131,15 +136,43 @@ async def test_a_tick_that_is_due_goes_before_what_waits(
     assert len(diary.entries()) == 4
 
 
-async def test_a_tick_that_does_not_advance_is_a_bug_and_reported(
+async def test_a_tick_that_does_not_advance_is_reported_and_comes_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It would stop virtual time, and spin in real time."""
-    diary = Diary(due=1.0, every_s=0.0)
+    """Not at once: it would stop virtual time, and spin in real time. Messages go on meanwhile."""
+    diary, mailbox, reported = Diary(due=1.0, every_s=0.05), Mailbox[str](), list[float]()
+    performed: list[Effect] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, diary, mailbox, performed.append, reported.append)
+        await trio.sleep(0.95)
+        # The loop stalls for a while: no task runs.
+        autojump_clock.jump(0.35)
+        await trio.sleep(0.0)
+        await trio.testing.wait_all_tasks_blocked()
+        Turn((mailbox,)).handle(mailbox.put, SELF, "between")
+        await trio.sleep(0.65)
+        nursery.cancel_scope.cancel()
 
-    with pytest.raises(AssertionError, match="Diary ticks without end"):
-        await run_actor(diary, Mailbox(), lambda _: None)
-    assert diary.entries() == ["1: tick"]
+    ticks = [f"{at}: tick" for at in (1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9)]
+    assert diary.entries() == [ticks[0], "1.3: 0 sends between", *ticks[1:]]
+    assert reported == pytest.approx([0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55])
+    assert performed == [said("tick"), said("between"), *[said("tick")] * 6]
+
+
+async def test_an_actor_whose_next_tick_is_in_time_ticks_as_before(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Nothing is left of a tick that was reported."""
+    diary, reported = Diary(due=1.0, every_s=0.0), list[float]()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_actor, diary, Mailbox[str](), lambda _: None, reported.append)
+        await trio.sleep(1.05)
+        diary.every_s = 3.0
+        await trio.sleep(4)
+        nursery.cancel_scope.cancel()
+
+    assert diary.entries() == ["1: tick", "1.1: tick", "4: tick"]
+    assert reported == [0.0]
 
 
 async def test_a_broken_invariant_stops_the_actor_before_its_effects(
@@ -151,7 +184,7 @@ async def test_a_broken_invariant_stops_the_actor_before_its_effects(
     mailbox.put(SELF, "x")
 
     with pytest.raises(AssertionError, match="unsound"):
-        await run_actor(diary, mailbox, performed.append)
+        await run_actor(diary, mailbox, performed.append, fails)
     assert performed == []
 
 
@@ -164,7 +197,7 @@ async def test_others_have_a_turn_between_many_messages(
         mailbox.put(SELF, i)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, diary, mailbox, lambda _: None)
+        nursery.start_soon(run_actor, diary, mailbox, lambda _: None, fails)
         while len(diary.entries()) < 10 * TURN_MESSAGES:
             await trio.lowlevel.checkpoint()
             seen.append(len(diary.entries()))
@@ -243,7 +276,7 @@ async def test_a_sleeping_actor_handles_a_message_in_the_bringers_turn(
     alarm, mailbox, performed = Alarm(), Mailbox(), list[Effect]()
     turn = Turn((mailbox,))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, alarm, mailbox, performed.append)
+        nursery.start_soon(run_actor, alarm, mailbox, performed.append, fails)
         await trio.testing.wait_all_tasks_blocked()
 
         turn.handle(mailbox.put, SELF, "one")
@@ -259,7 +292,7 @@ async def test_a_message_handled_moves_the_next_tick(
     """The task sleeps until a deadline that it had before: it must learn of the new one."""
     alarm, mailbox = Alarm(), Mailbox()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
+        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None, fails)
         await trio.sleep(1)
         Turn((mailbox,)).handle(mailbox.put, SELF, "set")
         assert alarm.seen == ["set"]
@@ -284,7 +317,7 @@ async def test_an_actor_at_work_is_not_entered_again(
         order.append(effect)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, alarm, mailbox, perform)
+        nursery.start_soon(run_actor, alarm, mailbox, perform, fails)
         await trio.testing.wait_all_tasks_blocked()
         turn.handle(mailbox.put, SELF, "first")
         nursery.cancel_scope.cancel()
@@ -302,7 +335,7 @@ async def test_what_a_turn_leaves_wakes_the_actor(autojump_clock: trio.testing.M
         raise ZeroDivisionError
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
+        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None, fails)
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(ZeroDivisionError):
             turn.handle(bring)
@@ -320,7 +353,7 @@ async def test_a_turn_wakes_no_task_for_what_it_handles(
     """A wake-up costs more than most messages do."""
     alarm, mailbox = Alarm(), Mailbox()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None)
+        nursery.start_soon(run_actor, alarm, mailbox, lambda _: None, fails)
         await trio.testing.wait_all_tasks_blocked()
         woken = Woken()
         trio.lowlevel.add_instrument(woken)

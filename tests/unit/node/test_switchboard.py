@@ -679,7 +679,7 @@ async def test_a_fact_and_what_follows_from_it_are_handled_before_the_call_retur
     async with running(tmp_path) as board, trio.open_nursery() as nursery:
         boxes = board.mailboxes.named()
         for name, relay in relays.items():
-            nursery.start_soon(run_actor, relay, boxes[name], board.board.perform)
+            nursery.start_soon(run_actor, relay, boxes[name], board.board.perform, print)
         await trio.testing.wait_all_tasks_blocked()
 
         board.board.deliver(NotifyRing(fact))
@@ -693,7 +693,7 @@ async def test_what_is_reported_outside_any_turn_wakes_its_actor(tmp_path: Path)
     """The mailboxes are attended to only while the switchboard is at work."""
     relay = Relay()
     async with running(tmp_path) as board, trio.open_nursery() as nursery:
-        nursery.start_soon(run_actor, relay, board.mailboxes.pool, board.board.perform)
+        nursery.start_soon(run_actor, relay, board.mailboxes.pool, board.board.perform, print)
         await trio.testing.wait_all_tasks_blocked()
         board.board.deliver(NotifyPublisher(Republish()))
         board.mailboxes.pool.put(SELF, PoolGrew(1))
