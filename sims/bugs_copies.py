@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 from peercache.actors.placement.offers import Offers
-from peercache.actors.pool.copies import Copies
+from peercache.actors.pool.actor import Pool
+from peercache.actors.pool.copies import REPORT_S, Copies
 from peercache.model.member import DEAD
 from sims import bugs_handover
 from sims.canary import Canary
 from sims.copying import copy, copy_while
 from sims.parting import part
 from sims.racing import race_copies
+from sims.swarm import with_late_ticks
 
 
 def _nothing(_: Any) -> Any:
@@ -41,6 +43,17 @@ def _without_the_dead(right: Any) -> Any:
                 self._away.pop(member.incarnation, None)
 
     return note
+
+
+def _from_the_last_step(right: Any) -> Any:
+    def on_tick(self: Any, now: float) -> Any:
+        before = self._slots.now
+        effects = right(self, now)
+        if self._copies._report_at == now + REPORT_S:
+            self._copies._report_at = before + REPORT_S
+        return effects
+
+    return on_tick
 
 
 CANARIES: tuple[Canary, ...] = (
@@ -78,5 +91,12 @@ CANARIES: tuple[Canary, ...] = (
         5,
         patches=((Offers, "_note_returns", _without_the_dead),),
         story=part,
+    ),
+    Canary(
+        "counts-from-the-last-message",
+        "what a tick evicts is reported some time after the message before, not after the tick",
+        10,
+        patches=((Pool, "on_tick", _from_the_last_step),),
+        change=with_late_ticks,
     ),
 )

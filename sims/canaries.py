@@ -39,6 +39,7 @@ from sims.rewriting import rewrite
 from sims.swarm import (
     draining,
     with_a_bound,
+    with_late_loads,
     with_rot,
     with_tables,
     with_tenants,
@@ -234,8 +235,9 @@ CANARIES: tuple[Canary, ...] = (
     Canary(
         "late-slot-reused",
         "the slot of a load that is late is given to another client",
-        100,
+        50,
         patches=bugs.LATE_SLOT_REUSED,
+        change=with_late_loads,
     ),
     Canary(
         "eviction-not-published",

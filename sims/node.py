@@ -68,7 +68,7 @@ from sims.store import Image, Store
 from sims.swarm import GRANULE, Options
 from sims.tables import table_file
 from sims.trace import SimLog, Trace, Violation
-from sims.watch import BusyMailbox, WatchedActor
+from sims.watch import LATE_MAX_S, BusyMailbox, WatchedActor
 
 CLUSTER = "sims"
 
@@ -136,6 +136,8 @@ class SimNode:
         self._network = network
         self._trace = trace
         self._scope = trio.CancelScope()
+        # A separate stream, as for how long an actor is busy.
+        self._late_rng = random.Random(f"late/{self.incarnation}")
         granules = options.pool_granules
         self.memory = NodeMemory(
             self.incarnation, host=place.host, granules=granules, granule=GRANULE, truth=truth
@@ -165,7 +167,7 @@ class SimNode:
         self.crew.pool.mirrors.lately_s = options.mirror_lately_s
         os.close(file)
         self.memory.table = self.crew.directory.table
-        # Time is exact here, so that no tick is late, and ticks are most of a quiet run's events.
+        # Few ticks are late here, and ticks are most of a quiet run's events.
         self.crew.directory.clock, self.crew.directory.tick_s = trio.current_time, 0.07
         # Longer than a shard trusts a holder from which it receives nothing.
         self.crew.publisher.former_s = FORMER_S
@@ -195,7 +197,14 @@ class SimNode:
         )
         self.watched = {
             named.name: WatchedActor(
-                named.name, named.actor, named.mailbox, place, trace, truth, self._check_sent
+                named.name,
+                named.actor,
+                named.mailbox,
+                place,
+                trace,
+                truth,
+                self._check_sent,
+                self._next_late_s,
             )
             for named in self.crew.actors
         }
@@ -306,7 +315,9 @@ class SimNode:
         )
         nursery.start_soon(inbound.run)
         for watched in self.watched.values():
-            busy = BusyMailbox(watched.mailbox, self._options.busy, self._network, rng)
+            busy = BusyMailbox(
+                watched.mailbox, watched.kept_until, self._options.busy, self._network, rng
+            )
             report = partial(self.crew.tick_in_past, envelopes.log, watched.name)
             nursery.start_soon(run_actor, watched, cast("Mailbox[Any]", busy), self.perform, report)
         for effect in self.crew.membership.start(self.place.local(trio.current_time())):
@@ -314,6 +325,12 @@ class SimNode:
         nursery.start_soon(self._populate)
         if self.config.disk_enabled:
             nursery.start_soon(self.disk.run)
+
+    def _next_late_s(self) -> float:
+        rng = self._late_rng
+        if not self._network.faults_on or rng.random() >= self._options.late:
+            return 0.0
+        return rng.uniform(0.0, LATE_MAX_S)
 
     def _answer(self, sender: Origin, message: Message) -> Message | None:
         """Answer nodes that ask whether this one drains; no client of a run asks for figures."""

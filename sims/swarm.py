@@ -104,6 +104,8 @@ class Options:
     spill: bool = False
     placement_min_age_s: float = 0.0
     copies: int = 1
+    late: float = 0.0
+    """The fraction of ticks that are late, as where the loop of a node stalls."""
     pools: int = 1
     """2: every exists asks how far a prefix reaches in two pools of a model. Never drawn."""
     quotas: str = ""
@@ -239,6 +241,11 @@ def with_rot(options: Options) -> Options:
     )
 
 
+def with_late_loads(options: Options) -> Options:
+    """Return a small run with disks that often finish a load after its deadline."""
+    return attrs.evolve(with_rot(options), disk_rot=0.0, disk_late=0.1)
+
+
 def with_a_bound(options: Options) -> Options:
     """Return a small run in which one writer wants more than it may have, all the time."""
     return attrs.evolve(
@@ -248,6 +255,35 @@ def with_a_bound(options: Options) -> Options:
         batch_max=16,
         think_s=0.02,
         workers=2,
+    )
+
+
+def with_late_ticks(options: Options) -> Options:
+    """Return a small run in which ticks are late, and a tick evicts pages that have second copies.
+
+    All batches are alike, so that each asks for slots ahead, which a pool reserves in a tick. There
+    are few other faults, so that many pages are stored.
+    """
+    return attrs.evolve(
+        spilling(options),
+        late=0.1,
+        spill=False,
+        copies=2,
+        lengths=(256,),
+        pool_granules=64,
+        batch_max=1,
+        clients=4,
+        workers=3,
+        think_s=0.005,
+        latency_min_s=0.0001,
+        crash_rate=0.0,
+        leave_rate=0.0,
+        partition_rate=0.0,
+        clog_rate=0.0,
+        client_crash_rate=0.0,
+        client_pause_rate=0.0,
+        transfer_failure=0.0,
+        forge_rate=0.0,
     )
 
 
@@ -435,4 +471,5 @@ def draw(rng: random.Random, seed: int) -> Options:
         spill=rng.random() < 0.5,
         placement_min_age_s=rng.choice([0.0, 1.0, 10.0]),
         copies=rng.choice([1, 1, 2]),
+        late=rng.choice([0.0, 0.01, 0.1, 0.5]),
     )

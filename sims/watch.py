@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeAlias
 
 import attrs
@@ -44,6 +45,10 @@ FACTS_WAITING_MAX = 4 * MAILBOX_MESSAGES_MAX
 BUSY_MEAN_S = 0.3
 """How long an actor that is busy finds no time for its mailbox."""
 
+LATE_MAX_S = 0.3
+"""How late a tick may be: the loop stalls as long for a collection of garbage, a thread that holds
+the GIL, or a short pause of the process."""
+
 Generations: TypeAlias = dict[tuple[int, bytes], int]
 
 
@@ -51,23 +56,28 @@ Generations: TypeAlias = dict[tuple[int, bytes], int]
 class BusyMailbox:
     """A mailbox of an actor that is kept from it by other work from time to time.
 
-    chance: of being kept, each time that it would wait for a message.
+    kept_until: returns until when the actor takes no message. chance: of being kept, each time that
+    it would wait for a message.
     """
 
     mailbox: Mailbox[Any]
+    kept_until: Callable[[float], float]
     chance: float
     network: Network
     rng: random.Random
 
     async def wait(self, handle: Callable[[], bool]) -> None:
         """Wait like the mailbox, possibly a while longer."""
+        while (until := self.kept_until(trio.current_time())) > trio.current_time():
+            await trio.sleep_until(until)
         if self.chance and self.network.faults_on and self.rng.random() < self.chance:
             await trio.sleep(self.rng.expovariate(1 / BUSY_MEAN_S))
         await self.mailbox.wait(handle)
 
     def take(self) -> tuple[Origin, Any] | None:
         """Return the oldest message, or None."""
-        return self.mailbox.take()
+        now = trio.current_time()
+        return None if self.kept_until(now) > now else self.mailbox.take()
 
 
 @attrs.define(eq=False)
@@ -82,7 +92,11 @@ class WatchedActor:
     truth: Truth
     look: Callable[[list[Effect]], None]
     """Called with all effects of a step, before any is performed."""
+    next_late_s: Callable[[], float]
+    """Returns how late a tick is. Meanwhile the actor does not take messages either."""
     steps: int = 0
+    _late_s: float = 0.0
+    _ticked_at: float = -inf
 
     def on_message(self, sender: Origin, message: Any, now: float) -> list[Effect]:
         """Pass a message on; check what the directory does with it."""
@@ -132,15 +146,25 @@ class WatchedActor:
         if isinstance(self.actor, Pool):
             check_shares(self.actor)
         self._note("tick", effects)
+        self._ticked_at, self._late_s = now, self.next_late_s()
         return effects
 
     def deadline(self) -> float:
-        """Return when to tick: not while the process is stopped."""
-        return max(self.place.world(self.actor.deadline()), self.place.paused_until)
+        """Return when to tick: not while the process is paused, or its loop stalls."""
+        due = self._due()
+        # A tick that was due before the last one is a bug, and the runtime must notice it.
+        return due if due <= self._ticked_at else due + self._late_s
+
+    def kept_until(self, now: float) -> float:
+        """Return until when the process is paused, or its loop stalls; the past if neither."""
+        return self.deadline() if self._due() <= now else self.place.paused_until
 
     def check(self) -> None:
         """Assert the actor's own invariants."""
         self.actor.check()
+
+    def _due(self) -> float:
+        return max(self.place.world(self.actor.deadline()), self.place.paused_until)
 
     def _note(self, cause: str, effects: list[Effect]) -> None:
         self.look(effects)

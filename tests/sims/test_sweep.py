@@ -15,7 +15,7 @@ from sims.__main__ import main
 from sims.canaries import planted_canary
 from sims.canary import Canary
 from sims.play import play
-from sims.swarm import Options, smaller, with_large_batches
+from sims.swarm import Options, smaller, with_large_batches, with_late_ticks
 from sims.sweep import derived_seeds, kept_seeds, reproduce_line
 
 SEEDS = range(100, 108)
@@ -134,6 +134,15 @@ def test_a_client_with_a_clock_of_its_own_finds_who_waits_by_another() -> None:
     assert missed.ok, f"{missed.checker}: {missed.detail}"
 
 
+def test_late_ticks_find_an_actor_that_counts_from_its_last_message() -> None:
+    """Planted: the report of what a tick evicts. Without the bug late ticks do no harm."""
+    found = canaries.hunt("counts-from-the-last-message")
+    clean = play(canaries.FIRST_SEED, change=with_late_ticks)
+
+    assert found.checker == "error-log"
+    assert clean.ok, f"{clean.checker}: {clean.detail}"
+
+
 @pytest.mark.parametrize(
     ("canary", "checker"),
     [
@@ -145,7 +154,7 @@ def test_a_client_with_a_clock_of_its_own_finds_who_waits_by_another() -> None:
 def test_large_batches_find_planted_bugs(canary: str, checker: str) -> None:
     """Although most of their pages are copied in no time."""
     with planted_canary(canary):
-        outcome = play(720, change=with_large_batches)
+        outcome = play(723, change=with_large_batches)
 
     assert outcome.checker == checker, outcome.detail
 
