@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.system.nodes import state_of
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
 FILL_BYTES = 256 * 1024
+BETWEEN_STALLS_S = 0.1
+"""Between two stalls: the node does most of its work then."""
 OF_DISKS = {"disk_error": "5", "disk_slow": "slow", "disk_hangs": "hang", "disk_flips": "flip"}
 """What the shim of disks is to do, with an errno for errors."""
 
@@ -80,6 +83,8 @@ class Injection:
             case "pause_node" | "pause_client":
                 pid = process.signal(signal.SIGSTOP)
                 return f"SIGSTOP {pid}", lambda: _continue(pid)
+            case "stall_node":
+                return _stalled(process, fault.options["stall_s"])
             case "memory_limit":
                 return _limit_memory(process, int(fault.options["left"].removesuffix("KiB")))
             case "few_descriptors":
@@ -153,6 +158,26 @@ def _ended(process: Process, number: signal.Signals) -> tuple[str, Undo]:
         process.may_run.set()
 
     return f"{number.name} {pid}", undo
+
+
+def _stalled(process: Process, stall_s: float) -> tuple[str, Undo]:
+    """Stop a process for a moment again and again, as a collection of garbage stalls its loop."""
+    is_over = threading.Event()
+
+    def stall() -> None:
+        while not is_over.wait(BETWEEN_STALLS_S):
+            pid = process.signal(signal.SIGSTOP)
+            time.sleep(stall_s)
+            _continue(pid)
+
+    thread = threading.Thread(target=stall, daemon=True)
+    thread.start()
+
+    def undo() -> None:
+        is_over.set()
+        thread.join()
+
+    return f"SIGSTOP for {stall_s} s, again and again", undo
 
 
 def _continue(pid: int) -> None:

@@ -72,7 +72,10 @@ NODE_KINDS = (
 CLIENT_KINDS = ("kill_client", "pause_client")
 PAIR_KINDS = ("one_way", "cut", "bad_link", "flapping", "slow_link", "mtu_black_hole")
 HOST_KINDS = ("silence", "partition")
-KINDS = NODE_KINDS + CLIENT_KINDS + PAIR_KINDS + HOST_KINDS
+DRAWN = NODE_KINDS + CLIENT_KINDS + PAIR_KINDS + HOST_KINDS
+STALL, STALL_S = "stall_node", (0.02, 0.3)
+"""The loop of a node stalls again and again, for so long: each storm has one."""
+KINDS = (*DRAWN, STALL)
 
 
 def plan(seed: int, seconds: float, only: Sequence[str] = (), *, upgrades: bool = False) -> Plan:
@@ -85,7 +88,7 @@ def plan(seed: int, seconds: float, only: Sequence[str] = (), *, upgrades: bool 
         "disk-size": "16MiB" if rng.random() < 0.5 else "64MiB",
         "write-policy": rng.choice(("through", "on_evict")),
         "spill": rng.choice(("true", "false")),
-        "copies": rng.choice(("1", "1", "2")),
+        "copies": rng.choice(("1", "2", "2")),
         "mirror-share": rng.choice(("0.1", "0.3")),
     }
     client_settings = {
@@ -103,15 +106,18 @@ def plan(seed: int, seconds: float, only: Sequence[str] = (), *, upgrades: bool 
         for _ in range(max(1, round(storm_s * FAULTS_A_SECOND))):
             begin = at_s + rng.uniform(0, storm_s * 0.7)
             for_s = min(rng.uniform(*LASTS_S), at_s + storm_s - begin)
-            faults.append(_fault(rng, rng.choice(only or KINDS), round(begin, 2), round(for_s, 2)))
+            faults.append(_fault(rng, rng.choice(only or DRAWN), round(begin, 2), round(for_s, 2)))
         at_s += storm_s + CALM_S
+    faults = _apart(faults, _upgrades(storms) if upgrades else ())
+    if not only:
+        faults = _apart(_stalls(seed, storms), faults)
     return Plan(
         seed=seed,
         seconds=max(seconds, at_s),
         settings=settings,
         client_settings=client_settings,
         clocks=clocks,
-        faults=_apart(faults, _upgrades(storms) if upgrades else ()),
+        faults=faults,
         upgrades=upgrades,
     )
 
@@ -123,6 +129,12 @@ def _upgrades(storms: Sequence[float]) -> list[Fault]:
         Fault(kind="restart_node", at_s=storms[at // each] + at % each, for_s=0.5, to=(host,))
         for at, host in enumerate(HOSTS)
     ]
+
+
+def _stalls(seed: int, storms: Sequence[float]) -> list[Fault]:
+    """Return a node that stalls in each storm, drawn apart: the other faults of a seed stay."""
+    rng = random.Random(f"stalls/{seed}")
+    return [_fault(rng, STALL, at_s, round(rng.uniform(1.0, STORM_S[0]), 2)) for at_s in storms]
 
 
 def _fault(rng: random.Random, kind: str, at_s: float, for_s: float) -> Fault:
@@ -143,6 +155,8 @@ def _fault(rng: random.Random, kind: str, at_s: float, for_s: float) -> Fault:
         options = {"left": rng.choice((0, 4, 16, 64))}
         if rng.random() < 0.5:
             to = (str(rng.randrange(CLIENTS)),)
+    elif kind == STALL:
+        options = {"stall_s": round(rng.uniform(*STALL_S), 3)}
     elif kind == "memory_limit":
         options = {"left": f"{rng.choice((64, 512, 4096))}KiB"}
     elif kind.startswith("disk"):
@@ -192,7 +206,7 @@ def mechanism(fault: Fault) -> str:
         return "network"
     if fault.kind in CLIENT_KINDS:
         return "client"
-    if fault.kind in {"kill_node", "restart_node", "pause_node", "memory_limit"}:
+    if fault.kind in {"kill_node", "restart_node", "pause_node", "memory_limit", STALL}:
         return "process"
     return "slabs" if fault.kind in {"disk_error", "disk_slow", "disk_hangs", "disk_flips"} else (
         fault.kind

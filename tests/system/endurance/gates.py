@@ -25,10 +25,11 @@ FIRST, LAST = slice(10, 20), slice(50, 60)
 MEMORY_MAX = {NODE: 8 * MIB, CLIENT: 24 * MIB}
 """Growth of anonymous memory. A client's allocator takes 20 MB once, in whichever minute it first
 replaces its location cache."""
-DESCRIPTORS_MAX = 8
-THREADS_MAX = {NODE: 1, CLIENT: 4}
+DESCRIPTORS_MAX = 16
+"""While a holder stalls, its readers open further channels, and keep them for a minute."""
+THREADS_MAX = {NODE: 4, CLIENT: 4}
 """A client starts a thread for each further holder when it first reads from several over tcp, and
-keeps it. There are four nodes."""
+keeps it; a node does the same when it first takes copies from several nodes. There are four."""
 FILES_OF_NODE = 2
 """In shared memory: its pool and its directory table."""
 ROWS_OF_PAGE = 3

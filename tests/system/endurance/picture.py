@@ -35,6 +35,7 @@ HOUR = Path(__file__).parent / "hour.json"
 EVENTS = {
     "kill_node": "a node killed",
     "pause_node": "a node paused",
+    "stall_node": "a node that stalled",
     "kill_engine": "an engine killed",
     "pause_engine": "an engine paused",
     "die_writing": "an engine that died while it wrote",

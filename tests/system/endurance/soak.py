@@ -1,14 +1,15 @@
 """A soak: a cluster and engines that live long, others that are killed and paused, and samples.
 
-Two of the four nodes are never disturbed, two are killed and paused; one of each has a disk. Three
-engines and a visitor, which opens and closes clients, live as long as the run: the home of one of
-these engines is a node that is killed. Two more engines are killed and paused. All the time engines
-die between reserve and commit, and strangers send garbage to every port.
+Two of the four nodes are never disturbed, two are killed, paused and stalled; one of each has a
+disk. Three engines and a visitor, which opens and closes clients, live as long as the run: the home
+of one of these engines is a node that is killed. Two more engines are killed and paused. All the
+time engines die between reserve and commit, and strangers send garbage to every port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import signal
@@ -22,11 +23,13 @@ from typing import Any
 
 import attrs
 
+from peercache import Client
 from tests.hostile.garbage import conversation
 from tests.hostile.strangers import ports_of
 from tests.pace import wait_until
 from tests.system.endurance import samples, worker
 from tests.system.endurance.gates import BUCKETS, DISK_BYTES
+from tests.system.endurance.load import opened
 from tests.system.endurance.samples import CLIENT, END, EVENT, MACHINE, NODE, Journal
 from tests.system.nodes import (
     DIES_WRITING,
@@ -44,6 +47,9 @@ STEADY, RESTARTED = 2, 2
 NODES = STEADY + RESTARTED
 SAMPLE_S = 5.0
 PAUSE_S = (0.1, 3.0)
+STALLS, STALL_S, BETWEEN_STALLS_S = 10, (0.02, 0.3), (0.02, 0.1)
+STORED = 4
+"""Pages of a batch at a node that stalls: few enough that the pool reserves slots ahead for it."""
 BETWEEN_S = (2.0, 8.0)
 BABBLE_S = 1.0
 HEALED_S = 60.0
@@ -93,6 +99,8 @@ class Soak:
         self.did: Counter[str] = Counter()
         self.journal = Journal(folder / samples.SAMPLES)
         self.engines = engines()
+        self._keys = keys_of(worker.CORPUS, worker.KEYS)
+        self._firsts = itertools.cycle(range(0, worker.KEYS, STORED))
         self.shm = shm
         self.babbled = 0
         self._stop = threading.Event()
@@ -111,7 +119,9 @@ class Soak:
         memory = ("--metrics-port", free_port(), "--shm-dir", str(self.shm))
         path = str(self._disk_of(place))
         disk = ("--disk-enabled", "true", "--disk-path", path, "--disk-size", str(DISK_BYTES))
-        return (*addresses, *memory, *(() if place % 2 else disk))
+        # So that second copies are made all the time, of pages that were stored just now.
+        copies = ("--copies", "2", "--placement-min-age", "0")
+        return (*addresses, *memory, *copies, *(() if place % 2 else disk))
 
     def _disk_of(self, place: int) -> Path:
         return self.folder / f"disk{place}"
@@ -141,7 +151,8 @@ class Soak:
             thread.start()
         until = time.monotonic() + seconds
         events = (
-            self.kill_node, self.pause_node, self.kill_engine, self.pause_engine, self.die_writing,
+            self.kill_node, self.pause_node, self.stall_node, self.kill_engine, self.pause_engine,
+            self.die_writing,
         )  # fmt: skip
         try:
             while time.monotonic() < until and not self._errors:
@@ -186,6 +197,35 @@ class Soak:
         time.sleep(self.rng.uniform(*PAUSE_S))
         node.resume()
         return f"n{place}"
+
+    def stall_node(self) -> str:
+        """SIGSTOP a node for moments, as if its loop stalled, while pages are stored there.
+
+        Slots ahead are reserved a millisecond after a set: some stalls begin in between.
+        """
+        place = self.rng.randrange(STEADY, NODES)
+        node = self.cluster.nodes[place]
+        is_over = threading.Event()
+        with opened(self.cluster.name, node.ready["home"], "auto") as client:
+            storing = threading.Thread(target=self._store, args=(client, is_over))
+            storing.start()
+            try:
+                for _ in range(STALLS):
+                    node.pause()
+                    time.sleep(self.rng.uniform(*STALL_S))
+                    node.resume()
+                    time.sleep(self.rng.uniform(*BETWEEN_STALLS_S))
+            finally:
+                is_over.set()
+                storing.join()
+        return f"n{place}"
+
+    def _store(self, client: Client, is_over: threading.Event) -> None:
+        """Store pages of the corpus, batch after batch, from where the last call has ended."""
+        while not is_over.is_set():
+            first = next(self._firsts)
+            keys = self._keys[first : first + STORED]
+            client.batch_set(keys, pages_of(keys, worker.PAGE_BYTES))
 
     def kill_engine(self) -> str:
         """Kill -9 an engine, and start another one in its place."""

@@ -94,9 +94,9 @@ def test_a_steady_run_passes() -> None:
     [
         ("n0", "anonymous_bytes", 0.25 * MIB, "anonymous_bytes"),
         ("engine0", "anonymous_bytes", 0.7 * MIB, "anonymous_bytes"),
-        ("n1", "descriptors", 0.25, "descriptors"),
-        ("visitor", "descriptors", 0.25, "descriptors"),
-        ("n1", "threads", 0.05, "threads"),
+        ("n1", "descriptors", 0.5, "descriptors"),
+        ("visitor", "descriptors", 0.5, "descriptors"),
+        ("n1", "threads", 0.15, "threads"),
         ("engine0", "threads", 0.15, "threads"),
         ("n2", "disk_bytes", 0.1 * MIB, "disk bytes"),
         ("n0", "disk_files", 0.1, "disk files"),

@@ -27,6 +27,7 @@ from tests.system.endurance.load import EXISTS_TIMEOUT_S, Corpus, opened
 from tests.system.nodes import keys_of
 
 ENGINE, VISITOR = "engine", "visitor"
+CORPUS = "chaos"
 KEYS, PAGE_BYTES, BATCH = 1024, 32 * 1024, 16
 KINDS, WEIGHTS = ("get", "set", "exists", "remove"), (60, 25, 13, 2)
 FIGURES_S = 0.5
@@ -79,7 +80,7 @@ class Worker:
     def __init__(self, seed: int, figures: Path) -> None:
         """Make the pages: making them costs more than reading."""
         self._rng = random.Random(seed)
-        self._corpus = Corpus(keys_of("chaos", KEYS), PAGE_BYTES)
+        self._corpus = Corpus(keys_of(CORPUS, KEYS), PAGE_BYTES)
         self._buffers = [np.empty(PAGE_BYTES, np.uint8) for _ in range(BATCH)]
         self._latencies = Latencies()
         self._counts: Counter[str] = Counter()
