@@ -32,6 +32,8 @@ PAGE_MEMORY_BYTES = 16 * 2**20
 STEP_BYTES_MAX = 2**20
 """What the server hands the kernel at a time, as in _serving.h."""
 
+PLACES = 8
+
 OFFSETS = st.integers(0, PAGE_MEMORY_BYTES // GRANULE).map(lambda granule: granule * GRANULE)
 OFFSETS |= st.integers(0, 2**64 - 1)
 LENGTHS = st.integers(0, 3 * GRANULE) | st.integers(0, 2**64 - 1)
@@ -46,9 +48,9 @@ def memory() -> PlainMemory:
     return plain
 
 
-def connect(server: PageServer) -> socket.socket:
-    """Connect without a greeting."""
-    return socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
+def connect(server: PageServer, host: str = "127.0.0.1") -> socket.socket:
+    """Connect without a greeting. host: the address to connect from."""
+    return socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S, (host, 0))
 
 
 def greeting(**other: object) -> bytes:
@@ -69,11 +71,17 @@ def receive(connection: socket.socket, count: int) -> bytes:
     return got
 
 
-def admitted(server: PageServer) -> socket.socket:
-    """Connect and be accepted."""
-    connection = connect(server)
+def greeted(server: PageServer, host: str) -> tuple[socket.socket, str]:
+    """Connect from a host; return the connection, and why it was refused."""
+    connection = connect(server, host)
     connection.sendall(greeting())
-    assert wire.decode_answer(receive(connection, wire.ANSWER_BYTES)) == ""
+    return connection, wire.decode_answer(receive(connection, wire.ANSWER_BYTES))
+
+
+def admitted(server: PageServer, host: str = "127.0.0.1") -> socket.socket:
+    """Connect and be accepted."""
+    connection, refused = greeted(server, host)
+    assert refused == ""
     return connection
 
 
@@ -365,8 +373,8 @@ def test_newcomer_that_is_silent_for_longest_makes_room(
 def test_idle_client_makes_room_for_a_new_one(memory: PlainMemory) -> None:
     """An admitted client that asks for nothing costs another one nothing."""
     server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=2)
-    with admitted(server) as oldest, admitted(server) as second:
-        third = admitted(server)
+    with admitted(server, "127.0.0.1") as oldest, admitted(server, "127.0.0.2") as second:
+        third = admitted(server, "127.0.0.3")
         gone = receive(oldest, 1)
         second.sendall(wire.encode_request(*np.array([[0], [1], [2]], np.uint64), INCARNATION))
         answer = receive(second, wire.ANSWER_BYTES)
@@ -376,6 +384,32 @@ def test_idle_client_makes_room_for_a_new_one(memory: PlainMemory) -> None:
     assert gone == b""
     assert wire.decode_status(answer) == ""
     assert server.refusals(wire.BUSY) == 0
+
+
+def test_one_host_has_half_of_the_places(memory: PlainMemory) -> None:
+    """Also if it is the first and the only one, and keeps each of them busy."""
+    server = PageServer(memory, incarnation=INCARNATION, granule=GRANULE, connections_max=PLACES)
+    whole = np.array([[0] * 9, [PAGE_MEMORY_BYTES] * 9, [2] * 9], np.uint64)
+    with contextlib.ExitStack() as stack:
+
+        def answer(host: str) -> str:
+            connection, refused = greeted(server, host)
+            held.append(stack.enter_context(connection))
+            if not refused:
+                # More than it receives: no idle connection can be closed to make room.
+                connection.sendall(wire.encode_request(*whole, INCARNATION))
+                receive(connection, wire.ANSWER_BYTES)
+            return refused
+
+        held: list[socket.socket] = []
+        greedy = [answer("127.0.0.1") for _ in range(PLACES // 2 + 1)]
+        other = answer("127.0.0.2")
+        held[0].close()
+        wait_until(lambda: answer("127.0.0.1") == "")
+    server.close()
+
+    assert greedy == [""] * (PLACES // 2) + [wire.BUSY]
+    assert other == ""
 
 
 def test_greeting_that_trickles_ends(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ from peercache.trust.files import LiveTls
 
 HOST_NEWCOMERS_MAX = 64
 """The newcomers of one host: a flood from there makes room among its own."""
+OF_ONE_HOST = 2
+"""One host has at most one of this many parts of the admitted connections: without certificates its
+address is all that is known of a client."""
 SILENCE_S = 5.0
 """Timeout without a byte of a client that is not admitted yet: it has no reason to wait."""
 ADMISSION_S = 20.0
@@ -296,18 +299,25 @@ class _Service:
 
     async def _has_place(self, newcomer: _Newcomer) -> bool:
         """Return whether one more client may stay, after closing an idle connection if needed."""
-        of_host, of_owner = self.hosts[newcomer.host], self.owners[newcomer.name]
-        if of_host >= max(self.connections_max // 2, 1) and len(self.hosts) > 1:
+        if self._has_its_share(newcomer):
             return False
-        if newcomer.name and of_owner >= max(self.connections_max // OF_ONE_CERTIFICATE, 1):
-            return False
-        if sum(self.served) < self.connections_max:
+        if sum(self.served) >= self.connections_max:
+            self.pages[self.served.index(max(self.served))].close_idle()
+            with trio.move_on_after(PLACE_S):
+                while sum(self.served) >= self.connections_max:
+                    await self.left.wait()
+        # Others of this host or certificate may have waited for a place, too.
+        return sum(self.served) < self.connections_max and not self._has_its_share(newcomer)
+
+    def _has_its_share(self, newcomer: _Newcomer) -> bool:
+        """Return whether the client's host or certificate has all places that it may have.
+
+        Also while no other host is connected: those that come later must find places.
+        """
+        if self.hosts[newcomer.host] >= max(self.connections_max // OF_ONE_HOST, 1):
             return True
-        self.pages[self.served.index(max(self.served))].close_idle()
-        with trio.move_on_after(PLACE_S):
-            while sum(self.served) >= self.connections_max:
-                await self.left.wait()
-        return sum(self.served) < self.connections_max
+        most = max(self.connections_max // OF_ONE_CERTIFICATE, 1)
+        return newcomer.name != "" and self.owners[newcomer.name] >= most
 
     async def _converse(self, newcomer: _Newcomer, spaces: tuple[int, ...]) -> None:
         # The thread with the fewest: in turn, all long-lived connections could end up on one
