@@ -49,7 +49,11 @@ class Cluster:
 
     def node(self, name: str = "one", **more: Any) -> LiveTls:
         """Return what a node with a certificate knows."""
-        return self.live(self._issued(name, self.certificates.node, **more), is_node=True)
+        return self.live(self.node_files(name, **more), is_node=True)
+
+    def node_files(self, name: str = "one", **more: Any) -> dict[str, str]:
+        """Return the settings of a node with a certificate."""
+        return self._issued(name, self.certificates.node, **more)
 
     def client(self, name: str = "reader", *namespaces: str, **more: Any) -> LiveTls:
         """Return what a client with a certificate knows."""

@@ -5,9 +5,9 @@
  * Takes   requests (wire.py): it checks every length before it uses it.
  * Sends   the bytes of slots, and after them their seals (_responding.c).
  * Keeps   no receive ever waits.
- * Limits  STEP_BYTES_MAX of one connection before the others have their turn; requests and ciphertext
- *         of held_max bytes in all and owner_held_max of one certificate: what would be more waits
- *         (_holding.c). The caller limits the number of connections.
+ * Limits  STEP_BYTES_MAX or RECEIVES_MAX of one connection before the others have their turn;
+ *         requests and ciphertext of held_max bytes in all and owner_held_max of one certificate: what
+ *         would be more waits (_holding.c). The caller limits the number of connections.
  *
  * ctypes releases the GIL once for as long as `run` runs: serving delays neither the engine's thread
  * nor the node's loop.
@@ -180,6 +180,8 @@ static int64_t receive_some(struct connection *connection, void *into, size_t si
 
 static enum end receive(struct server *server, struct connection *connection, int64_t now)
 {
+    int left = RECEIVES_MAX;
+
     while (connection->phase == HEAD || connection->phase == ENTRIES) {
         int is_head = connection->phase == HEAD;
         char *into = is_head ? (char *)&connection->head : (char *)connection->request->entries;
@@ -188,9 +190,11 @@ static enum end receive(struct server *server, struct connection *connection, in
         enum end how;
 
         while (connection->got < wanted) {
-            int64_t got =
-                receive_some(connection, into + connection->got, wanted - connection->got);
+            int64_t got;
 
+            if (!left--)
+                return GOES_ON;
+            got = receive_some(connection, into + connection->got, wanted - connection->got);
             if (got < 0 && errno == EINTR)
                 continue;
             if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))

@@ -14,6 +14,9 @@
 
 /* About 0.3 ms of copying: how long each of many readers waits for each other one. */
 #define STEP_BYTES_MAX (1u << 20)
+/* Receives of one connection before the others have their turn: with TLS each is a record. A request
+ * for the most pages has seven whole ones; a peer may send one for each byte. */
+#define RECEIVES_MAX 64
 /* Seals of one portion; more pages in a portion than this are refused by `open`. */
 #define PORTION_PAGES_LIMIT 256
 #define EVENTS_MAX 64

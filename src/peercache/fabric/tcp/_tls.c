@@ -3,7 +3,8 @@
  * Owns    sessions, one connection each, without their sockets. One thread uses a session at a time.
  * Keeps   no byte that was encrypted depends on the caller's memory any more. A send never raises
  *         SIGPIPE. A destination that is not mapped is an error, not a crash.
- * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way.
+ * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way. A peer that
+ *         sends more than FRUITLESS_MAX records and messages without data in a row is hung up on.
  *
  * In addition to the cipher itself, TLS costs time for each record of 16 KiB: so several records
  * are encrypted before one send, and one receive returns several. If the kernel encrypts (kTLS), a
@@ -33,6 +34,10 @@
 #define UNSENT_BYTES PEERCACHE_TLS_UNSENT_BYTES
 /* The most places of which the first and last bytes are probed, with one system call. */
 #define PROBED_MAX 512
+/* The most records and protocol messages without data that a peer sends in a row, in a handshake and
+ * after it. An honest handshake has 13, or 22 with the longest certificates, a second hello and two
+ * tickets. 32 key updates count twice each and take 0.3 ms, as long as a step of the page server. */
+#define FRUITLESS_MAX 64
 /* The subject alternative name of every certificate of PeerCache. */
 #define SHARED_NAME "peercache"
 /* Linux's name of its own TLS. */
@@ -63,8 +68,10 @@ struct session {
     struct peercache_tls head;
     SSL *ssl;
     /* wait: flags of each send. error: errno of the last receive. by_kernel: the kernel encrypts.
-     * is_read_out: no complete record is left here, so more bytes of the socket are needed. */
-    int file, wait, error, by_kernel, is_read_out;
+     * is_read_out: no complete record is left here, so more bytes of the socket are needed.
+     * fruitless: records and messages without data since the last data. is_flooded: they were too
+     * many. */
+    int file, wait, error, by_kernel, is_read_out, fruitless, is_flooded;
     enum failure failure;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
@@ -141,6 +148,22 @@ static long control(BIO *bio, int command, long number, void *pointer)
 {
     (void)bio, (void)number, (void)pointer;
     return command == BIO_CTRL_FLUSH;
+}
+
+/* Called by OpenSSL for each record's head and each protocol message. OpenSSL would read on for as
+ * long as there are records without data: what looks like the peer's end makes it return. */
+static void notice(int is_sent, int version, int kind, const void *bytes, size_t size, SSL *ssl,
+                   void *argument)
+{
+    struct session *session = argument;
+
+    (void)version, (void)bytes, (void)size;
+    if (is_sent || (kind != SSL3_RT_HEADER && kind != SSL3_RT_HANDSHAKE))
+        return;
+    if (++session->fruitless <= FRUITLESS_MAX)
+        return;
+    session->is_flooded = 1;
+    SSL_set_shutdown(ssl, SSL_get_shutdown(ssl) | SSL_RECEIVED_SHUTDOWN);
 }
 
 /* Return a BIO with which OpenSSL may delegate encryption to the kernel, or null if the kernel has
@@ -225,6 +248,11 @@ static int64_t outcome(struct session *session, int result, size_t moved)
 {
     if (result > 0)
         return (int64_t)moved;
+    if (session->is_flooded) {
+        session->failure = BROKEN;
+        errno = EPROTO;
+        return -1;
+    }
     switch (SSL_get_error(session->ssl, result)) {
     case SSL_ERROR_ZERO_RETURN:
         return 0;
@@ -331,6 +359,8 @@ static int64_t receive(struct peercache_tls *tls, void *into, size_t size)
     ERR_clear_error();
     session->error = 0;
     result = SSL_read_ex(session->ssl, into, size, &got);
+    if (result > 0)
+        session->fruitless = 0;
     /* OpenSSL reads from the socket only for the rest of an incomplete record. */
     session->is_read_out = result <= 0 && (session->error == EAGAIN || session->error == EWOULDBLOCK);
     return outcome(session, result, got);
@@ -397,6 +427,8 @@ struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, in
         BIO_set_init(bio, 1);
         kernels = is_server ? kernel_bio(file) : NULL;
         SSL_set_bio(session->ssl, bio, kernels ? kernels : bio);
+        SSL_set_msg_callback(session->ssl, notice);
+        SSL_set_msg_callback_arg(session->ssl, session);
         if (kernels)
             SSL_set_options(session->ssl, SSL_OP_ENABLE_KTLS);
         if (is_server)
@@ -428,7 +460,9 @@ int peercache_tls_handshake(struct session *session)
     session->error = 0;
     result = SSL_do_handshake(session->ssl);
     error = SSL_get_error(session->ssl, result);
-    if (result != 1 && error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE)
+    if (session->is_flooded)
+        session->failure = BROKEN;
+    else if (result != 1 && error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE)
         session->failure = why_failed(session);
     /* An alert is sent, too. */
     if (flush(session) < 0 && errno != EAGAIN && errno != EINTR && !session->failure)
@@ -535,11 +569,21 @@ static int are_there(const struct place *places, uint64_t count, uint64_t skip)
     return moved < 0 ? errno != EFAULT : (uint64_t)moved == used;
 }
 
-/* As peercache_receive, for a session. */
-int64_t peercache_tls_receive(struct session *session, const struct place *places, uint64_t count,
-                              uint64_t skip)
+static int64_t now_ns(void)
 {
-    int64_t total = 0;
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* As peercache_receive, for a session; returns after left_ns. Only this ends a receive in time from
+ * a peer that sends small records: the kernel still delivers what it has when the socket is shut
+ * down. */
+int64_t peercache_tls_receive(struct session *session, const struct place *places, uint64_t count,
+                              uint64_t skip, int64_t left_ns)
+{
+    int64_t total = 0, until = now_ns() + left_ns;
 
     if (!are_there(places, count, skip)) {
         errno = EFAULT;
@@ -552,10 +596,16 @@ int64_t peercache_tls_receive(struct session *session, const struct place *place
             int64_t taken = receive(&session->head,
                                     (void *)(uintptr_t)(places[at].address + skip), size - skip);
 
-            if (taken <= 0)
+            if (taken > 0) {
+                skip += (uint64_t)taken;
+                total += taken;
+            } else if (taken == 0 || session->error || errno != EAGAIN) {
                 return total ? total : taken;
-            skip += (uint64_t)taken;
-            total += taken;
+            } /* Otherwise it was a record without data. */
+            if (now_ns() >= until) {
+                errno = EAGAIN;
+                return total ? total : -1;
+            }
         }
     }
     return total;

@@ -76,6 +76,8 @@ SSL_CTX *peercache_tls_context(int is_server, const char *authorities, const cha
         SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
         SSL_CTX_set_options(context, SSL_OP_NO_RENEGOTIATION | SSL_OP_CIPHER_SERVER_PREFERENCE);
         SSL_CTX_set_mode(context, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+        /* A record without data gives others their turn. */
+        SSL_CTX_clear_mode(context, SSL_MODE_AUTO_RETRY);
         SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
         SSL_CTX_set_verify_depth(context, CHAIN_MAX);
         SSL_CTX_set_read_ahead(context, 1);

@@ -436,7 +436,7 @@ class TcpChannel:
                 return DEADLINE
             self._wait_at_most(socket.SO_RCVTIMEO, min(left, self._stall_s))
             try:
-                taken = plan.receive(self._socket.fileno(), self._session)
+                taken = plan.receive(self._socket.fileno(), self._session, left)
             except InterruptedError:
                 continue
             except BlockingIOError:
@@ -513,12 +513,14 @@ class Scatter:
         self.total = int(self._ends[-1]) if len(sizes) else 0
         self.received = 0
 
-    def receive(self, descriptor: int, session: TlsSession | None = None) -> int:
+    def receive(
+        self, descriptor: int, session: TlsSession | None = None, left_s: float = 0.0
+    ) -> int:
         """Receive once, and return the number of bytes; 0 means that the other side closed.
 
-        Returns early, with the bytes so far, when the socket's SO_RCVTIMEO has passed. Raises
-        OSError: BlockingIOError if nothing arrived in that time, EINTR as InterruptedError, EFAULT
-        for a place that is not mapped.
+        Returns early, with the bytes so far, when the socket's SO_RCVTIMEO has passed, or with a
+        session after left_s. Raises OSError: BlockingIOError if nothing arrived in that time, EINTR
+        as InterruptedError, EFAULT for a place that is not mapped.
         """
         assert self.received < self.total, "nothing is left to receive"
         here = np.uint64(self.received)
@@ -526,7 +528,7 @@ class Scatter:
         filled = int(here - (self._ends[first] - self._places[first, 1]))
         left = self._places[first:]
         if session is not None:
-            taken: int = session.receive(left.ctypes.data, len(left), filled)
+            taken: int = session.receive(left.ctypes.data, len(left), filled, left_s)
             self.received += taken
             return taken
         taken = _receive(descriptor, left.ctypes.data, len(left), filled, STEP_BYTES)

@@ -127,6 +127,8 @@ class Line:
             if not taken:
                 return False
             view = view[taken:]
+            # A client may send each byte in a TLS record of its own: the loop has others to serve.
+            await trio.lowlevel.checkpoint()
         return True
 
     async def send(self, raw: bytes, *, stall_s: float) -> None:

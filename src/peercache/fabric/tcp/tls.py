@@ -71,7 +71,10 @@ _SIGNATURES: dict[str, tuple[bool, tuple[Any, ...]]] = {
     "send": (True, (ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)),
     "flush": (False, (ctypes.c_int, ctypes.c_void_p)),
     "receive_once": (True, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)),
-    "receive": (False, (ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_uint64] * 2)),
+    "receive": (
+        False,
+        (ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_uint64] * 2, ctypes.c_int64),
+    ),
     "failure": (True, (ctypes.c_int, ctypes.c_void_p)),
 }
 """The library's functions: whether a call keeps Python's global lock, and the signature."""
@@ -193,12 +196,12 @@ class TlsSession:
             raise _os_error()
         return taken
 
-    def receive(self, places: int, count: int, skip: int) -> int:
-        """Fill places as `peercache_receive` does; return the bytes. Raises OSError.
+    def receive(self, places: int, count: int, skip: int, left_s: float) -> int:
+        """Fill places as `peercache_receive` does, for left_s at most; return the bytes.
 
-        places: the address of (address u64, size u64) pairs.
+        Raises OSError. places: the address of (address u64, size u64) pairs.
         """
-        taken: int = self._call["receive"](self._handle, places, count, skip)
+        taken: int = self._call["receive"](self._handle, places, count, skip, int(left_s * 1e9))
         if taken < 0:
             raise _os_error()
         return taken
