@@ -4,7 +4,8 @@
  * Keeps   no byte that was encrypted depends on the caller's memory any more. A send never raises
  *         SIGPIPE. A destination that is not mapped is an error, not a crash.
  * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way. A peer that
- *         sends more than FRUITLESS_MAX records and messages without data in a row is hung up on.
+ *         sends more than FRUITLESS_MAX records and messages without data in a row, or more than
+ *         CLEAR_BYTES_MAX in clear text, is hung up on.
  *
  * In addition to the cipher itself, TLS costs time for each record of 16 KiB: so several records
  * are encrypted before one send, and one receive returns several. If the kernel encrypts (kTLS), a
@@ -38,6 +39,12 @@
  * after it. An honest handshake has 13, or 22 with the longest certificates, a second hello and two
  * tickets. 32 key updates count twice each and take 0.3 ms, as long as a step of the page server. */
 #define FRUITLESS_MAX 64
+/* The most bytes of handshake messages before a peer encrypts: one record. A hello has 300 bytes, or
+ * 2 KiB with keys for post-quantum cryptography. Reading it takes time in the square of its size: 1 ms
+ * for this much, 20 ms for 56 KiB. */
+#define CLEAR_BYTES_MAX 16384u
+/* A record's type, version and length. */
+#define HEAD_BYTES 5
 /* The subject alternative name of every certificate of PeerCache. */
 #define SHARED_NAME "peercache"
 /* Linux's name of its own TLS. */
@@ -69,9 +76,10 @@ struct session {
     SSL *ssl;
     /* wait: flags of each send. error: errno of the last receive. by_kernel: the kernel encrypts.
      * is_read_out: no complete record is left here, so more bytes of the socket are needed.
-     * fruitless: records and messages without data since the last data. is_flooded: they were too
-     * many. */
+     * fruitless: records and messages without data since the last data. clear: bytes of handshake
+     * messages in clear text. is_flooded: the peer has exceeded the limit of one of them. */
     int file, wait, error, by_kernel, is_read_out, fruitless, is_flooded;
+    uint32_t clear;
     enum failure failure;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
@@ -156,11 +164,15 @@ static void notice(int is_sent, int version, int kind, const void *bytes, size_t
                    void *argument)
 {
     struct session *session = argument;
+    const uint8_t *head = bytes;
 
-    (void)version, (void)bytes, (void)size;
+    (void)version;
     if (is_sent || (kind != SSL3_RT_HEADER && kind != SSL3_RT_HANDSHAKE))
         return;
-    if (++session->fruitless <= FRUITLESS_MAX)
+    session->fruitless++;
+    if (kind == SSL3_RT_HEADER && size >= HEAD_BYTES && head[0] == SSL3_RT_HANDSHAKE)
+        session->clear += (uint32_t)head[3] << 8 | head[4];
+    if (session->fruitless <= FRUITLESS_MAX && session->clear <= CLEAR_BYTES_MAX)
         return;
     session->is_flooded = 1;
     SSL_set_shutdown(ssl, SSL_get_shutdown(ssl) | SSL_RECEIVED_SHUTDOWN);

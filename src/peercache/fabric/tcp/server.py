@@ -9,7 +9,8 @@ Keeps   nothing is served before `DataAdmission` admits the client. Silent conne
 Limits  serving.HELD_BYTES_MAX of requests and unsent responses, a part of it of one certificate;
         `DescriptorShares.data` admitted connections, half of them of one host and a quarter of one
         certificate; `DescriptorShares.newcomers` that are not admitted yet, HOST_NEWCOMERS_MAX of
-        one host. One step of one handshake in each turn of the loop.
+        one host, and at most half of all. One step of a handshake at a time, on a thread, in turn
+        for each host.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from peercache.trust.files import LiveTls
 HOST_NEWCOMERS_MAX = 64
 """The newcomers of one host: a flood from there makes room among its own."""
 OF_ONE_HOST = 2
-"""One host has at most one of this many parts of the admitted connections: without certificates its
-address is all that is known of a client."""
+"""One host has at most one of this many parts of the connections, admitted or not: without
+certificates its address is all that is known of a client."""
 SILENCE_S = 5.0
 """Timeout without a byte of a client that is not admitted yet: it has no reason to wait."""
 ADMISSION_S = 20.0
@@ -127,10 +128,14 @@ def usual_threads() -> int:
 
 @attrs.define(eq=False)
 class _Newcomer:
-    """A connection whose client is not admitted yet."""
+    """A connection whose client is not admitted yet.
+
+    turn: of its host, for a step of its handshake.
+    """
 
     line: Line
     host: str
+    turn: trio.Lock
     owner: TlsPeer | None = None
     name: str = ""
     """The name of the owner's certificate; several certificates may have it."""
@@ -154,7 +159,7 @@ class _Service:
     hosts: Counter[str] = attrs.field(factory=Counter)
     owners: Counter[str] = attrs.field(factory=Counter)
     logged_at: dict[tuple[str, str], float] = attrs.field(factory=dict)
-    turn: trio.Lock = attrs.field(factory=trio.Lock)
+    steps: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(1))
     left: trio.Event = attrs.field(factory=trio.Event)
     # The number of connections of each of `pages`.
     served: list[int] = attrs.Factory(lambda self: [0] * len(self.pages), takes_self=True)
@@ -177,7 +182,8 @@ class _Service:
                     connection.close()
                     continue
                 connection.setblocking(False)  # noqa: FBT003 - the standard library's signature
-                newcomer = _Newcomer(Line(connection), host)
+                of_host = [each.turn for each in self.newcomers if each.host == host]
+                newcomer = _Newcomer(Line(connection), host, of_host[0] if of_host else trio.Lock())
                 self.newcomers[newcomer] = None
                 nursery.start_soon(self._look_after, newcomer)
 
@@ -211,7 +217,7 @@ class _Service:
         A host with too many newcomers makes room among its own.
         """
         rivals = [each for each in self.newcomers if each.host == host]
-        if len(rivals) < HOST_NEWCOMERS_MAX:
+        if len(rivals) < min(HOST_NEWCOMERS_MAX, max(self.newcomers_max // OF_ONE_HOST, 1)):
             if len(self.newcomers) < self.newcomers_max:
                 return True
             rivals = list(self.newcomers)
@@ -277,7 +283,9 @@ class _Service:
             self.admission.check_address(connection.getsockname()[:2], connection.getpeername()[:2])
             return ()
         session = self.contexts.open(line.connection)
-        await line.shake_hands(session, silence_s=SILENCE_S, turn=self.turn)
+        await line.shake_hands(
+            session, silence_s=SILENCE_S, of_host=newcomer.turn, steps=self.steps
+        )
         newcomer.owner = session.peer()
         identity = self.contexts.admit(newcomer.owner)
         newcomer.name = identity.uri()

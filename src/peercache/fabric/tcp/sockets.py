@@ -94,16 +94,27 @@ class Line:
         self.session = session
         self.silent_since = inf
 
-    async def shake_hands(self, session: TlsSession, *, silence_s: float, turn: trio.Lock) -> None:
+    async def shake_hands(
+        self,
+        session: TlsSession,
+        *,
+        silence_s: float,
+        of_host: trio.Lock,
+        steps: trio.CapacityLimiter,
+    ) -> None:
         """Encrypt the connection; raises TlsFailed, and trio.TooSlowError for a silent peer.
 
-        turn: held for each step, so that the loop does only one cryptographic step in each of its
-              turns.
+        A step runs on a thread, and the loop continues: to read a stranger's certificates may take
+        10 ms.
+
+        of_host: held for each step, so that the peers of one host wait for each other, and those of
+                 other hosts do not wait for all of them.
+        steps:   limits the number of steps at a time.
         """
         self.session = session
         while True:
-            async with turn:
-                done = session.step()
+            async with of_host:
+                done = await trio.to_thread.run_sync(session.step, limiter=steps)
             if done is True:
                 return
             if done is None:
