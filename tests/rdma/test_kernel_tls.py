@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tests.needs_openssl  # noqa: F401 - skips this module
+from peercache.fabric.tcp import tls
 from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
+from tests.pace import TIMEOUT_S
 from tests.unit.fabric import test_tcp_tls
-from tests.unit.fabric.secured import Cluster, serve
+from tests.unit.fabric.secured import Cluster, fabric_with, one_page, serve
 
 pytestmark = pytest.mark.rdma  # few machines but the guest have such a kernel
 
@@ -46,6 +50,26 @@ def test_the_kernel_encrypts_a_response_of_many_sends(tmp_path: Path) -> None:
     assert read == page
     assert int(got.seals["word"][0]) == 2
     assert encrypted_connections() == before + 1
+
+
+def test_connection_ends_between_responses_when_its_key_is_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel cannot replace the key; the next read opens another connection."""
+    monkeypatch.setattr(tls, "KEY_RECORDS_MAX", 4)
+    memory = PlainMemory.of(test_tcp_tls.MEMORY_BYTES, GRANULE)
+    Owner(memory).store(0, b"page", 2)
+    cluster = Cluster.of(tmp_path)
+    before = encrypted_connections()
+    with (
+        contextlib.closing(serve(memory, cluster.node())) as server,
+        contextlib.closing(fabric_with(cluster.client())) as fabric,
+    ):
+        page, _ = one_page(server)
+        got = [fabric.read(page, time.monotonic() + TIMEOUT_S).failure for _ in range(20)]
+
+    assert got == [""] * 20
+    assert encrypted_connections() > before + 1
 
 
 def test_every_test_of_tls_passes_where_the_kernel_encrypts() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import trio
 
-from peercache.fabric.tcp import wire
+from peercache.fabric.tcp import tls, wire
 from peercache.fabric.tcp.client import Scatter
 from peercache.fabric.tcp.sockets import Line
 from peercache.fabric.tcp.tls import TlsContext
@@ -27,7 +27,7 @@ from peercache.observability.reasons import REFUSED
 from tests.contracts.fabric_suite import GRANULE, Owner
 from tests.contracts.fakes import PlainMemory
 from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S
-from tests.unit.fabric.forged_records import HANDSHAKE, TICKET, Side
+from tests.unit.fabric.forged_records import HANDSHAKE, KEY_UPDATE, TICKET, Side
 from tests.unit.fabric.scripted_peer import peer_that
 from tests.unit.fabric.secured import (
     Cluster,
@@ -46,6 +46,7 @@ WATCHED_S = FACTOR
 REQUEST = wire.encode_request(*np.array([[0], [4], [2]], np.uint64), incarnation())
 """For the first page of a server."""
 ANSWER_BYTES = wire.ANSWER_BYTES + 4 + SEAL_BYTES
+RECORD_BYTES = 2**14
 IN_A_ROW_MAX = 64
 """Records and messages without data that a peer accepts, as in _tls.c."""
 KEY_UPDATES_MAX = IN_A_ROW_MAX // 2
@@ -193,6 +194,89 @@ async def test_bytes_of_a_client_that_is_not_admitted_leave_the_loop_its_turns(
     assert turns >= 100
 
 
+# --- new keys -------------------------------------------------------------------------------------
+
+
+def counting(context: ssl.SSLContext) -> list[int]:
+    """Return where the context counts the new keys of the other side."""
+    seen: list[int] = []
+
+    def notice(*message: Any) -> None:
+        direction, kind = message[1], message[4]
+        if direction == "read" and kind == KEY_UPDATE[0]:
+            seen.append(kind)
+
+    # Python documents no other way to see the messages of TLS.
+    context._msg_callback = notice  # type: ignore[attr-defined]
+    return seen
+
+
+def test_server_replaces_its_key_after_a_number_of_records(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AES-GCM protects a limited number with one key, and OpenSSL does not count them."""
+    monkeypatch.setattr(tls, "KEY_RECORDS_MAX", 4)
+    size = 40 * RECORD_BYTES
+    memory = PlainMemory.of(size, GRANULE)
+    page = np.random.default_rng(0).bytes(size)
+    Owner(memory).store(0, page, 2)
+    context = openssl_client(cluster.client_files())
+    seen = counting(context)
+    with closing(serve(memory, cluster.node())) as server, connect(server) as connection:
+        side = Side(connection, context)
+        said = wire.encode_request(*np.array([[0], [size], [2]], np.uint64), incarnation())
+        side.send(greeting_of())
+        side.send(said)
+        answer = side.receive(2 * wire.ANSWER_BYTES + size + SEAL_BYTES)
+
+    assert answer[2 * wire.ANSWER_BYTES :].startswith(page)
+    assert len(seen) in {10, 11}
+
+
+def test_reader_replaces_its_key_after_a_number_of_records(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request is a record."""
+    monkeypatch.setattr(tls, "KEY_RECORDS_MAX", 4)
+    context = server_context(cluster)
+    seen = counting(context)
+
+    def script(connection: socket.socket) -> None:
+        side = Side(connection, context, is_server=True)
+        side.receive(len(greeting_of()))
+        side.session.write(wire.encode_answer(""))
+        side.flush()
+        while side.receive(len(REQUEST)):
+            side.session.write(answer_with_page())
+            side.flush()
+
+    with peer_that(script) as peer, closing(fabric_with(cluster.client())) as fabric:
+        page, into = one_page(attrs.make_class("At", ["address"])(peer.member.data))
+        for _ in range(40):
+            into.memory[:] = 0
+            assert fabric.read(page, time.monotonic() + TIMEOUT_S).failure == ""
+            assert into.page(0) == b"page"
+        fabric.forget(page.member.incarnation)
+
+    assert len(seen) == 10
+
+
+def test_new_key_for_each_record_is_honest_on_both_sides(
+    memory: PlainMemory, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of records without data is for those in a row."""
+    monkeypatch.setattr(tls, "KEY_RECORDS_MAX", 1)
+    with (
+        closing(serve(memory, cluster.node())) as server,
+        closing(fabric_with(cluster.client())) as fabric,
+    ):
+        page, into = one_page(server)
+        got = [fabric.read(page, time.monotonic() + TIMEOUT_S).failure for _ in range(200)]
+
+    assert got == [""] * 200
+    assert into.page(0) == b"page"
+
+
 # --- what a server sends to a reader --------------------------------------------------------------
 
 
@@ -275,10 +359,7 @@ def test_server_with_tickets_is_read(cluster: Cluster) -> None:
     def script(connection: socket.socket) -> None:
         side = Side(connection, context, is_server=True)
         side.receive(len(greeting_of()))
-        seal = np.zeros(SEAL_BYTES, np.uint8)
-        seal[0] = 2
-        said = [wire.encode_answer(""), wire.encode_status(""), b"page", seal.tobytes()]
-        side.session.write(b"".join(said))
+        side.session.write(wire.encode_answer("") + answer_with_page())
         side.flush()
         connection.recv(65536)
 
@@ -286,6 +367,11 @@ def test_server_with_tickets_is_read(cluster: Cluster) -> None:
         got, page = read(peer.member.data, cluster)
 
     assert (got, page) == ("", b"page")
+
+
+def answer_with_page() -> bytes:
+    """Return the response to REQUEST."""
+    return wire.encode_status("") + b"page" + b"\x02" + bytes(SEAL_BYTES - 1)
 
 
 def server_context(cluster: Cluster) -> ssl.SSLContext:

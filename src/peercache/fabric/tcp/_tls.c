@@ -2,7 +2,8 @@
  *
  * Owns    sessions, one connection each, without their sockets. One thread uses a session at a time.
  * Keeps   no byte that was encrypted depends on the caller's memory any more. A send never raises
- *         SIGPIPE. A destination that is not mapped is an error, not a crash.
+ *         SIGPIPE. A destination that is not mapped is an error, not a crash. A key encrypts a
+ *         limited number of records; OpenSSL does not replace it by itself.
  * Limits  UNSENT_BYTES of ciphertext a session, only while a response is on its way. A peer that
  *         sends more than FRUITLESS_MAX records and messages without data in a row, or more than
  *         CLEAR_BYTES_MAX in clear text, is hung up on.
@@ -81,6 +82,8 @@ struct session {
     int file, wait, error, by_kernel, is_read_out, fruitless, is_flooded;
     uint32_t clear;
     enum failure failure;
+    /* sealed: records that the current key has encrypted. key_records: how many it may. */
+    uint64_t sealed, key_records;
     /* Ciphertext from `begin` to `end` waits for the socket. */
     uint8_t *unsent;
     size_t begin, end;
@@ -289,6 +292,13 @@ static int64_t encrypt(struct session *session, const void *bytes, size_t size)
 
     ERR_clear_error();
     session->error = 0;
+    if (session->sealed >= session->key_records) {
+        /* The next write sends it before the bytes. The peer answers for its own keys. */
+        if (!SSL_key_update(session->ssl, SSL_KEY_UPDATE_NOT_REQUESTED))
+            return outcome(session, 0, 0);
+        session->sealed = 0;
+    }
+    session->sealed++;
     result = SSL_write_ex(session->ssl, bytes, size, &written);
     return outcome(session, result, written);
 }
@@ -303,14 +313,24 @@ static int send_stage(struct session *session, size_t *staged)
 }
 
 /* As `send_pieces`, if the kernel encrypts: it has read all accepted bytes when this returns. */
-static int64_t send_by_kernel(const struct session *session, const struct iovec *pieces, size_t count)
+static int64_t send_by_kernel(struct session *session, const struct iovec *pieces, size_t count)
 {
     struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)pieces, .msg_iovlen = count};
+    int64_t sent;
 
     /* Zero bytes would become an empty record. */
-    if (!count || (count == 1 && !pieces->iov_len))
-        return 0;
-    return sendmsg(session->file, &message, MSG_NOSIGNAL | session->wait);
+    if (!count || (count == 1 && !pieces->iov_len)) {
+        if (session->sealed < session->key_records)
+            return 0;
+        /* Kernels before 6.14 cannot replace a key. The connection ends after a response, and the
+         * client opens another one. */
+        errno = EKEYEXPIRED;
+        return -1;
+    }
+    sent = sendmsg(session->file, &message, MSG_NOSIGNAL | session->wait);
+    if (sent > 0)
+        session->sealed += ((uint64_t)sent + RECORD_BYTES - 1) / RECORD_BYTES;
+    return sent;
 }
 
 static int64_t send_pieces(struct peercache_tls *tls, const struct iovec *pieces, size_t count)
@@ -423,8 +443,10 @@ static void make_method(void)
     }
 }
 
-/* Return a session over a connected socket, or null. wait: flags of each send. */
-struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, int wait)
+/* Return a session over a connected socket, or null. wait: flags of each send. key_records: how many
+ * records one key encrypts. */
+struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, int wait,
+                                   uint64_t key_records)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     struct session *session = calloc(1, sizeof(*session));
@@ -435,6 +457,7 @@ struct session *peercache_tls_open(SSL_CTX *context, int is_server, int file, in
         session->head.operations = &operations;
         session->file = file;
         session->wait = wait;
+        session->key_records = key_records;
         BIO_set_data(bio, session);
         BIO_set_init(bio, 1);
         kernels = is_server ? kernel_bio(file) : NULL;

@@ -47,6 +47,10 @@ _FAILURES = (
 )
 """Why a session failed, by the numbers of `enum failure`."""
 
+KEY_RECORDS_MAX = 2**22
+"""Records that one key encrypts: 64 GiB of pages. RFC 8446 (section 5.5) allows 2**24.5 of AES-GCM,
+and a response in progress has up to 2**19. A new key costs 10 µs."""
+
 PEER_BYTES_MAX = 64 * 2**10
 """Longest text of a certificate's names; those of PeerCache have at most 16 KiB."""
 
@@ -63,7 +67,10 @@ _SIGNATURES: dict[str, tuple[bool, tuple[Any, ...]]] = {
         ),
     ),
     "context_free": (True, (None, ctypes.c_void_p)),
-    "open": (True, (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3)),
+    "open": (
+        True,
+        (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_uint64),
+    ),
     "free": (True, (None, ctypes.c_void_p)),
     # Half a millisecond of cryptography, in which other threads can run.
     "handshake": (False, (ctypes.c_int, ctypes.c_void_p)),
@@ -124,7 +131,9 @@ class TlsContext:
     def open(self, connection: socket.socket) -> TlsSession:
         """Return a session over a connection; the caller must do the handshake."""
         wait = 0 if self._is_server else socket.MSG_DONTWAIT
-        handle = self._call["open"](self._handle, self._is_server, connection.fileno(), wait)
+        handle = self._call["open"](
+            self._handle, self._is_server, connection.fileno(), wait, KEY_RECORDS_MAX
+        )
         if not handle:
             raise MemoryError("no TLS session can be made")
         return TlsSession(handle)
