@@ -269,15 +269,20 @@ ALERTS = (
     ),
     Alert(
         "PeerCacheStoresNothing",
-        'rate(peercache_sets_refused_total{reason=~"no_home|pool_full|too_large"}[5m]) > 0',
+        'rate(peercache_sets_refused_total{reason=~"no_home|no_answer|pool_full|too_large"}[5m])'
+        " > 0",
         3,
         "warning",
         "{{ $labels.instance }}: pages are not stored: {{ $labels.reason }}",
-        "Engines of this host set pages that are not stored: the home node did not run, the pool "
-        "has no room, or a page is larger than the pool.",
-        'By reason: `peercache_home_attached_total`, `peercache_pool_bytes{state="reserved"}` and '
-        "`peercache_reservations`, the page size of the engine.",
-        "`no_home`: start the node. `pool_full`: raise `client_uncommitted_max` or the "
+        "Engines of this host set pages that are not stored: the home node did not run, it ran but "
+        "did not answer in time, the pool has no room, or a page is larger than the pool.",
+        "By reason: `peercache_home_attached_total`; the load of the host, and "
+        "`home.set_unanswered` in the log of the engine; "
+        '`peercache_pool_bytes{state="reserved"}` and `peercache_reservations`; the page size of '
+        "the engine.",
+        "`no_home`: start the node. `no_answer`: the node runs, so do not start one. Give it more "
+        "cores, or raise `op_timeout_s` of the engines. Restart it only if `peercache health` gets "
+        "no answer either. `pool_full`: raise `client_uncommitted_max` or the "
         "[pool](size-the-pool.md). `too_large`: a larger pool.",
         (counter("sets_refused_total", 0, 60, reason="no_home"),),
         10,

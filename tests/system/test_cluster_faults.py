@@ -24,7 +24,7 @@ from peercache.errors import PeerUnreachable
 from peercache.memory.attached import AttachedSegment
 from peercache.net.sockets import PAIR1_GREETING
 from peercache.paths.write import PUBLISH_TIMEOUT_S
-from tests.pace import PROMPT_S, TIMEOUT_S, assert_within, wait_until
+from tests.pace import FACTOR, PROMPT_S, TIMEOUT_S, assert_within, wait_until
 from tests.system.nodes import (
     CALL_S,
     DIES_WRITING,
@@ -142,6 +142,49 @@ def test_nodes_that_are_paused_for_less_than_the_deadline_allows_are_waited_for(
             node.pause()
             threading.Timer(4 * STALL_S, node.resume).start()
             assert call() == expected
+
+
+@pytest.mark.usefixtures("stalls")
+def test_a_set_waits_for_a_paused_home_node_for_half_of_its_time_and_reports_the_reason() -> None:
+    """A pause of two stalls costs no page; one that lasts is logged once, and is no `no_home`."""
+    with LocalCluster() as cluster, capture_logs() as logged:
+        node = cluster.start()
+        client = cluster.client(node, op_timeout_s=16 * STALL_S)
+        first, second = keys_of("busy-home", 8), keys_of("hung-home", 8)
+
+        node.pause()
+        threading.Timer(4 * STALL_S, node.resume).start()
+        assert client.batch_set(first, pages_of(first)) == [True] * 8
+
+        node.pause()
+        answers = [timed(lambda: client.batch_set(second, pages_of(second))) for _ in range(3)]
+        node.resume()
+
+        assert [stored for stored, _ in answers] == [[False] * 8] * 3
+        assert_within(answers[0][1], 16 * STALL_S)
+        wait_until(lambda: client.batch_set(second, pages_of(second)) == [True] * 8)
+        figures = client.stats()
+        assert figures["sets_refused_no_answer"] >= 24
+        assert "sets_refused_no_home" not in figures
+        assert len([line for line in logged if "home.set_unanswered" in line]) == 1
+
+
+@pytest.mark.usefixtures("stalls")
+def test_a_home_node_that_is_killed_during_a_set_ends_its_wait() -> None:
+    """However patient the set is: nothing answers at that address any more."""
+    with LocalCluster() as cluster:
+        node = cluster.start()
+        client = cluster.client(node, op_timeout_s=32 * STALL_S * FACTOR)
+        keys = keys_of("killed-home", 8)
+        client.batch_set(keys[:4], pages_of(keys[:4]))
+
+        node.pause()
+        threading.Timer(STALL_S, node.kill).start()
+        stored, took_s = timed(lambda: client.batch_set(keys, pages_of(keys)))
+
+        assert stored == [False] * 8
+        assert_within(took_s, 8 * STALL_S * FACTOR)
+        assert client.stats()["sets_refused_no_home"] == 8
 
 
 @pytest.mark.usefixtures("stalls")

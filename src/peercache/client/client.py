@@ -508,6 +508,8 @@ class Client:
             self._count("set", Counter(outcome.reasons))
             if reasons.NO_HOME in outcome.reasons:
                 self._home.look_now()
+            if reasons.NO_ANSWER in outcome.reasons:
+                self._home.was_silent(outcome.reasons.count(reasons.NO_ANSWER))
         stored: list[bool] = outcome.stored.tolist()
         return stored
 

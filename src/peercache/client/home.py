@@ -26,6 +26,7 @@ from peercache.model.member import Member
 from peercache.net.breaker import Breakers
 from peercache.net.peers import ControlTls, control_url
 from peercache.net.sockets import reached
+from peercache.observability.log import WarnOnce
 from peercache.observability.metrics import ClientReport, Metrics
 from peercache.paths import home_tie as tie
 from peercache.paths.cluster import Cluster
@@ -45,6 +46,9 @@ UNMAP_S = 5.0
 LOST_BEATS = 2
 """Beats without an answer after which the home node is lost: on an overloaded host one may go
 unanswered although the node serves."""
+
+SILENT_REPEAT_S = 60.0
+"""How often a silent home node is logged while sets fail: an engine stores many times a second."""
 
 POPULATING = "peercache-populate"
 """The thread that fills our page tables for a new home node's memory."""
@@ -120,6 +124,7 @@ class Home:
         self._on_segment = on_segment
         self._metrics = metrics
         self._log = log
+        self._warn_once = WarnOnce(log, repeat_s=SILENT_REPEAT_S)
         self._wake = threading.Event()
         self._beats = threading.Condition()
         self._began = self._ended = 0
@@ -189,8 +194,20 @@ class Home:
         )
 
     def look_now(self) -> None:
-        """Start a beat now: a call has found that the home node is gone."""
+        """Start a beat now: a call has found that the home node is gone or silent."""
         self._wake.set()
+
+    def was_silent(self, pages: int) -> None:
+        """Warn, at most once in SILENT_REPEAT_S, that a set ended without an answer."""
+        self._warn_once(
+            "home.set_unanswered",
+            "",
+            home=self._url,
+            pages=pages,
+            problem="the node is silent: it hangs, or its host is overloaded. Give the node more "
+            "cores, or raise op_timeout_s of the engines",
+        )
+        self.look_now()
 
     def renew(self, until: float) -> Cluster:
         """Have the thread request the view now; return the cluster afterwards, or at `until`."""

@@ -549,7 +549,7 @@ class Config:
         SECONDS,
         2.0,
         "Deadline of a batch_get or batch_set. A node that is silent for an eighth of it, and for "
-        "at least 0.25 s, is given up for a while.",
+        "at least 0.25 s, is given up for a while; by a batch_set the home node after half of it.",
         above=0,
     )
     exists_timeout_s: float = setting(SECONDS, 0.1, "Deadline of a batch_exists.", above=0)

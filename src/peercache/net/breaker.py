@@ -14,6 +14,7 @@ each peer, and decides after how long another owner is asked for the same keys, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from threading import Lock
 from typing import final
@@ -161,6 +162,8 @@ class AnswerTimes:
 @attrs.define
 class _Peer:
     waited_s: float = 0.0
+    silent_s: float = 0.0
+    has_failed: bool = False
     waited_until: float = float("-inf")
     backoff_s: float = 0.0
     open_until: float = 0.0
@@ -224,6 +227,17 @@ class Breakers:
             state = self._peers.get(peer)
             return state is not None and state.backoff_s > 0
 
+    def silent_s(self, peer: int) -> float:
+        """Return how long callers have waited for a peer since its last message.
+
+        Infinite if a connection to it has failed since: it does not run, and waiting is useless.
+        """
+        with self._lock:
+            state = self._peers.get(peer)
+            if state is None:
+                return 0.0
+            return math.inf if state.has_failed else state.silent_s
+
     def answered(self, peer: int) -> None:
         """Record an answer of the peer: closes the breaker."""
         self.times.is_alive(peer)
@@ -236,7 +250,9 @@ class Breakers:
         with self._lock:
             state = self._peers.setdefault(peer, _Peer())
             # Several threads may wait for the peer at the same time; the time counts once.
-            state.waited_s += max(0.0, min(waited_s, now - state.waited_until))
+            more_s = max(0.0, min(waited_s, now - state.waited_until))
+            state.waited_s += more_s
+            state.silent_s += more_s
             state.waited_until = max(state.waited_until, now)
             # A wait slightly below the limit counts: callers wait for stall_s by the same clock.
             if state.waited_s >= self.stall_s * 0.98:
@@ -245,7 +261,9 @@ class Breakers:
     def failed(self, peer: int, now: float) -> None:
         """Record a refused or broken connection: opens the breaker at once."""
         with self._lock:
-            self._open(self._peers.setdefault(peer, _Peer()), now)
+            state = self._peers.setdefault(peer, _Peer())
+            state.has_failed = True
+            self._open(state, now)
 
     def forget(self, alive: set[int]) -> None:
         """Forget peers that the view no longer names."""

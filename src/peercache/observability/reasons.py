@@ -14,6 +14,7 @@ VERIFY_FAILED = "verify_failed"  # the checksum did not match: never expected
 REFUSED = "refused"  # the peer refused to serve it
 WRONG_SIZE = "wrong_size"  # the page has another length than the destination
 NO_HOME = "no_home"  # no home node, or it restarted
+NO_ANSWER = "no_answer"  # the home node, or the node that was to take a page, was silent too long
 POOL_FULL = "pool_full"  # no room, or more uncommitted than allowed
 TOO_LARGE = "too_large"  # the page is larger than the pool
 WEIGHTS_CHANGED = "weights_changed"  # the engine has new weights; their client is being opened
@@ -27,7 +28,7 @@ NOT_PROMOTED = "not_promoted"  # on its holder's disk, and not loaded in time
 
 MISS_REASONS = (
     ABSENT, EVICTED, PEER_UNREACHABLE, DEADLINE, VERIFY_FAILED, REFUSED, WRONG_SIZE, NO_HOME,
-    POOL_FULL, TOO_LARGE, WEIGHTS_CHANGED, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
+    NO_ANSWER, POOL_FULL, TOO_LARGE, WEIGHTS_CHANGED, UNSUPPORTED, INTERNAL, CLOSED, NOT_PROMOTED,
     WRONG_PAGE, NO_CHECKSUM, DRAINING,
 )  # fmt: skip
 
@@ -62,7 +63,6 @@ LATE = "late"  # it waited too long for its turn
 # Why a page that was offered to another node was not taken: the label `reason` of these metrics.
 NO_ROOM = "no_room"  # no node that was asked had free memory or much colder pages
 NO_NODE = "no_node"  # there was no node to ask
-NO_ANSWER = "no_answer"  # the node that was asked to take it did not answer in time, or died
 MALFORMED = "malformed"  # the offer, or its answer, made no sense
 FULL = "full"  # the node that it was offered to had no room, or no colder pages
 OTHER_BYTES = "other_bytes"  # that node holds other bytes under the key, or has no checksum

@@ -17,6 +17,7 @@ evictions. `ClientReservations` has the numbers of all slots of a client at one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from threading import Lock
@@ -209,7 +210,14 @@ the home node, and two for each owner."""
 
 RESEND_FRACTION = 1 / 2
 """Fraction of a stall: the silence after which the request to the home node is repeated. A lost
-message costs a retry, and only a second silence opens its breaker."""
+message costs a retry, and only a second silence opens its breaker. Each further silence may be
+twice as long, so that an answer which always takes longer than the first one arrives too."""
+
+SILENCE_FRACTION = 1 / 2
+"""Fraction of a set's time for which the home node may be silent. On an overloaded host a node is
+silent for longer than a stall although it serves. Lookups miss then, because a request waits for
+them; engines store in the background, so a set waits. A hung node costs this time once: after it
+sets wait only when a probe is due."""
 
 PUBLISH_TIMEOUT_S = 0.1
 """How long a Commit waits for a directory owner; its answer must still arrive by the deadline."""
@@ -233,7 +241,6 @@ _REASONS = {
     REFUSED_TOO_LARGE: reasons.TOO_LARGE,
     REFUSED_FULL: reasons.POOL_FULL,
     REFUSED_DRAINING: reasons.DRAINING,
-    ABORTED: reasons.DEADLINE,
 }
 
 
@@ -383,6 +390,7 @@ class _Round:
         self._until = until
         self._outcome = outcome
         self._copied_by = until
+        self._silence_max_s = (until - self._clock()) * SILENCE_FRACTION
 
     def store(self, portions: list[_Portion]) -> Generator[Step, Any, Places]:
         """Store the pages for which there is room, by the deadline; return the others' indices."""
@@ -414,9 +422,7 @@ class _Round:
                 yield from self._reserve(following, is_sent=True)
             if portion.reserve is not None:
                 portion.slots = yield from self._granted(portion, portion.reserve)
-            if portion.slots is None:
-                self.ended_by = reasons.NO_HOME
-            else:
+            if portion.slots is not None:
                 yield from self._copy(portion, portion.slots)
                 yield from self._commit(
                     portion, portion.slots, is_sent=not is_alone, is_first=portion is portions[0]
@@ -464,9 +470,10 @@ class _Round:
     def _granted(
         self, portion: _Portion, reserve: _Question
     ) -> Generator[Step, Any, _Slots | None]:
-        """Return the slots of a portion; None if the home node does not answer."""
+        """Return the slots of a portion; None, and end the round, if the home node grants none."""
         granted = yield from self._answer(reserve)
         if not isinstance(granted, Granted) or not _fits(granted, len(portion.keys)):
+            self.ended_by = self._unanswered() if granted is None else reasons.NO_HOME
             return None
         return _Slots(granted.states, np.frombuffer(granted.offsets, np.uint64), b"")
 
@@ -551,7 +558,7 @@ class _Round:
         if question.number:
             now = self._clock()
             wait_s = RESEND_FRACTION * self._breakers.stall_s + question.timeout_s
-            if self._breakers.is_open(self._home):
+            if self._breakers.is_open(self._home) and self._silence_left_s() <= 0:
                 # An answer that has arrived already still counts.
                 wait_s = 0.0
             answer: Message | None = yield Collect(question.number, min(self._until, now + wait_s))
@@ -563,19 +570,35 @@ class _Round:
         """Return how long a Commit that is sent now may wait for directory owners."""
         return max(0.0, min(PUBLISH_TIMEOUT_S, (self._until - now) / 2))
 
+    def _silence_left_s(self) -> float:
+        """Return for how much longer the home node may be silent; less than 0 if it is gone."""
+        return self._silence_max_s - self._breakers.silent_s(self._home)
+
+    def _unanswered(self) -> str:
+        """Return why there is no answer: the home node is gone or silent, or the time is over."""
+        if self._breakers.silent_s(self._home) == math.inf:
+            return reasons.NO_HOME
+        was_silent = self._silence_left_s() <= 0 or self._breakers.is_open(self._home)
+        return reasons.NO_ANSWER if was_silent else reasons.DEADLINE
+
     def _insist(self, message: Message) -> Generator[Step, Any, Any]:
-        """Send a request to the home node until it answers, or its breaker opens.
+        """Send a request to the home node until it answers, is gone, or was silent for too long.
 
         Reserve and Commit are idempotent, so a lost message is sent again. A repeated Commit waits
         like the first one, within the remaining time.
         """
         home, until = self._home, self._until
-        while (now := self._clock()) < until and self._breakers.available(home, now):
+        silence_s = shortest_s = RESEND_FRACTION * self._breakers.stall_s
+        while (now := self._clock()) < until:
+            left_s = self._silence_left_s()
+            if left_s <= 0 and not self._breakers.available(home, now):
+                break
             timeout_s = 0.0
             if isinstance(message, Commit):
                 timeout_s = self._timeout_s(now)
                 message = attrs.evolve(message, timeout_s=timeout_s)
-            wait_s = RESEND_FRACTION * self._breakers.stall_s + timeout_s
+            wait_s = min(silence_s, max(left_s, shortest_s)) + timeout_s
+            silence_s *= 2
             answers: Sequence[Message | None] = yield Ask(
                 ((home, message),), min(until, now + wait_s)
             )
@@ -598,11 +621,14 @@ class _Round:
                 return places[:0]
         final_states = np.frombuffer(slots.states, np.uint8).copy()
         reserved = slots.reserved()
+        why_aborted = reasons.DEADLINE
         if committed is not None:
             final_states[reserved] = np.frombuffer(committed.states, np.uint8)[reserved]
         else:
             final_states[reserved] = ABORTED
             outcome.unpublished += slots.states.count(HERE)
+            if portion.commit is not None:
+                why_aborted = self._unanswered()
         ours = (final_states == COMMITTED) & (written == 1)
         stored = ours | (final_states == HERE)
         self._stored(places[stored])
@@ -610,7 +636,9 @@ class _Round:
         outcome.copied_bytes += int(portion.runs.lengths[ours].sum())
         outcome.here += int((final_states == HERE).sum())
         for i in np.flatnonzero(~stored & (final_states != REPEATED)).tolist():
-            outcome.reasons[places[i]] = _REASONS.get(int(final_states[i]), reasons.NO_HOME)
+            state = int(final_states[i])
+            why = why_aborted if state == ABORTED else _REASONS.get(state, reasons.NO_HOME)
+            outcome.reasons[places[i]] = why
         full: Places = places[final_states == REFUSED_FULL]
         return full
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from peercache.net.breaker import (
@@ -45,6 +47,18 @@ def test_a_failure_opens_at_once(breakers: Breakers) -> None:
 
     assert not breakers.available(1, 10.0 + BACKOFF_MIN_S / 2)
     assert breakers.available(2, 10.0)
+
+
+def test_silence_lasts_until_an_answer_and_a_failure_makes_it_endless(breakers: Breakers) -> None:
+    """Also once the breaker is open: who may wait longer than others needs to know how long."""
+    breakers.waited(1, STALL_S, 10.0)
+    breakers.waited(1, STALL_S, 11.0)
+    silent = [breakers.silent_s(1)]
+    breakers.failed(1, 11.0)
+    silent.append(breakers.silent_s(1))
+    breakers.answered(1)
+
+    assert [*silent, breakers.silent_s(1)] == [2 * STALL_S, math.inf, 0.0]
 
 
 def test_threads_that_wait_together_wait_once(breakers: Breakers) -> None:

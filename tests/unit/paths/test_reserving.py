@@ -284,7 +284,7 @@ def test_a_home_node_that_is_away_ends_what_was_asked_ahead(world: World) -> Non
 
     outcome = world.set(["e", "f"], timeout_s=0.4)
 
-    assert outcome.reasons == [reasons.NO_HOME] * 2
+    assert outcome.reasons == [reasons.NO_ANSWER] * 2
     assert len(world.reservations.report(world.now).sequences) == 1
     assert world.reservations.report(math.inf).sequences == ()
     assert not any(isinstance(step, Place) for step in world.steps[-3:])

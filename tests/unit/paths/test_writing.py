@@ -11,10 +11,16 @@ import pytest
 from peercache.client.bridge import checksums_of
 from peercache.model.records import PAGE_BYTES_MAX, RECORD_BYTES
 from peercache.model.runs import PageRuns
-from peercache.net.breaker import STALL_FRACTION, STALL_S
+from peercache.net.breaker import STALL_S
 from peercache.observability import reasons
 from peercache.paths.steps import Ask, Checksum, Place, Step
-from peercache.paths.write import COMMIT_S, PUBLISH_TIMEOUT_S, RESEND_FRACTION, ClientReservations
+from peercache.paths.write import (
+    COMMIT_S,
+    PUBLISH_TIMEOUT_S,
+    RESEND_FRACTION,
+    SILENCE_FRACTION,
+    ClientReservations,
+)
 from peercache.wire.messages.declared import Message
 from peercache.wire.messages.pool import (
     ABORTED,
@@ -221,19 +227,69 @@ def test_a_lost_answer_to_a_commit_is_asked_for_again(world: World) -> None:
     assert world.breakers.opened_count == 0
 
 
-def test_a_home_node_that_stays_silent_is_given_up_after_two_silences(world: World) -> None:
-    """Then its breaker is open, and the next set does not wait at all."""
+@pytest.mark.parametrize("timeout_s", [0.4, 2.0, 20.0])
+def test_a_home_node_that_stays_silent_is_given_up_after_half_of_the_time(
+    world: World, timeout_s: float
+) -> None:
+    """Then the next set does not wait at all."""
     world.nodes[1].mood = "silent"
     began = world.now
 
-    outcome = world.set(["a"])
+    outcome = world.set(["a"], timeout_s=timeout_s)
     after_first = world.now
-    world.set(["a"])
+    again = world.set(["a"], timeout_s=timeout_s)
 
     assert outcome.stored.tolist() == [False]
-    assert outcome.reasons == [reasons.NO_HOME]
-    assert after_first - began == pytest.approx(STALL_S)
+    assert outcome.reasons == again.reasons == [reasons.NO_ANSWER]
+    # A probe of its breaker may be due at the end.
+    assert after_first - began == pytest.approx(timeout_s * SILENCE_FRACTION, abs=STALL_S)
     assert world.now == after_first
+
+
+@pytest.mark.parametrize("silent_s", [STALL_S * 1.2, STALL_S * 3])
+def test_a_set_waits_longer_for_a_living_home_node_than_a_lookup(
+    world: World, silent_s: float
+) -> None:
+    """Lookups have opened its breaker before, and it answers the set in the middle of its time."""
+    home = world.nodes[1]
+    world.breakers.waited(1, STALL_S, world.now)
+    assert world.breakers.is_open(1)
+    answers_at = world.now + silent_s
+
+    def busy(message: Message) -> Message | None:
+        return home.serve(message) if world.now >= answers_at else None
+
+    home.script.extend([busy] * 20)
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [True]
+    assert not world.breakers.is_open(1)
+
+
+def test_a_home_node_that_is_always_late_is_understood(world: World) -> None:
+    """Each request to it is answered after longer than the first silence."""
+    world.nodes[1].latency_s = 1.5 * RESEND_FRACTION * STALL_S
+
+    outcome = world.set(["a"])
+
+    assert outcome.stored.tolist() == [True]
+
+
+@pytest.mark.parametrize("portions", [1, 3])
+def test_a_home_node_that_dies_during_the_wait_ends_the_set(portions: int) -> None:
+    """The kernel reports the end of its connections: only a node that runs is waited for."""
+    world = World(portion_bytes=PAGE)
+    home = world.nodes[1]
+
+    def dies(_: Message) -> None:
+        home.mood = "away"
+
+    home.script.extend([_lost] * (portions - 1) + [dies])
+    began = world.now
+    outcome = world.set([f"p{i}" for i in range(portions)])
+
+    assert outcome.reasons == [reasons.NO_HOME] * portions
+    assert world.now - began <= STALL_S
 
 
 def test_a_home_node_may_be_silent_for_a_part_of_a_long_deadline() -> None:
@@ -254,8 +310,9 @@ def test_a_home_node_may_be_silent_for_a_part_of_a_long_deadline() -> None:
 
     home.script.clear()
     home.mood, began = "silent", world.now
-    assert world.set(["b"], timeout_s=20.0).reasons == [reasons.NO_HOME]
-    assert world.now - began == pytest.approx(20.0 * STALL_FRACTION)
+    assert world.set(["b"], timeout_s=20.0).reasons == [reasons.NO_ANSWER]
+    assert world.now - began == pytest.approx(20.0 * SILENCE_FRACTION, rel=1 / 8)
+    assert world.breakers.opened_count == 1
 
 
 def test_a_commit_that_waits_for_an_owner_is_no_silence(world: World) -> None:
@@ -287,6 +344,18 @@ def test_a_commit_that_is_never_answered_stores_nothing_for_us(world: World) -> 
     outcome = world.set(["a"])
 
     assert outcome.stored.tolist() == [False]
+    assert outcome.reasons == [reasons.NO_ANSWER]
+
+
+def test_an_answer_that_the_deadline_cuts_off_is_no_silence(world: World) -> None:
+    """The copy took nearly all of the time: the home node had a tenth of a second."""
+    home = world.nodes[1]
+    home.script.append(home.serve)
+    home.script.extend([_lost] * 20)
+    world.page_s = 0.8
+
+    outcome = world.set(["a"], timeout_s=1.0)
+
     assert outcome.reasons == [reasons.DEADLINE]
 
 
