@@ -32,6 +32,7 @@ from pynng._nng import ffi, lib
 
 from peercache.config.quantities import format_address, parse_address
 from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError, Rejected
+from peercache.model.process import descriptors_max
 from peercache.net.peers import Address, ControlTls, Peer, control_url, peer_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
@@ -206,7 +207,9 @@ CLOSE_AFTER_S = 2.0
 """How long a closed dialer keeps its socket: longer than nng pauses between two dials."""
 
 CLOSING_MAX = 128
-"""Sockets that wait for it, with 3 to 5 open files each; beyond that the eldest is closed."""
+CLOSING_DIVISOR = 16
+"""Sockets that wait for it: one for 16 files that the process may open. Each has 3 to 5 open files,
+so together they take a quarter of them. Beyond that the eldest is closed."""
 
 NEVER_MS = 2**30 - 1
 """Twelve days. nng doubles this number, and pauses for a random part of it."""
@@ -402,7 +405,7 @@ class _Closer:
         eldest = None
         with self._lock:
             self._waiting.append((time.monotonic() + CLOSE_AFTER_S, socket))
-            if len(self._waiting) > CLOSING_MAX:
+            if len(self._waiting) > min(CLOSING_MAX, descriptors_max() / CLOSING_DIVISOR):
                 eldest = self._waiting.popleft()[1]
             is_first, self._is_running = not self._is_running, True
         if is_first:

@@ -64,6 +64,32 @@ def test_a_killed_peer_is_noticed_at_once(kind: str, tmp_path: Path) -> None:
     assert client.breakers.is_open(7)
 
 
+DIAL_OFTEN = """
+import os, resource, sys
+from peercache.net.sockets import Dialer
+
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+most = 0
+for _ in range(limit):
+    dialer = Dialer(sys.argv[1], waits_to_send=False)
+    most = max(most, len(os.listdir("/proc/self/fd")))
+    dialer.close()
+print(most)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_closed_connections_leave_descriptors_to_the_next_ones(kind: str, tmp_path: Path) -> None:
+    """Where a process may open few files, too: one connection at a time always succeeds."""
+    limit = 256
+    with peer_process(kind, tmp_path) as (_, url):
+        words = [sys.executable, "-c", DIAL_OFTEN, url, str(limit)]
+        most = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+
+    assert int(most.stdout) < limit / 2
+
+
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_a_stopped_peer_costs_its_deadline_and_comes_back(kind: str, tmp_path: Path) -> None:
     """On old connections and new ones; late answers confuse no client."""
