@@ -234,6 +234,45 @@ def test_a_client_of_another_cluster_is_refused(three: LocalCluster) -> None:
     assert "node.peer_refused" in three.nodes[0].said()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        np.array(["a", "b"]),
+        np.array(["a", "b"], object),
+        np.zeros(2, np.float64),
+        np.zeros(2, "V8"),
+        np.zeros(2, "S16"),
+        np.zeros((2, 16), np.uint8),
+        np.zeros((2, 1), "V16"),
+    ],
+    ids=lambda keys: f"{keys.dtype}-{keys.ndim}",
+)
+def test_arrays_that_are_no_page_keys_are_misses_without_a_wait(
+    three: LocalCluster, keys: Any
+) -> None:
+    """Their bytes would be other keys; and a request with too many is not answered at all."""
+    client = three.client(three.nodes[0], op_timeout_s=4 * TIMEOUT_S)
+    pages = pages_of(["a", "b"])
+    runs = [[(page.ctypes.data, page.nbytes)] for page in pages]
+
+    with capture_logs() as logged:
+        answers = [
+            client.batch_set(keys, pages),
+            client.batch_get_into(keys, runs),
+            client.contains(keys),
+            client.batch_exists(keys),
+            client.lengths(keys),
+            client.remove(keys),
+            client.retain(keys, 1.0),
+            client.prefetch(keys),
+            client.overlap(keys).whole,
+        ]
+
+    assert answers == [[False] * 2, [False] * 2, [False] * 2, 0, [0, 0], 0, 0, 0, False]
+    assert len(logged) == len(answers)
+    assert all("client.call_refused" in line and str(keys.dtype) in line for line in logged)
+
+
 def test_unusable_buffers_are_misses_not_exceptions(three: LocalCluster) -> None:
     """Read-only, scattered, missing or foreign buffers miss; nothing raises."""
     client = three.client(three.nodes[0])

@@ -32,7 +32,7 @@ from peercache.client.report import current as current_call
 from peercache.config.settings import Config
 from peercache.errors import ConfigError
 from peercache.model.ids import name_of
-from peercache.model.keys import DEFAULT_NAME, Key, Namespace, PageKeys, page_keys
+from peercache.model.keys import DEFAULT_NAME, KEY_BYTES, Key, Namespace, PageKeys, page_keys
 from peercache.model.prefix import Overlap
 from peercache.model.process import ForkGuard
 from peercache.model.records import RESIDENT
@@ -106,7 +106,8 @@ class Client:
     child, every call is a miss. The deadline is `op_timeout_s` (2 s), of calls that only look pages
     up `exists_timeout_s` (0.1 s).
 
-    keys: texts or bytes; most calls also take page keys, (n,) V16, which are not hashed again.
+    keys: texts or bytes; most calls also take page keys, (n,) V16, which are not hashed again. All
+          pages of an array of another type are misses.
     config, namespace: the settings and the namespace of this client.
     metrics: its counters.
     """
@@ -672,7 +673,13 @@ class Client:
         )
 
     def _names(self, keys: Keys) -> PageKeys:
-        return keys if isinstance(keys, np.ndarray) else page_keys(keys, self._digest)
+        if not isinstance(keys, np.ndarray):
+            return page_keys(keys, self._digest)
+        if keys.dtype.kind != "V" or keys.dtype.itemsize != KEY_BYTES or keys.ndim != 1:
+            # Its bytes would be other keys, or a request that the home node does not answer.
+            found = f"an array of {keys.dtype}, {keys.shape}"
+            raise UnusableBuffers(f"{found}, has no page keys: give names, or page keys, (n,) V16")
+        return keys
 
     def _batch(self, keys: Keys, segments: Any) -> tuple[PageKeys, PageRuns]:
         runs = segments if isinstance(segments, PageRuns) else PageRuns.of(segments)
