@@ -342,7 +342,11 @@ class RequestHints:
         with self._lock:
             for block in hint.blocks:
                 name = None
-                if isinstance(block, str) and block.lstrip("-").isdecimal() and len(block) <= 20:
+                if (
+                    isinstance(block, str)
+                    and block.removeprefix("-").isdecimal()
+                    and len(block) <= 20
+                ):
                     block = int(block)  # noqa: PLW2901 - the same block
                 if isinstance(block, int):
                     name = self._blocks.get(block % 2**64)

@@ -220,6 +220,7 @@ def test_the_pages_of_a_request_are_prefetched_as_it_names_them(rig: Rig) -> Non
         (action("kv.demote", block_hashes=list(range(10_000))), "too_many"),
         (action("kv.demote", session_id="agent-42"), "no_target"),
         (action("kv.demote", block_hashes=["12345", "no hash"]), "no_target"),
+        (action("kv.demote", block_hashes=["--5", "-", "+5", ""]), "no_target"),
     ],
 )  # fmt: skip
 def test_what_is_not_obeyed_is_a_counted_reason_and_does_not_stop_the_others(
