@@ -32,7 +32,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -515,10 +515,19 @@ class FolderPages:
             Side(runs.addresses[begin:end], runs.sizes[begin:end])
             for begin, end in itertools.pairwise(bounds)
         ]
+        results: list[Future[bool]] = []
         try:
-            return list(self._threads.map(call, keys.tolist(), pages))
-        except RuntimeError:  # The pool of threads is closed.
+            for key, page in zip(keys.tolist(), pages, strict=True):
+                # A future of our own: if no thread can be started, `submit` raises, but has queued
+                # the call anyway. It must not begin after the return.
+                results.append(Future())
+                self._threads.submit(_fulfil, results[-1], call, key, page)
+            return [each.result() for each in results]
+        except RuntimeError:  # The pool of threads is closed, or has no thread.
             return [False] * len(keys)
+        finally:
+            # After an exception, too: nothing may use the caller's memory after the return.
+            wait([each for each in results if not each.cancel()])
 
     def _get(self, key: bytes, page: Side) -> bool:
         path = self._path(key)
@@ -658,6 +667,17 @@ def _prepare(root: Path) -> None:
             (root / name).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError("path", f"{root} cannot be used: {error}") from error
+
+
+def _fulfil(
+    result: Future[bool], call: Callable[[bytes, Side], bool], key: bytes, page: Side
+) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(call(key, page))
+    except BaseException as error:
+        result.set_exception(error)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,6 +291,51 @@ def test_errors_that_pass_are_tried_again(
     assert len(calls) == 4 + 8
     assert len(list((tmp_path / WRITING).iterdir())) == 0
     store.close()
+
+
+@pytest.mark.parametrize("fault", ["no thread", "bug"])
+def test_a_call_does_not_return_while_a_thread_uses_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """One page is being read when another one ends the call: its memory is the engine's again."""
+    opened(tmp_path).set_from(KEYS[:2], runs_of(pages_of(2)))
+    store = opened(tmp_path, threads=2)
+    begun, failed, returned, may_end = (threading.Event() for _ in range(4))
+    waited: list[bool] = []
+    slow = KEYS[0 if fault == "no thread" else 1].tobytes()
+    read, start = folder.read_page, threading.Thread.start
+
+    def slow_read(fd: int, key: bytes, *rest: Any) -> None:
+        if key == slow:
+            begun.set()
+            assert may_end.wait(TIMEOUT_S)
+        else:
+            assert begun.wait(TIMEOUT_S)
+            failed.set()
+            raise RuntimeError("a bug")
+        read(fd, key, *rest)
+
+    def one_thread(thread: threading.Thread) -> None:
+        if begun.is_set() or (thread.name.endswith("_1") and begun.wait(TIMEOUT_S)):
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def release() -> None:
+        assert failed.wait(TIMEOUT_S)
+        waited.append(not returned.wait(0.2))
+        may_end.set()
+
+    monkeypatch.setattr(folder, "read_page", slow_read)
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    if fault == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", one_thread)
+    found, _ = got(store, 2)
+    returned.set()
+    releasing.join()
+
+    assert (found, waited) == ([False, False], [True])
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
