@@ -56,7 +56,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class InvalidRequest(DefiniteError, ValueError):
-    """The caller passed invalid arguments: tokens, shapes, buffers, a closed connector."""
+    """Invalid tokens, shapes or buffers; a closed connector; a client in a forked process."""
 
 
 @attrs.define(eq=False)

@@ -14,7 +14,7 @@ import pytest
 from peercache import Client
 from peercache.client.client import CLOSE_S
 from peercache.client.report import reporting
-from peercache.errors import PeerCacheError, Rejected
+from peercache.errors import InvalidRequest, PeerCacheError, Rejected
 from peercache.memory.attached import AttachedSegment
 from peercache.model.keys import Namespace
 from peercache.observability import reasons
@@ -321,6 +321,10 @@ def test_a_forked_child_answers_misses_and_exits(three: LocalCluster) -> None:
         answer = [client.batch_exists(keys), *read(client, keys), *client.batch_set(keys, [])]
         answer.append(len(client.stats()))
         client.close()
+        try:
+            Client.open(cluster=three.nodes[0].cluster, home=three.nodes[0].ready["home"])
+        except InvalidRequest as refusal:
+            answer.append("spawn" in str(refusal))
         os.write(writes_end, repr(answer).encode())
         os._exit(0)
     os.close(writes_end)
@@ -328,7 +332,7 @@ def test_a_forked_child_answers_misses_and_exits(three: LocalCluster) -> None:
     os.close(reads_end)
     os.waitpid(child, 0)
 
-    assert answered == b"[0, False, False, False, False, 0]"
+    assert answered == b"[0, False, False, False, False, 0, True]"
     assert read(client, keys) == [True, True]
 
 

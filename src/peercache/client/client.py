@@ -153,7 +153,8 @@ class Client:
         settings: names of `Config`, such as discovery_addr, home, pool_size, fabric, op_timeout_s.
         The client writes into the pool of the node at `home`, by default the one of this host.
         With `embedded` a node with a pool of its own runs in this process instead.
-        Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable, DeadlineExceeded.
+        Raises ConfigError, AddressTaken, PoolTooLarge, Rejected, PeerUnreachable, DeadlineExceeded;
+        InvalidRequest in a process that was forked from one that uses PeerCache.
         """
         if config is None:
             config = Config.load(settings, environment=os.environ)

@@ -32,7 +32,7 @@ from peercache.content.chain import (
 from peercache.engines.lanes import Lane, QueuedTransfer
 from peercache.errors import InvalidRequest
 from peercache.model.keys import PageKeys
-from peercache.model.process import ForkGuard
+from peercache.model.process import FORKED, ForkGuard
 from peercache.model.runs import I64, U64, PageRuns
 from peercache.observability import reasons
 from peercache.observability.log import WarnOnce, get_logger
@@ -308,7 +308,7 @@ class Core:
         if self._is_closed:
             raise InvalidRequest("the connector is closed")
         if self._fork.is_child:
-            raise InvalidRequest("the connector is another process's: a forked child opens its own")
+            raise InvalidRequest(FORKED)
 
     def register(self, kv_args: Any) -> None:
         """Set the engine's buffers. InvalidRequest: they are set already, or are not buffers."""

@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, final
 import attrs
 
 from peercache.client.tracing import carried
+from peercache.model.process import ForkGuard
 from peercache.observability.log import WarnOnce, get_logger
 
 Arguments = ParamSpec("Arguments")
@@ -101,6 +102,7 @@ class Lane:
         self._counts = counts
         self._warn_once = warn
         self._clock = clock
+        self._fork = ForkGuard()
         # Conditions of one lock: a transfer wakes only one thread that can move it.
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
@@ -124,7 +126,13 @@ class Lane:
         return self._pages
 
     def add(self, transfer: QueuedTransfer) -> bool:
-        """Queue a transfer; return whether there was room. If not, its Future is done, with 0."""
+        """Queue a transfer; return whether there was room. If not, its Future is done, with 0.
+
+        A forked child has no such threads, and the lock may be held there: it has no room.
+        """
+        if self._fork.is_child:
+            transfer.future.set_result(0)
+            return False
         transfer.move = carried(transfer.move)
         with self._changed:
             has_room = not self._is_closed and self._pages + transfer.pages <= self._pages_max
@@ -142,6 +150,8 @@ class Lane:
 
     def end(self, req_id: str | None) -> None:
         """End the transfers of a request, or of all: waiting ones at once, others after a chunk."""
+        if self._fork.is_child:
+            return
         with self._changed:
             ended = [each for each in self._waiting if req_id in {None, each.req_id}]
             self._take_out(ended, "cancelled")
@@ -153,12 +163,16 @@ class Lane:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """End waiting transfers, and wait for the rest; return whether nothing moves any more."""
+        if self._fork.is_child:
+            return True
         self.end(None)
         with self._is_idle:
             return self._is_idle.wait_for(lambda: not self._pages, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """End everything; return whether all threads have ended, and so no byte moves."""
+        if self._fork.is_child:
+            return True
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -14,6 +14,13 @@ from typing import final
 
 import attrs
 
+FORKED = (
+    "this process was forked from one that uses PeerCache: nng, its network library, works in the "
+    "parent only. Start this process with spawn, forkserver or exec, or fork before the first "
+    "client opens"
+)
+"""The message for a forked child that opens a client of its own."""
+
 
 @final
 class ForkGuard:

@@ -31,8 +31,8 @@ import trio
 from pynng._nng import ffi, lib
 
 from peercache.config.quantities import format_address, parse_address
-from peercache.errors import AddressTaken, ConfigError, DefiniteError, LocalProtocolError, Rejected
-from peercache.model.process import descriptors_max
+from peercache.errors import AddressTaken, ConfigError, DefiniteError, InvalidRequest, Rejected
+from peercache.model.process import FORKED, descriptors_max
 from peercache.net.peers import Address, ControlTls, Peer, control_url, peer_of
 from peercache.trust.sharing import Sharing
 from peercache.wire.codec import MESSAGE_BYTES_MAX
@@ -181,7 +181,8 @@ atexit.register(_disarm_finalisers)
 
 def _open(**options: Any) -> Any:
     if _state["is_forked"]:
-        raise LocalProtocolError("a forked child cannot use nng: start PeerCache after the fork")
+        # nng would abort the process.
+        raise InvalidRequest(FORKED)
     _state["sockets_opened"] = True
     # The limit applies to a received message with the protocol's header.
     try:

@@ -118,7 +118,7 @@ import gc, os, sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tests.unit.net.peers import Asking, Peer
-from peercache.errors import LocalProtocolError
+from peercache.errors import InvalidRequest
 from peercache.wire.messages.directory import Located
 from peercache.net.sockets import Dialer
 
@@ -131,7 +131,7 @@ def main():
     if not child:
         try:
             Dialer(peer.url)
-        except LocalProtocolError:
+        except InvalidRequest:
             pass
         else:
             os._exit(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_confi
 from peercache.errors import ConfigError, PeerUnreachable
 from peercache.model.keys import Namespace
 from peercache.observability.log import LOGGER, get_logger
+from tests.children import in_child
 from tests.pace import TIMEOUT_S, wait_until
 from tests.unit.engines.fake_client import FakeClient
 
@@ -88,6 +90,25 @@ def test_a_full_lane_refuses_at_once(calls: Calls) -> None:
     calls.go.set()
     wait_until(lambda: calls.done == ["busy", "waits"])
     full.close(30)
+
+
+def test_a_forked_child_refuses_all_work(calls: Calls) -> None:
+    """Its lane has no threads. The parent held the lock when it forked, as at any moment."""
+    of_parent = lane()
+    try:
+        with of_parent._changed:
+            assert in_child(lambda: _refuses(of_parent, calls)) == 0
+        calls.submit(of_parent, "own")
+        wait_until(lambda: calls.done == ["own"])
+    finally:
+        of_parent.close(30)
+
+
+def _refuses(of_parent: CallLane, calls: Calls) -> bool:
+    signal.alarm(int(TIMEOUT_S))
+    calls.submit(of_parent, "child's")
+    of_parent.end(None)
+    return of_parent.drain() and of_parent.close(1) and calls.refused == ["child's"]
 
 
 def test_work_that_waited_too_long_is_refused(calls: Calls) -> None:
