@@ -147,6 +147,17 @@ def test_channel_that_stalled_within_a_response_is_closed() -> None:
     fabric.close()
 
 
+def test_channel_ends_its_connection_though_a_forked_child_has_it() -> None:
+    """The peer would keep a place for it until it has been idle for too long."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.dup():
+        theirs.settimeout(TIMEOUT_S)
+
+        TcpChannel(ours, stall_s=TIMEOUT_S, clock=time.monotonic).close()
+
+        assert theirs.recv(1) == b""
+
+
 def test_name_server_that_is_silent_costs_no_more_than_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -388,6 +388,8 @@ class TcpChannel:
         """Close the connection: afterwards nothing is written to any destination."""
         if self._session is not None:
             self._session.close()
+        # A forked child may have the descriptor, too: close() alone would not end the connection.
+        self.interrupt()
         self._socket.close()
 
     def _response(
