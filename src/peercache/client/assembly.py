@@ -168,7 +168,15 @@ class ClientParts:
             remove_folder(self._url)
         if self._node is not None:
             self._node.close()
-        self.log.info("client.closed")
+        if self.home.was_opened:
+            self.log.info("client.closed")
+
+    def log_opened(self) -> None:
+        """Log what a client found that has reached its home node: others are opened again soon."""
+        if self._config.may_use_rdma:
+            self.log.info(
+                "rdma.rails_opened", rails=self._rail_names, problems=list(self._rail_problems)
+            )
 
     def register_memory(self, address: int, length: int, owner: object) -> Callable[[], None]:
         """Register memory with the fabrics that need it; return a function that ends that."""
@@ -289,9 +297,7 @@ class ClientParts:
         if not rails and self._config.fabric == "rdma":
             what = "; ".join(problems)
             raise ConfigError("fabric", f"rdma is required, but not available: {what}")
-        self.log.info(
-            "rdma.rails_opened", rails=[rail.name for rail in rails], problems=list(problems)
-        )
+        self._rail_names, self._rail_problems = [rail.name for rail in rails], problems
         return rails
 
     def _rdma_over(self, rails: tuple[Rail, ...]) -> RdmaFabric:

@@ -171,6 +171,7 @@ class Client:
         except BaseException:
             client.close()
             raise
+        client._wiring.log_opened()
         return client
 
     # --- pages ------------------------------------------------------------------------------------

@@ -161,6 +161,11 @@ class Home:
         """The address at which the home node listens for its clients."""
         return self._url
 
+    @property
+    def was_opened(self) -> bool:
+        """Whether the home node was reached."""
+        return self._thread is not None
+
     def url_of(self, peer: int) -> str | None:
         """Return the address at which to dial an incarnation."""
         if self.tie.is_home(peer):

@@ -32,7 +32,11 @@ REASONS = (NOT_OPEN, NO_ANSWER, REFUSED)
 LOG_LEVEL = environment_name("log_level")
 
 REOPEN_RETRY_S = 5.0
-"""Pause until the next attempt to open a client."""
+"""Pause until the next attempt to open a client. The attempt waits as long for a node, so a node is
+found within this time."""
+
+WARN_S = 3600.0
+"""How often it is logged that no client can be opened, for an engine that runs without a node."""
 
 
 def engine_config(
@@ -82,7 +86,7 @@ class LateClient:
         self._on_open = on_open
         self._client_factory = client_factory
         self._retry_s = retry_s
-        self._warn_once = WarnOnce(log)
+        self._warn_once = WarnOnce(log, repeat_s=WARN_S)
         self._change = threading.Lock()
         self._closing = threading.Event()
         self._client: Any = None

@@ -7,10 +7,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peercache import Client
+from peercache.client import home
 from peercache.engines.lanes import CallLane, harmless
 from peercache.engines.late_client import OP_TIMEOUT_S, LateClient, engine_config, level_named
 from peercache.errors import ConfigError, PeerUnreachable
@@ -213,6 +216,28 @@ def test_a_home_node_that_comes_later_is_found() -> None:
     wait_until(lambda: attached.client is fake)
     assert attached.status()["is_healthy"]
     attached.close()
+
+
+def test_an_engine_without_a_node_logs_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it tries; each try makes a client, and closes it."""
+    monkeypatch.setattr(home, "ATTACH_S", 0.0)
+    caplog.set_level(logging.INFO, LOGGER)
+    config = engine_config({"home": f"ipc://{tmp_path}/home.ipc"}, {})
+    tried: list[object] = []
+
+    def open_client(*given: Any, **named: Any) -> Client:
+        tried.append(given)
+        return Client.open(*given, **named)
+
+    attached = LateClient(config, SPACE, get_logger(), client_factory=open_client, retry_s=0.01)
+    wait_until(lambda: len(tried) > 4)
+    attached.close()
+
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "event=engines.open_failed"
+    ]
 
 
 def test_a_client_that_comes_after_the_close_is_closed() -> None:
