@@ -99,6 +99,9 @@ def test_the_ready_line_and_file_say_where_the_node_serves(tmp_path: Path) -> No
 
         assert json.loads(file.read_text()) == ready
         assert ready["event"] == "node.ready"
+        # Collectors put both streams into one log.
+        assert "pool.populated" in node.said()
+        assert "node.ready" not in node.said()
         assert len(ready["node"]) == 16
         assert ready["home"].startswith("ipc://")
         for name in ("control", "data"):

@@ -275,7 +275,9 @@ class Node:
         await nursery.start(populate, segment, self._pool_grew, self.log)
         self._look_after(nursery, housekeeping, self._advertising(reach, bound_host, known))
         nursery.start_soon(self._finder(reach).run)
-        self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
+        if self._in_process:
+            # A command prints its ready line, which most collectors put into the same log.
+            self.log.info("node.ready", control=me.control, data=me.data, home=home, http=http)
         return Ready(
             incarnation=self.incarnation, control=me.control, data=me.data, home=home,
             http=http, local_secret=local_secret,
