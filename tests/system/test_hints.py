@@ -112,6 +112,27 @@ def test_prefetch_loads_pages_from_disk(tmp_path: Path) -> None:
             node, 'peercache_hint_pages_total{hint="prefetch",outcome="done"}') == 16)  # fmt: skip
 
 
+@pytest.mark.usefixtures("stalls")
+def test_a_prefetch_without_an_answer_is_not_counted_as_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pages are on a node that has been paused since it was asked where they are."""
+    monkeypatch.setattr("peercache.client.client.FAR", 0)
+    with LocalCluster() as cluster:
+        holder, home = cluster.start_many(2)
+        keys = keys_of("far", 8)
+        put(cluster.client(holder), keys)
+        client = cluster.client(home, fabric="tcp")
+        wait_until(lambda: client.contains(keys) == [True] * 8)
+
+        holder.pause()
+        copied = client.prefetch(keys)
+        holder.resume()
+
+        assert copied == 0
+        assert outcomes(client, "prefetch") == {"unanswered": 8}
+
+
 def test_pages_that_are_stored_are_shared_already() -> None:
     with LocalCluster() as cluster:
         one, other = (cluster.client(node) for node in cluster.start_many(2))

@@ -581,13 +581,13 @@ class Client:
         where, loaded, cluster = self._bridge.run(loads)
         near = _near(where, cluster)
         far = where.known & ~near & ((where.records["flags"] & RESIDENT) != 0)
-        self._copy_here(names[far], where.records["length"][far], until)
+        unread = self._copy_here(names[far], where.records["length"][far], until)
         # The home node has answered with the records of its copies; owners learn of them later.
         looks = self._wiring.reader.load(names[far], cluster, until, is_cached=True)
         copied, _, cluster = self._bridge.run(looks)
         done = int((near & loaded).sum() + _near(copied, cluster).sum())
         here = int(near.sum() + _near(copied, cluster).sum())
-        refused = int(near.sum() + far.sum()) - here
+        refused = max(0, int(near.sum() + far.sum()) - here - unread)
         missing = sum(
             where.reasons[at] in {"", reasons.ABSENT} for at in (~where.known).nonzero()[0]
         )
@@ -603,16 +603,21 @@ class Client:
         )
         return here
 
-    def _copy_here(self, names: PageKeys, lengths: U64, until: float) -> None:
-        """Read pages of other hosts, and have the home node keep copies of them."""
+    def _copy_here(self, names: PageKeys, lengths: U64, until: float) -> int:
+        """Read pages of other hosts, and have the home node keep copies of them.
+
+        Return how many could not be read in time.
+        """
         attached, prefetcher = self._tie.attached, self._wiring.prefetcher
         if attached is None:
-            return
+            return len(names)
         # A record may state any length: a page that the home node has no room for is not read.
         fits = lengths <= attached.memory.page_bytes
         names, lengths = names[fits], lengths[fits]
-        begin = 0
-        while begin < len(names) and self._clock() < until and not prefetcher.is_paused:
+        begin = unread = 0
+        while begin < len(names) and not prefetcher.is_paused:
+            if self._clock() >= until:
+                return unread + len(names) - begin
             sizes = lengths[begin : begin + PREFETCH_PAGES].astype(np.uint64)
             ends = np.cumsum(sizes)
             sizes = sizes[: max(1, int(np.searchsorted(ends, PREFETCH_BYTES, "right")))]
@@ -624,6 +629,8 @@ class Client:
             path = self._wiring.reader.get(part, runs, self._tie.cluster, until, home, prefetcher)
             outcome = self._bridge.run(path, attached.memory)
             self.metrics.pages_mirrored.inc(outcome.mirrored)
+            unread += int(np.count_nonzero(~outcome.hits))
+        return unread
 
     def _count_hint(self, hint: str, pages_by_outcome: Mapping[str, int]) -> None:
         for outcome, pages in pages_by_outcome.items():
