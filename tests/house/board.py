@@ -144,7 +144,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Memory by state", "bytes", ((gauge("pool_bytes", "state"), "{{state}}"),)),
         Panel("Pages by node", "short", ((gauge("pool_pages"), "{{instance}}"),)),
         Panel("Evicted", "ops", ((rate("pages_evicted_total", "instance"), "{{instance}}"),)),
-        Panel("Estimated hit rate by times the memory", "percentunit",
+        Panel("Estimated hit rate of reads and sets by times the memory", "percentunit",
               # A node without an engine has no estimate, which is NaN.
               ((f"avg by (memory) (peercache_hit_rate_estimate{{{ON}}} >= 0)", "{{memory}} ×"),)),
         Panel("Live reservations", "short", ((gauge("reservations"), "{{instance}}"),)),

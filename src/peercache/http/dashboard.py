@@ -192,7 +192,7 @@ def memory_chart(reuse: Reuse) -> Chart | None:
     now = ", ".join([written_share(rate) for rate in rates.tolist()])
     grid = "M0 .5H600M0 60H600M0 119.5H600M120 0V120M240 0V120M360 0V120M480 0V120"
     return Chart(
-        "memory", "Estimated hit rate", (_line(label, rates, now, 0),),
+        "memory", "Estimated hit rate of reads and sets", (_line(label, rates, now, 0),),
         written_share(1.0), grid=grid, left=f"{MEMORY_NAMES[0]} × memory",
         right=f"{MEMORY_NAMES[-1]} ×",
     )  # fmt: skip
@@ -674,7 +674,7 @@ def _tiles(statuses: Sequence[Status], history: History, member: str) -> list[Ti
     workers = sum(len(s.workers) + s.workers_more for s in statuses)
     return [
         Tile(
-            "Hit rate, 5 min",
+            "Hit rate of reads, 5 min",
             written_share(share),
             f"{written_share(ever)} since the start" if math.isfinite(ever) else "nothing asked",
             share if math.isfinite(share) else None,
@@ -747,7 +747,7 @@ async def _charts(view: PageFacts, member: str) -> list[Chart]:
     asked = hits + misses
     share = hits / _positive(asked)
     makers: tuple[Callable[[], Chart], ...] = (
-        lambda: line_chart("hits", "Hit rate", [("hits", share)], written_share, top=1.0),
+        lambda: line_chart("hits", "Hit rate of reads", [("hits", share)], written_share, top=1.0),
         lambda: area_chart(
             "misses",
             "Misses by reason",

@@ -161,7 +161,7 @@ class Metrics:
     pool_pages = _gauge("Pages in the pool.")
     pages_evicted = _counter("Pages evicted to make room.")
     hit_rate_estimate = _gauge(
-        "Estimated hit rate of a pool with so many times the memory.", "memory"
+        "Estimated hit rate of reads and sets with so many times the memory.", "memory"
     )
     reservations = _gauge("Live reservations.")
     messages_received = _counter("Control messages accepted.", "kind")

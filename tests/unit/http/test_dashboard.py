@@ -108,11 +108,13 @@ async def test_cluster_page_shows_what_an_operator_looks_for() -> None:
 
     for wanted in (
         "Cluster prod-eu", "ok 3", "10.0.0.1:31998", "gpu-002.rack-0.example", "64 days",
-        "Hit rate, 5 min", "Misses by reason", "absent", "peer unreachable", "Time of a read",
+        "Hit rate of reads, 5 min", "Misses by reason", "absent", "peer unreachable",
+        "Time of a read",
         "p99", "evicted from memory", "promoted from disk", "of 256.0 GiB", "rdma", "shm",
         "0000000000000001", "41000", "88.0 k", "1.3 s ago", "Qwen3-235B-A22B-Instruct-2507",
         "of the mean", "No peer lags", "600.0 GiB",
-        "What more memory would bring", "with 0.25, 0.5, 1, 2, 4, 8 times the memory",
+        "What more memory would bring", "a page that is set for the first time counts as a miss",
+        "Estimated hit rate of reads and sets", "with 0.25, 0.5, 1, 2, 4, 8 times the memory",
         "31.0 %, 42.0 %, 55.0 %, 61.0 %, 64.0 %, 65.0 %",
         "Pages moved between nodes", "given to other nodes", "its own: no room",
         "of others: full 45",
